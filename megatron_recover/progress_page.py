@@ -17,6 +17,10 @@ Note [One writer]
     The training thread of the rank writes. Other threads of a rank (control, `recover-reduce`)
     never touch the page. If a healthy control thread kept the page fresh, a training thread that
     hangs would be hidden.
+
+    The thread that reads samples ahead has a record of its own behind the first, with its own
+    checksum: the microbatch that it reads. A process that dies of that reading names it, while the
+    first record names the microbatch that was computed meanwhile.
 """
 
 from __future__ import annotations
@@ -44,14 +48,18 @@ _FIXED = struct.Struct(f"<qqqqqBB{_MAX_LABEL_BYTES}s")
 """(generation, step, begun, ended, since_ns, phase, number of microbatches, zero-padded label)."""
 _IDS = tuple(struct.Struct(f"<{count}i") for count in range(MAX_MICROBATCHES + 1))
 _RECORD_BYTES = _CHECK.size + _FIXED.size
-_MOST_BYTES = _RECORD_BYTES + _IDS[-1].size
-"""Most bytes that a record can have. A look reads no more: the rest of a page is in no cache."""
+_AHEAD = struct.Struct("<ii")
+"""The record of the thread that reads ahead: whether it reads (1 or 0), and the microbatch."""
+_AHEAD_AT = _RECORD_BYTES + _IDS[-1].size
+"""Offset of that record: behind the longest record of the training thread."""
+_MOST_BYTES = _AHEAD_AT + _CHECK.size + _AHEAD.size
+"""Most bytes that the records can have. A look reads no more: the rest of a page is in no cache."""
 _TRIES = 3
 """Reads after which a reader gives up on a page that is torn each time."""
 
 
 class ProgressPage:
-    """The writing end of a page, for the training thread of a rank alone."""
+    """The writing end of a page, for the training thread of a rank alone, except `read_ahead`."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         """Map the page behind `descriptor` and close it; without one: a page that nobody reads."""
@@ -107,6 +115,14 @@ class ProgressPage:
         finally:
             self.enter(before)
 
+    def read_ahead(self, microbatch: int | None) -> None:
+        """Show the microbatch whose samples are read ahead; None: none.
+
+        Only the thread that reads ahead calls this.
+        """
+        body = _AHEAD.pack(microbatch is not None, microbatch or 0)
+        self._memory[_AHEAD_AT:_MOST_BYTES] = _CHECK.pack(zlib.crc32(body)) + body
+
     def begin_step(self, step: int, label: str) -> None:
         """Store the step at which the training thread arrives; the next `enter` shows it."""
         self._step, self._label = step, label.encode()[:_MAX_LABEL_BYTES]
@@ -155,7 +171,10 @@ class PageReader:
 
 
 def parse(page: bytes) -> Progress | None:
-    """Return the record of a page, or None if its checksum or a field does not fit."""
+    """Return the record of a page, or None if its checksum or a field does not fit.
+
+    A record of reading ahead that does not fit counts as none.
+    """
     [check] = _CHECK.unpack_from(page)
     generation, step, begun, ended, since_ns, phase, count, label = _FIXED.unpack_from(page, _CHECK.size)
     if count > MAX_MICROBATCHES or phase not in _PHASES:
@@ -165,7 +184,16 @@ def parse(page: bytes) -> Progress | None:
     return Progress(
         generation=generation, step=step, label=label.rstrip(b"\0").decode(errors="replace"), phase=Phase(phase),
         microbatches=_IDS[count].unpack_from(page, _RECORD_BYTES), begun=begun, ended=ended, since_ns=since_ns,
+        ahead=_ahead(page),
     )  # fmt: skip
+
+
+def _ahead(page: bytes) -> int | None:
+    """Return the microbatch that is read ahead, or None."""
+    [check] = _CHECK.unpack_from(page, _AHEAD_AT)
+    body = page[_AHEAD_AT + _CHECK.size : _MOST_BYTES]
+    reads, microbatch = _AHEAD.unpack(body)
+    return microbatch if reads and zlib.crc32(body) == check else None
 
 
 _PHASES = frozenset(Phase)

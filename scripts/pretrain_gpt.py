@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.training.config.container import PretrainConfigContainer
+    from megatron.training.models.gpt import GPTModelConfig
     from torch import Tensor
 
 FIELDS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
@@ -159,17 +160,38 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, dataset_config(args)).build()
 
 
+def needs_attention_mask(args: Namespace, model: GPTModelConfig) -> bool:
+    """Return whether the samples need an attention mask, of sequence length squared bytes.
+
+    The layers of upstream's GPT are causal. Transformer Engine's attention then masks by itself and
+    ignores a mask that is given. Upstream's local attention uses the mask, and builds one in every
+    layer if there is none. The layers of experimental variants and of ModelOpt may need any mask.
+    """
+    return (
+        model.transformer.transformer_impl != "transformer_engine"
+        or model.transformer.experimental_attention_variant is not None
+        or model.restore_modelopt_state
+        or args.reset_attention_mask
+    )
+
+
 def configure(args: Namespace) -> PretrainConfigContainer:
     """Return upstream's configuration of model and training.
 
-    Raises ValueError for unsupported flags.
+    Leaves out the attention mask if the model does not need one. Raises ValueError for unsupported
+    flags.
     """
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     for unsupported in ("fim_data", "spec"):
         if getattr(args, unsupported):
             raise ValueError(f"--{unsupported.replace('_', '-')} is not supported by this script; leave it out")
-    return pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model = gpt_config_from_args(args)
+    if args.create_attention_mask_in_dataloader and not needs_attention_mask(args, model):
+        args.create_attention_mask_in_dataloader = False
+        if args.rank == 0:
+            print("the attention makes its causal mask itself: --no-create-attention-mask-in-dataloader is set", flush=True)
+    return pretrain_cfg_container_from_args(args, model)
 
 
 def main() -> None:

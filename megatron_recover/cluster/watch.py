@@ -198,13 +198,19 @@ class Watch:
             return Loss(end.replica, kind, detail), None
         # In other phases the page may still name a microbatch whose work the device has not
         # finished.
-        if progress.phase not in _OF_A_MICROBATCH or not progress.microbatches:
+        in_work = progress.microbatches if progress.phase in _OF_A_MICROBATCH else ()
+        # Nobody knows which thread has caused the signal. So both microbatches are charged, and the
+        # one that two deaths have in common counts (`trainer/read_ahead.py`).
+        charged = in_work if progress.ahead is None else tuple(dict.fromkeys((*in_work, progress.ahead)))
+        if not charged:
             return Loss(end.replica, kind, detail), None
-        which = ", ".join(map(str, progress.microbatches))
-        detail += f", with microbatch {which} of {progress.label} in work ({progress.phase.name.lower()})"
-        return Loss(end.replica, kind, detail), ReplicaFailing(
-            end.replica, progress.label, progress.microbatches, detail, witnessed=True
-        )
+        if in_work:
+            detail += (
+                f", with microbatch {', '.join(map(str, in_work))} of {progress.label} in work ({progress.phase.name.lower()})"
+            )
+        if progress.ahead is not None:
+            detail += f", while it read the samples of microbatch {progress.ahead} of {progress.label}"
+        return Loss(end.replica, kind, detail), ReplicaFailing(end.replica, progress.label, charged, detail, witnessed=True)
 
 
 _SIGKILL = 9

@@ -43,6 +43,14 @@ Note [At work]
     idle for an instant. Others may also have requested a generation just before a rank arrives at
     their sum.
 
+Note [Ranks that read ahead]
+    Another thread of a rank may read samples before they are due. While that thread waits for a
+    disk it may hold the interpreter's lock, and then no other thread of the rank runs. So a rank is
+    judged as one that reads samples for as long as its page shows that it reads ahead, whatever its
+    training thread does. If the training thread hangs, the reading ends soon, for few microbatches
+    are read ahead. Only a hang that holds the interpreter's lock in the middle of a reading is
+    excused until the deadline.
+
 Note [Ranks that a tracer holds]
     A debugger, gcore or strace holds a process in state `t`, most often to look into the rank. Such
     a rank is named, and condemned only after the deadline. While one rank is held, no silence of
@@ -144,6 +152,8 @@ class Progress(Value, frozen=True):
     ended: int
     since_ns: int
     """Start of the newest operation, in nanoseconds of CLOCK_MONOTONIC."""
+    ahead: MicrobatchId | None = None
+    """Microbatch whose samples another thread of the rank reads ahead now; None: none."""
 
 
 class Sight(Value, frozen=True):
@@ -329,6 +339,7 @@ def stop_limit_s(state: DetectorState) -> float:
 
 def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
     """Return the next state and the effects of a look: one `Named` per silence and verdict."""
+    look = replace(look, sights=tuple(_judged_as_reading(sight) for sight in look.sights))
     gap_s = 0.0 if state.now_s is None else min(max(0.0, look.now_s - state.now_s), state.limits.gap_s)
     if look.generation != state.generation:
         known = len(state.figures.steps_s) >= _ENOUGH_STEPS
@@ -356,6 +367,17 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
     figures = Figures(steps_s, longest_s)
     state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)
     return _judge(state, look)
+
+
+def _judged_as_reading(sight: Sight) -> Sight:
+    """Return the sight of a rank that reads ahead as if its training thread read these samples.
+
+    Other sights are returned as they are (Note [Ranks that read ahead]).
+    """
+    progress = sight.progress
+    if progress is None or progress.ahead is None or progress.phase is Phase.DATA:
+        return sight
+    return replace(sight, progress=replace(progress, phase=Phase.DATA, microbatches=(progress.ahead,)))
 
 
 def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:

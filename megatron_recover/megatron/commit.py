@@ -39,7 +39,7 @@ from megatron_recover.core.alike import Parts
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import Label, StepKind
-from megatron_recover.core.values import Apply, Plan, Work
+from megatron_recover.core.values import Apply, MicrobatchId, Plan, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
@@ -132,7 +132,13 @@ class CommitLoop:
         self._step = self._next_step = 0
         self._generation = 0
         """Generation of the newest order; 0 before the first."""
+        self._settled_generation = 0
+        """Generation of the newest commit. A pass of a later one follows a loss."""
         self._has_given_up = False
+
+    def close(self) -> None:
+        """End the thread that reads samples ahead. No step may follow."""
+        self._cursor.read_ahead.close(self._config.deadlines.close_s)
 
     # --- seams ------------------------------------------------------------------------------------
 
@@ -278,6 +284,7 @@ class CommitLoop:
                 self._driver.pass_ended(order.generation)
                 self._reduce(order)
             order = self._next_order(work)
+        self._settled_generation = order.generation
         if order.record.gives_up:
             self._has_given_up = True
             self._applied = (step, order, None)
@@ -326,8 +333,11 @@ class CommitLoop:
         stopwatch = self._stopwatch if times else None
         queue = WorkQueue(self._driver, plan, self._extended)
         overlap = Overlap(reduction, lambda: queue.plan)
+        # What is dealt after a loss is read when it is due: `trainer/read_ahead.py`,
+        # Note [What is not read ahead].
+        ahead = _microbatches(plan) if plan.generation == self._settled_generation else ()
         try:
-            with overlap:
+            with overlap, self._cursor.reading_ahead(ahead):
                 microbatches.begin_pass(overlap)
                 if stopwatch is not None:
                     self._tell_pace(stopwatch)  # of the step before: a GPU may know it only now
@@ -356,8 +366,7 @@ class CommitLoop:
 
     def _extended(self, plan: Plan) -> None:
         if self._driver.rank == 0:
-            dealt = tuple(microbatch for compute in plan.computes for microbatch in compute.microbatches)
-            self._record(trace.Extended, generation=plan.generation, step=plan.step, microbatches=dealt)
+            self._record(trace.Extended, generation=plan.generation, step=plan.step, microbatches=_microbatches(plan))
 
     def _apply(
         self, order: Apply, reduction: Reduction, chunks: list[Any], arguments: dict[str, Any]
@@ -456,6 +465,11 @@ class CommitLoop:
             return str(Label(StepKind.TRAIN, self._iteration()))
         self._num_evaluations += 1
         return str(Label(StepKind.EVALUATE, self._iteration(), self._num_evaluations))
+
+
+def _microbatches(plan: Plan) -> tuple[MicrobatchId, ...]:
+    """Return the microbatches that a plan orders, in their order."""
+    return tuple(microbatch for compute in plan.computes for microbatch in compute.microbatches)
 
 
 def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> None:

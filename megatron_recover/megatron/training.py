@@ -217,6 +217,8 @@ class _Training:
         except BaseException as error:
             driver.failing((), error)
             raise
+        finally:
+            loop.close()
         if args.iteration >= args.train_iters:
             print_rank_0(f"nothing was left to train: the checkpoint is of iteration {args.iteration} of {args.train_iters}")
         checkpoints.settle(loop.meet, has_trained=loop.has_trained)
@@ -279,7 +281,7 @@ class _Training:
         from megatron_recover.megatron.reporting import LogLine
 
         originals = self._installation.originals
-        cursor = MicrobatchCursor(self._page)
+        cursor = MicrobatchCursor(self._page, args.num_workers)
         loop = CommitLoop(
             driver, config, originals, cursor=cursor, seed=_seeding(args.seed),
             iteration=lambda: args.curr_iteration + 1,

@@ -18,7 +18,7 @@ from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.core.detector import Phase
-from megatron_recover.core.values import ExitCode, LossKind
+from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaFailing
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.cluster.aborting_toy import WATCHDOG
@@ -47,9 +47,14 @@ def test_a_microbatch_that_ends_two_replicas_by_a_signal_of_its_own_stops_the_jo
 
 
 def test_a_file_that_is_cut_under_its_memory_map_stops_the_job_and_the_microbatch_is_named(tmp_path: Path) -> None:
-    outcome = run(Spec(run_dir=str(tmp_path / "run"), script=str(ROOT / "tests" / "cluster" / "mapped_toy.py")))
+    """The guilty one is read ahead: the first death comes while another is computed, which is not accused."""
+    script = str(ROOT / "tests" / "cluster" / "mapped_toy.py")
+    outcome = run(Spec(run_dir=str(tmp_path / "run"), script=script, ranks=1, pace_s=0.3))
     assert outcome.exit_code == ExitCode.POISONED_MICROBATCH, outcome.output
-    assert "computing microbatch 0 of train 2" in outcome.output and "SIGBUS" in outcome.output
+    assert "computing microbatch 6 of train 2" in outcome.output and "SIGBUS" in outcome.output
+    [first] = [lost.detail for event in outcome.of(trace.Generation) for lost in event.losses]
+    assert "while it read the samples of microbatch 6 of train 2" in first and "microbatch 6 of train 2 in work" not in first
+    assert "a third time: rank 0: SIGBUS, with microbatch 6 of train 2 in work (data)\n" in outcome.output
     assert len(outcome.of(trace.Failure)) == 2
 
 
@@ -83,15 +88,38 @@ def test_links_that_break_inside_two_replicas_while_they_compute_one_microbatch_
 def test_a_crash_is_charged_only_inside_a_microbatch_and_not_where_communication_failed(
     number: int, phase: Phase, said: str, is_charged: bool
 ) -> None:
-    progress = SimpleNamespace(microbatches=(3,), phase=phase, label="train 2")
+    loss, failing = loss_with(number, phase, said)
+    assert loss.kind is LossKind.CRASHED
+    assert (failing is not None and failing.microbatches == (3,)) if is_charged else failing is None
+
+
+@pytest.mark.parametrize(
+    ("number", "phase", "said", "ahead", "charged"),
+    [
+        (signal.SIGBUS, Phase.FORWARD, "", 5, (3, 5)),
+        (signal.SIGBUS, Phase.DATA, "", 5, (3, 5)),
+        (signal.SIGBUS, Phase.DATA, "", 3, (3,)),
+        (signal.SIGBUS, Phase.ORDERS, "", 5, (5,)),
+        (signal.SIGABRT, Phase.FORWARD, WATCHDOG, 5, ()),
+        (signal.SIGTERM, Phase.FORWARD, "", 5, ()),
+    ],
+)
+def test_a_crash_is_charged_also_to_what_is_read_ahead(
+    number: int, phase: Phase, said: str, ahead: int, charged: tuple[int, ...]
+) -> None:
+    _, failing = loss_with(number, phase, said, ahead)
+    assert (() if failing is None else failing.microbatches) == charged
+
+
+def loss_with(number: int, phase: Phase, said: str, ahead: int | None = None) -> tuple[Loss, ReplicaFailing | None]:
+    """How the agent judges a rank that died by a signal while its page said that microbatch 3 is in work."""
+    progress = SimpleNamespace(microbatches=(3,), phase=phase, label="train 2", ahead=ahead)
     agent = SimpleNamespace(pid=lambda replica, rank: os.getpid(), page=lambda replica, rank: progress)
     watch = Watch(
         agent, deadlines=Deadlines.of(60.0), log_of=lambda *rank: Path("rank.log"), record=lambda event: None,
         says=lambda line: None, at_work=lambda replicas: None,
     )  # type: ignore[arg-type]  # fmt: skip
-    loss, failing = watch.loss(ProcessEnd(1, 0, -number), started=True, said=lambda: said)
-    assert loss.kind is LossKind.CRASHED
-    assert (failing is not None and failing.microbatches == (3,)) if is_charged else failing is None
+    return watch.loss(ProcessEnd(1, 0, -number), started=True, said=lambda: said)
 
 
 def test_a_microbatch_in_which_two_replicas_are_killed_does_not_stop_the_job(tmp_path: Path) -> None:

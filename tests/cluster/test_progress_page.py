@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -43,6 +44,26 @@ def test_what_is_written_is_read(reader: PageReader) -> None:
     assert (after.generation, after.step, after.label, after.phase) == (3, 7, "train 8", Phase.FORWARD)
     assert (after.begun, after.ended) == (inside.begun + 1, inside.ended + 1), "whoever comes back has made progress"
     assert after.since_ns >= inside.since_ns
+
+
+def test_what_is_read_ahead_has_a_record_of_its_own(reader: PageReader) -> None:
+    page = writer(reader)
+    page.enter(Phase.FORWARD, (0, 1))
+    for ahead in (0, 5, None):
+        page.read_ahead(ahead)
+        progress = reader.read()
+        assert progress is not None and (progress.ahead, progress.microbatches) == (ahead, (0, 1))
+    page.read_ahead(5)
+    page.enter(Phase.BACKWARD, tuple(range(100)))
+    progress = reader.read()
+    assert progress is not None and (progress.ahead, progress.phase) == (5, Phase.BACKWARD)
+    whole = os.pread(reader.descriptor, PAGE_BYTES, 0)
+    used = len(whole.rstrip(b"\0"))
+    for index in range(used):
+        torn = bytearray(whole)
+        torn[index] ^= 0x10
+        found = parse(bytes(torn))
+        assert found is None or found == msgspec.structs.replace(progress, ahead=None), f"byte {index} is not covered"
 
 
 def test_more_microbatches_than_fit_keep_the_oldest(reader: PageReader) -> None:
@@ -120,6 +141,8 @@ def write():
         page.enter(Phase.FORWARD, (microbatch,))
         with page.within(Phase.DATA):
             pass
+        page.read_ahead(microbatch)
+        page.read_ahead(None)
 write()  # what is made only once is made here
 # A filter in the kernel (seccomp(2)): every system call but write and exit_group ends the process with SIGSYS.
 allowed = {"x86_64": (1, 231), "aarch64": (64, 94)}[platform.machine()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recover.core import detector
 from megatron_recover.core.detector import (
@@ -578,3 +579,25 @@ def test_a_digest_that_takes_far_longer_than_a_step_is_no_hang_and_one_that_neve
             watched.look(now_s, [Sight(each, 0, page(Phase.REDUCTION, begun + 1), "S") for each in (0, 1)])
     silent(watched, now_s, 2.0 * digest_s + 5.0, {0: Phase.REDUCTION, 1: Phase.DIGEST})
     assert [each.named.replica for each in watched.condemned] == [1]
+
+
+def test_a_rank_whose_reading_thread_stalls_is_named_as_reading_and_not_condemned() -> None:
+    """The reading thread may hold the interpreter's lock while it waits for a disk: then nothing of the rank moves."""
+    watched, now_s = trained()
+
+    def stuck(at_s: float, until_s: float, ahead: int | None) -> float:
+        while at_s < until_s:
+            at_s += LOOK_S
+            computing = replace(page(Phase.BACKWARD, 1000), ahead=ahead)
+            watched.look(at_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, computing, "D")])
+        return at_s
+
+    now_s = stuck(now_s, now_s + 60.0, ahead=7)
+    named = [effect for _, effect in watched.said if isinstance(effect, Named)]
+    assert {(each.replica, each.phase, each.microbatches) for each in named} == {(1, Phase.DATA, (7,))}
+    assert named[-1].verdict is Verdict.HUNG and watched.condemned == []
+    assert 1 in watched.at_work, "others wait for it in a sum"
+    stuck(now_s, now_s + 3.0, ahead=None)  # its reading is over, and it still does nothing
+    [condemned] = watched.condemned
+    assert condemned.named.replica == 1 and condemned.named.phase is Phase.BACKWARD
+    assert condemned.failing is not None and condemned.failing.microbatches == (3,)

@@ -165,7 +165,7 @@ class Trainer:
     def __init__(
         self, job: Job, threads: Threads, driver: LoopbackDriver, faults: FaultInjector, config: RecoverConfig, *,
         num_microbatches: int, num_chunks: int = 1, noisy: bool = False, broken: int | None = None, overlap: bool = False,
-        fused: bool = False, log: Any = None, **model_fields: Any,
+        fused: bool = False, num_ahead: int = 0, log: Any = None, **model_fields: Any,
     ) -> None:  # fmt: skip
         self.num_microbatches, self.noisy, self.broken = num_microbatches, noisy, broken
         num_stages = job.num_ranks
@@ -181,7 +181,7 @@ class Trainer:
             wrap(Stage(self.config, fused), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap)
             for _ in range(num_chunks)
         ]
-        self.cursor = MicrobatchCursor()
+        self.cursor = MicrobatchCursor(num_ahead=num_ahead)
         self.iteration = 0
         self.link = Link(job, driver.replica, driver.rank, num_stages, self.config) if num_stages > 1 else None
         self.loop = CommitLoop(

@@ -5,16 +5,27 @@ microbatch's id. So every replica reads the same samples for an id: exactly the 
 upstream's `MegatronPretrainingSampler` gives to a data-parallel job of the same global batch. Which
 replica computes a microbatch is decided elsewhere.
 
-Note [Reading in the training thread]
-    Upstream reads ahead in forked worker processes. A forked child would keep a dead rank's sockets
-    open. It would also need the ids of microbatches before they are known. Reading a sample of an
-    indexed dataset only copies from a memory map. So the training thread reads samples when they
-    are due, and `--num-workers` has no effect.
+Note [Workers]
+    Upstream reads ahead in forked worker processes, each of which knows its samples for the whole
+    run. Here the samples of a step are known only from its plan, and a forked child would keep a
+    dead rank's sockets open. So one thread reads ahead what the plan orders
+    (`trainer/read_ahead.py`). `--num-workers` is the number of microbatches that it reads ahead.
+    With 0 the training thread reads each microbatch when it is due, as upstream does with 0.
+    Upstream's default of 2 hides a read that takes longer than one microbatch; more only takes
+    memory, unless reading times differ much.
+
+Note [Generators]
+    Upstream's datasets draw from generators of their own, or from none. One that draws from a
+    generator of the process must read in the training thread: its sample then follows from the
+    microbatch's random state (`randomness.py`), and no other thread changes that state. So a
+    dataset is read ahead only after a batch of it was read without a draw. A dataset that draws for
+    some samples only needs `--num-workers 0`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +33,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from megatron_recover.core.detector import Phase
+from megatron_recover.core.values import MicrobatchId
 from megatron_recover.deadlines import figure
 from megatron_recover.host import lock_file
 from megatron_recover.host.whole_file import replacing
+from megatron_recover.megatron.data.randomness import state_of_generators
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trainer.read_ahead import Batch, ReadAhead
+
+logger = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
@@ -47,11 +64,17 @@ class MicrobatchCursor:
     forward.
     """
 
-    def __init__(self, page: ProgressPage | None = None) -> None:
-        """Start at microbatch 0. `page` shows when samples are read; None: nobody reads it."""
+    def __init__(self, page: ProgressPage | None = None, num_ahead: int = 0) -> None:
+        """Start at microbatch 0. `page` shows when samples are read; None: nobody reads it.
+
+        `num_ahead`: microbatches of each iterator that a thread reads ahead (Note [Workers]).
+        """
         self.page = page or ProgressPage()
+        self.read_ahead = ReadAhead(self.page, num_ahead)
         self.microbatch = 0
         """Id of the microbatch that `next(iterator)` returns. Set it before every forward."""
+        self._iterators: list[MicrobatchIterator] = []
+        """Iterators of the step."""
 
     def begin(self, data_iterator: Any, num_microbatches: int) -> None:
         """Begin a step of `num_microbatches` (M) microbatches in all data iterators of this rank.
@@ -61,17 +84,31 @@ class MicrobatchCursor:
         nothing. Do not call it again for further passes of the step, which read the samples of the
         same step.
         """
-        for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
-            # Megatron wraps our iterator in its RerunDataIterator.
-            microbatches = getattr(iterator, "iterable", iterator)
-            if isinstance(microbatches, MicrobatchIterator):
-                microbatches.begin(num_microbatches)
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        # Megatron wraps our iterator in its RerunDataIterator.
+        unwrapped = [getattr(iterator, "iterable", iterator) for iterator in iterators]
+        self._iterators = [iterator for iterator in unwrapped if isinstance(iterator, MicrobatchIterator)]
+        for iterator in self._iterators:
+            iterator.begin(num_microbatches)
+
+    @contextlib.contextmanager
+    def reading_ahead(self, microbatches: Sequence[MicrobatchId]) -> Iterator[None]:
+        """Read these microbatches of the step ahead, in this order, while the body runs.
+
+        What the body leaves is dropped.
+        """
+        self.read_ahead.expect(iterator.batch(microbatch) for microbatch in microbatches for iterator in self._iterators)
+        try:
+            yield
+        finally:
+            self.read_ahead.expect(())
 
 
 class MicrobatchIterator:
     """Iterator over a dataset: `next` returns this lane's batch of the cursor's microbatch.
 
-    Each value of the batch is stacked over the samples: a tensor of shape [micro_batch_size, ...].
+    Each value of the batch is stacked over the samples: a tensor of shape [micro_batch_size, ...],
+    on a machine with CUDA in pinned memory, as upstream's loader returns it.
     """
 
     def __init__(
@@ -90,6 +127,8 @@ class MicrobatchIterator:
         self._lane, self._num_lanes = lane, num_lanes
         self._position = consumed_samples
         self._num_microbatches = 0
+        self.may_read_ahead: bool | None = None
+        """See Note [Generators]; None: not known yet."""
 
     def begin(self, num_microbatches: int) -> None:
         """Begin a step of `num_microbatches` microbatches, after the samples of the step before."""
@@ -101,17 +140,35 @@ class MicrobatchIterator:
         first = self._position + (microbatch * self._num_lanes + self._lane) * self._micro_batch_size
         return range(first, first + self._micro_batch_size)
 
+    def batch(self, microbatch: int) -> Batch:
+        """Return this lane's batch of a microbatch of this step, not read yet."""
+        return Batch(self, microbatch, self.indices(microbatch))
+
     def __iter__(self) -> MicrobatchIterator:
         return self
 
     def __next__(self) -> dict[str, Tensor]:
-        indices = self.indices(self._cursor.microbatch)
-        if indices.stop > len(self._dataset):
-            raise StopIteration(
-                f"the dataset has {len(self._dataset)} samples; microbatch {self._cursor.microbatch} needs {indices}"
-            )
         with self._cursor.page.within(Phase.DATA):
-            return default_collate([self._dataset[index] for index in indices])
+            return self._cursor.read_ahead.take(self.batch(self._cursor.microbatch))
+
+    def read(self, indices: range) -> dict[str, Tensor]:
+        """Return the batch of these samples. Raises StopIteration where the dataset ends before."""
+        if indices.stop > len(self._dataset):
+            raise StopIteration(f"the dataset has {len(self._dataset)} samples; a microbatch needs {indices}")
+        batch = default_collate([self._dataset[index] for index in indices])
+        if not torch.cuda.is_available():
+            return batch
+        return {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+    def read_when_due(self, indices: range) -> dict[str, Tensor]:
+        """Return the batch of these samples; find out if reading draws from a shared generator."""
+        before = state_of_generators()
+        batch = self.read(indices)
+        draws = state_of_generators() != before
+        if draws and self.may_read_ahead is not False:
+            logger.warning("reading samples changes the random state of the process: no sample is read before it is due")
+        self.may_read_ahead = self.may_read_ahead is not False and not draws
+        return batch
 
 
 class Loaders:

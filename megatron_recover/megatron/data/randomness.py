@@ -69,3 +69,9 @@ def seed_microbatch(
     tracker.add(megatron_random.get_data_parallel_rng_tracker_name(), default)
     tracker.add("model-parallel-rng", seed_of("tensor parallel", tp))
     tracker.add(megatron_random.get_expert_parallel_rng_tracker_name(), seed_of("expert parallel", ep, expert_tp))
+
+
+def state_of_generators() -> tuple[object, ...]:
+    """Return the states of the generators of the CPU that all threads of this process share."""
+    _, key, position, *normal = numpy.random.get_state()
+    return random.getstate(), key.tobytes(), position, *normal, torch.default_generator.get_state().numpy().tobytes()

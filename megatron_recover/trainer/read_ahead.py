@@ -1,0 +1,179 @@
+"""Reads the samples of microbatches before they are due, in a thread of the rank.
+
+Decides when samples are read and how many batches wait. Which samples belong to a microbatch is
+decided elsewhere: a batch is identified by its source and its samples. So a batch can never be
+taken for that of another step, lane or microbatch.
+
+Note [One reading at a time]
+    Datasets are not made for two threads. Upstream's load their indices and cache masks on first
+    use (`core/datasets/gpt_dataset.py`), and its reader for object storage replaces its chunk in
+    three assignments (`core/datasets/indexed_dataset.py`). So either the reading thread or the
+    training thread reads, never both. A batch that is due and not read ahead goes first.
+
+Note [Failures while reading ahead]
+    A failed read is forgotten. The training thread reads the batch again when it is due, and raises
+    there what reading raises. So the failure is charged to its own microbatch (INV-9), and a
+    microbatch that is never due raises nothing. Nothing more of that source is read ahead: it may
+    be one that no other thread can read.
+
+Note [What is not read ahead]
+    - The first batch of a source. Reading may change the state of a random generator, which all
+      threads of a process share. The training thread finds that out (`Source.may_read_ahead`).
+    - What is dealt after a loss (`commit.CommitLoop`). If a process dies by a signal while it
+      computes one microbatch and reads another, both are charged. The next replica that gets the
+      guilty one reads it alone, so the two deaths have one microbatch in common.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_recover.core.values import MicrobatchId
+from megatron_recover.progress_page import ProgressPage
+
+
+class Source(Protocol):
+    """The batches of one data iterator."""
+
+    may_read_ahead: bool | None
+    """False: only the training thread may read. None: not known yet."""
+
+    def read(self, indices: range) -> Any:
+        """Return the batch of these samples. Any thread may call this, one at a time."""
+
+    def read_when_due(self, indices: range) -> Any:
+        """Return the batch of these samples to the training thread; update `may_read_ahead`."""
+
+
+class Batch(NamedTuple):
+    """A batch that is due or will be."""
+
+    source: Source
+    microbatch: MicrobatchId
+    indices: range
+
+
+class ReadAhead:
+    """The batches that a rank reads ahead, and the thread `recover-read` that reads them.
+
+    The training thread calls every method.
+    """
+
+    def __init__(self, page: ProgressPage, num_ahead: int) -> None:
+        """Read at most `num_ahead` batches of each source ahead; 0: the training thread reads.
+
+        `page` shows what the thread reads.
+        """
+        self._page, self._num_ahead = page, num_ahead
+        self._changed = threading.Condition()
+        self._expected: dict[Source, deque[Batch]] = {}
+        """The batches to read, by source, in the order in which they will be due."""
+        self._ready: dict[Batch, Any] = {}
+        self._reading: Batch | None = None
+        """The batch that either thread reads now."""
+        self._is_held = self._is_closed = False
+        """Held: a batch is due, so the thread begins no other."""
+        self._thread: threading.Thread | None = None
+
+    def expect(self, batches: Iterable[Batch]) -> None:
+        """Read these batches ahead, in this order, and drop all others."""
+        expected: dict[Source, deque[Batch]] = {}
+        for batch in batches if self._num_ahead else ():
+            if batch.source.may_read_ahead:
+                expected.setdefault(batch.source, deque()).append(batch)
+        with self._changed:
+            self._expected, self._ready = expected, {}
+            self._changed.notify_all()
+        if expected and self._thread is None:
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            self._thread = threading.Thread(target=self._run, args=(device,), name="recover-read", daemon=True)
+            self._thread.start()
+
+    def take(self, batch: Batch) -> Any:
+        """Return a batch that is due: one that was read ahead, or else read it now.
+
+        Raises what reading raises.
+        """
+        if not self._num_ahead:
+            return batch.source.read(batch.indices)
+        with self._changed:
+            self._is_held = True
+            # `_run` ends every reading, whatever becomes of it, and wakes this thread (INV-8).
+            self._changed.wait_for(lambda: batch in self._ready or self._reading is None)
+            self._is_held = False
+            if batch in self._expected.get(batch.source, ()):
+                self._expected[batch.source].remove(batch)
+            self._changed.notify_all()
+            if batch in self._ready:
+                return self._ready.pop(batch)
+            self._reading = batch
+        try:
+            return batch.source.read_when_due(batch.indices)
+        finally:
+            self._end(batch)
+
+    def close(self, patience_s: float) -> None:
+        """Drop all batches and end the thread; wait `patience_s` seconds for a reading to end."""
+        with self._changed:
+            self._is_closed = True
+            self._expected, self._ready = {}, {}
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(patience_s)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self, device: int | None) -> None:
+        if device is not None:  # for the memory that batches are pinned in
+            torch.cuda.set_device(device)
+        while (batch := self._begin()) is not None:
+            self._end(batch, *self._read(batch))
+
+    def _begin(self) -> Batch | None:
+        """Wait for a batch to read and return it; None: the thread ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._next() is not None)
+            if self._is_closed:
+                return None
+            self._reading = self._next()
+            return self._reading
+
+    def _next(self) -> Batch | None:
+        """Return the batch to read next: of all sources the one that is due first."""
+        if self._reading is not None or self._is_held:
+            return None
+        for place in range(self._num_ahead):
+            for expected in self._expected.values():
+                if place < len(expected) and expected[place] not in self._ready:
+                    return expected[place]
+        return None
+
+    def _read(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the batch that was read, or () after a failure.
+
+        See Note [Failures while reading ahead].
+        """
+        self._page.read_ahead(batch.microbatch)
+        try:
+            return (batch.source.read(batch.indices),)
+        except BaseException:
+            batch.source.may_read_ahead = False
+            return ()
+        finally:
+            self._page.read_ahead(None)
+
+    def _end(self, batch: Batch, *found: Any) -> None:
+        """End a reading of either thread; keep what was `found` if it is still expected."""
+        with self._changed:
+            self._reading = None
+            if batch.source.may_read_ahead is False:
+                self._expected.pop(batch.source, None)
+                self._ready = {each: ready for each, ready in self._ready.items() if each.source is not batch.source}
+            elif found and batch in self._expected.get(batch.source, ()):
+                [self._ready[batch]] = found
+            self._changed.notify_all()
