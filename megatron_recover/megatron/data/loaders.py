@@ -42,6 +42,7 @@ from megatron_recover.core.values import MicrobatchId
 from megatron_recover.deadlines import figure
 from megatron_recover.host import lock_file
 from megatron_recover.host.whole_file import replacing
+from megatron_recover.megatron.data.masks import fill_mask_caches
 from megatron_recover.megatron.data.randomness import state_of_generators
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.read_ahead import Batch, ReadAhead
@@ -188,6 +189,7 @@ class Loaders:
 
         if dataset is None:
             return None
+        fill_mask_caches(dataset)
         args = self._get_args()
         split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
         return MicrobatchIterator(
