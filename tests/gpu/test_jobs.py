@@ -1,27 +1,31 @@
-"""Real jobs on a GPU: sums over replicas beside a replica's own collectives."""
+"""Real jobs on a GPU: sums over replicas beside a replica's own collectives, and the memory of a rank."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import pathlib
+import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from megatron_recover.cli.demo import PLAIN_TORCH
-from tests.system.jobs import Job, Outcome, chaos_text, run_job, text_data
+from tests.system.jobs import ROOT, Job, Outcome, chaos_text, run_job, text_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TENSOR_PARALLEL = 2
 
 
-def job(tmp_path: pathlib.Path, *, tp: int = 1, extra: str = "", chaos: str = "", queues: int = 8) -> Outcome:
-    """Run two replicas to their end, sharing GPUs where there are fewer than ranks."""
-    shared = -(-2 * tp // torch.cuda.device_count())
+def run(made: Job, tmp_path: pathlib.Path, *, flags: str = "", chaos: str = "", queues: int = 8) -> Outcome:
+    """Run a job to its end; its ranks share GPUs where there are fewer."""
+    shared = -(-made.replicas * made.tp // torch.cuda.device_count())
     plain = "" if importlib.util.find_spec("transformer_engine") else PLAIN_TORCH
-    flags = f"{plain} --bf16 --deterministic-mode --recover-ranks-per-gpu {shared} {extra}"
-    made = Job(tp=tp, extra=tuple(shlex.split(flags)), steps=8)
+    extra = (*shlex.split(f"{plain} --bf16 --deterministic-mode --recover-ranks-per-gpu {shared} {flags}"), *made.extra)
+    made = Job(**{**vars(made), "extra": extra})
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return run_job(made, tmp_path / "run", text_data(tmp_path), chaos=chaos, deadline_s=600, environment=environment)
 
@@ -29,8 +33,24 @@ def job(tmp_path: pathlib.Path, *, tp: int = 1, extra: str = "", chaos: str = ""
 @pytest.mark.finding("G17")
 def test_sums_beside_a_replicas_own_collectives_come_to_an_end(tmp_path: pathlib.Path) -> None:
     """Both communicators of a rank have kernels on one device; a death in the middle breaks one of them."""
-    outcome = job(
-        tmp_path, tp=TENSOR_PARALLEL, extra="--overlap-grad-reduce", queues=32,
+    outcome = run(
+        Job(tp=TENSOR_PARALLEL, steps=8), tmp_path, flags="--overlap-grad-reduce", queues=32,
         chaos=chaos_text("1 1 reduce step=5 occurrence=2"),
     ).expect()  # fmt: skip
     assert outcome.events("bucket_passed"), "nothing was reduced beside a backward"
+
+
+@pytest.mark.finding("G6")
+def test_a_rank_holds_between_steps_what_the_plan_says(tmp_path: pathlib.Path) -> None:
+    """Upstream prints what torch has allocated after a step, when results and activations are free."""
+    made = Job(steps=4, determinism="fast", bucket_elements=4_000_000)
+    size = "--hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-layers 8"
+    flags = made.megatron_flags(tmp_path / "text", None)
+    command = [sys.executable, "-m", "megatron_recover", "plan", "--json", "--gpus-per-node", "2", "--"]
+    asked = [*command, "scripts/pretrain_gpt.py", *flags, *shlex.split(f"{size} --bf16")]
+    planned = json.loads(subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout)
+    [parts] = [each["bytes"] for each in planned["layouts"] if each["replicas"] == 2]
+    outcome = run(made, tmp_path, flags=size).expect()
+    [allocated, *_] = [float(found) * 2**20 for found in re.findall(r"memory \(MB\) \| allocated: ([\d.]+)", outcome.output)]
+    held = parts["weights"] + parts["gradient"] + parts["optimizer"] + parts["sums"]
+    assert allocated == pytest.approx(held, rel=0.1), (allocated, parts)

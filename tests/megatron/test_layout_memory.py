@@ -45,6 +45,8 @@ def allocated(layout: Layout) -> dict[str, int]:
     buffers = [buffer for chunk in training.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     weights = storages(parameter for chunk in training.chunks for parameter in chunk.parameters())
     gradient = storages([buffer.grad_data for buffer in buffers] + list(reduction._accumulators.values()))
+    for each in reduction._gradient_sums:
+        each.allocate()  # as a reduction does
     result = storages(each.result for each in reduction._gradient_sums)
     optimizers = [each.optimizer for each in getattr(training.optimizer, "chained_optimizers", [training.optimizer])]
     main = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
