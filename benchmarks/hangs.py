@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import paced
 from benchmarks.common import Row, row
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.progress_page import PageReader, ProgressPage
 from tests.core.hang_world import Watched, drive, lognormal_steps

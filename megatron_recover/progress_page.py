@@ -34,7 +34,7 @@ import zlib
 from collections.abc import Iterator
 
 from megatron_recover.config import inherited_descriptor
-from megatron_recover.core.detector import Phase, Progress
+from megatron_recover.core.progress import Phase, Progress
 from megatron_recover.host import memory_file
 
 DESCRIPTOR = "progress"

@@ -43,7 +43,7 @@ from megatron_recover.cluster.watched_process import (
     threads_blocking,
     tracer_pid,
 )
-from megatron_recover.core.detector import Progress
+from megatron_recover.core.progress import Progress
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.progress_page import DESCRIPTOR, PageReader
 

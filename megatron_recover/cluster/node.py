@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from megatron_recover.cluster.output import Output
-from megatron_recover.core.detector import Progress
+from megatron_recover.core.progress import Progress
 from megatron_recover.host.process_stat import cause_of
 
 

@@ -17,6 +17,7 @@ from megatron_recover.cluster.node import Node, ProcessEnd
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
 from megatron_recover.core.policy import aborted_by_communication, first_to_die, loss_of
+from megatron_recover.core.progress import COMPUTES, WAITS, Phase
 from megatron_recover.core.values import Loss, LossKind, ReplicaFailing
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.standstills import about_stacks
@@ -139,9 +140,7 @@ class Watch:
         found = [
             (watched.silent_s, replica, rank, watched.progress.phase)
             for (replica, rank), watched in self._state.ranks.items()
-            if (watched.progress.phase in detector.WAITS or watched.is_kept)
-            and watched.silent_s >= least_s
-            and not watched.told
+            if (watched.progress.phase in WAITS or watched.is_kept) and watched.silent_s >= least_s and not watched.told
         ]
         return tuple(
             trace.WaitingRank(replica=replica, rank=rank, phase=phase.name.lower(), seconds=round(silent_s, 3))
@@ -214,7 +213,7 @@ class Watch:
 
 
 _SIGKILL = 9
-_OF_A_MICROBATCH = detector.COMPUTES | {detector.Phase.DATA, detector.Phase.COMPILING, detector.Phase.PIPELINE}
+_OF_A_MICROBATCH = COMPUTES | {Phase.DATA, Phase.COMPILING, Phase.PIPELINE}
 """Phases in which a microbatch in work is charged with a crash. On a device that runs behind the
 process, this includes the phases between two computations."""
 _MOST_WAITING = 64

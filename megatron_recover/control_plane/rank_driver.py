@@ -27,8 +27,8 @@ from megatron_recover.control_plane.wire import Enter, Heard, Link, LinkClosed, 
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
 from megatron_recover.core.alike import Parts
-from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
 from megatron_recover.data_plane.transport import Endpoint, Operand, Revoked, Transport, TransportError
 from megatron_recover.deadlines import Deadlines

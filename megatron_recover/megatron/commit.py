@@ -36,13 +36,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.alike import Parts
-from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import Label, StepKind
+from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import Apply, MicrobatchId, Plan, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
+from megatron_recover.megatron.losses import gradient_scale, mean_loss
 from megatron_recover.megatron.parameter_digest import ParameterDigest
 from megatron_recover.megatron.schedule.passes import run_pass
 from megatron_recover.megatron.state import TrainingState
@@ -50,9 +51,8 @@ from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.communication import is_communication_error, is_device_error
 from megatron_recover.trainer.compiling import show_compilations
 from megatron_recover.trainer.driver import Driver
-from megatron_recover.trainer.host_copy import to_device
 from megatron_recover.trainer.in_work import InWork
-from megatron_recover.trainer.ledger import count_tokens, first_losses, read_losses
+from megatron_recover.trainer.ledger import count_tokens, read_losses
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
@@ -265,7 +265,7 @@ class CommitLoop:
         self._step = step = self._begin(work, self.know_state(chunks))
         exactly = self._config.determinism == "exact"
         reduction.begin(
-            step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0,
+            step, num_microbatches, gradient_scale(chunks[0], arguments) if exactly else 1.0,
             parameters_checksum=self._parameters_checksum,
         )  # fmt: skip
         microbatches = Microbatches(
@@ -376,7 +376,7 @@ class CommitLoop:
         losses, loss = [], None
         if last:
             rows, on_host = reduction.committed_rows()
-            losses, loss = read_losses(rows, on_host), _mean_loss(on_host, reduction.device)
+            losses, loss = read_losses(rows, on_host), mean_loss(on_host, reduction.device)
         self._applied = (self._step, order, loss)
         if arguments.get("forward_only"):
             self.stepped(trained=False)
@@ -480,36 +480,3 @@ def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> No
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         group.param_gather_dispatched = False
         group.grad_reduce_finished = True
-
-
-def _gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
-    """Return the ratio of the summed gradient to the gradient of the step's mean loss.
-
-    The sum is over replicas and lanes. The ratio is right to within a factor of 2.
-    """
-    config = get_model_config(chunk)
-    scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-    if config.calculate_per_token_loss:
-        scale *= arguments["num_microbatches"] * arguments["micro_batch_size"] * arguments["seq_length"]
-    if config.grad_scale_func is not None:
-        scale *= float(config.grad_scale_func(torch.ones(1, device=chunk.buffers[0].grad_data.device)))
-    return scale
-
-
-def _mean_loss(rows: Tensor, device: torch.device) -> float | None:
-    """Return the mean of the first reported loss over all microbatches and lanes.
-
-    `rows` are the ledger's, in host memory. The mean is upstream's: a loss that comes with a token
-    count is weighted by tokens. Returns None without a report. Collective over the lanes of the
-    last stage; `device` is theirs.
-    """
-    values = first_losses(rows)
-    if not values.numel():
-        return None
-    total = torch.stack([values[:, 0].sum(), values[:, 1].sum() if values.shape[1] == 2 else values.new_tensor(len(values))])
-    lanes = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if lanes.size() > 1:
-        total = to_device(total, device)
-        torch.distributed.all_reduce(total, group=lanes)
-        total = total.cpu()  # waits for the device
-    return float(total[0] / total[1])

@@ -27,7 +27,7 @@ class RankSilent(Event, frozen=True, kw_only=True):
     rank: int
     verdict: Literal["slow", "hung", "stopped", "traced"]
     phase: str
-    """Activity of its training thread (`core/detector.py`)."""
+    """Activity of its training thread (`core/progress.py`)."""
     seconds: float
     """Seconds that the rank has shown no progress, or has been stopped or traced, as the agent's
     looks count them."""

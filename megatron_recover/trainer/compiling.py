@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.progress_page import ProgressPage
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron_recover import trace
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import BucketId
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.progress_page import ProgressPage

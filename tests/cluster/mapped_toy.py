@@ -10,7 +10,7 @@ import os
 import tempfile
 from typing import Any
 
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import Compute
 from megatron_recover.faults import FaultPoint
 from megatron_recover.trainer.read_ahead import Batch, ReadAhead

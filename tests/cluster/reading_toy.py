@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.faults import FaultPoint
 from tests.cluster.toy import Toy, main
 

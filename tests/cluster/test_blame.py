@@ -17,7 +17,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.cluster.watch import Watch, explaining_first
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaFailing
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint

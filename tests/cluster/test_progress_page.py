@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from megatron_recover.core.detector import Phase, Progress
+from megatron_recover.core.progress import Phase, Progress
 from megatron_recover.progress_page import MAX_MICROBATCHES, PAGE_BYTES, PageReader, ProgressPage, parse
 from megatron_recover.trainer.compiling import show_compilations
 from megatron_recover.trainer.in_work import InWork
@@ -132,7 +132,7 @@ def test_a_page_cannot_be_shrunk_under_its_reader(reader: PageReader) -> None:
 
 WITHOUT_SYSTEM_CALLS = """
 import ctypes, os, platform, struct, sys
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import (Phase)
 from megatron_recover.progress_page import ProgressPage
 page = ProgressPage()
 def write():

@@ -19,7 +19,7 @@ from megatron_recover import trace
 from megatron_recover.authentication.key import inherited_key
 from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
 from megatron_recover.control_plane.rank_driver import RankDriver
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.core.quota import share
 from megatron_recover.core.values import Apply, Compute, Held, Plan, Shape, Work
 from megatron_recover.data_plane.direct import DirectEndpoint

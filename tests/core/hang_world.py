@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_recover.core import detector
-from megatron_recover.core.detector import Condemned, DetectorState, Effect, Look, Phase, Progress, SeenAtWork, Sight
+from megatron_recover.core.detector import Condemned, DetectorState, Effect, Look, SeenAtWork, Sight
+from megatron_recover.core.progress import Phase, Progress
 from megatron_recover.deadlines import Deadlines
 
 DEADLINE_S = 1800.0

@@ -23,14 +23,15 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.detector import COMPUTES, Phase
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.progress import COMPUTES, Phase
 from megatron_recover.core.quota import balanced, share
 from megatron_recover.core.values import Apply, Pipeline, Plan, Record, Shape
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron import commit, parameter_digest
 from megatron_recover.megatron.commit import CommitLoop, GivenUp
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
+from megatron_recover.megatron.losses import gradient_scale, mean_loss
 from megatron_recover.megatron.parameter_digest import HeldBy
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.checksum import checksum, combined
@@ -497,7 +498,7 @@ def test_the_grid_is_scaled_like_the_gradient(
     config = SimpleNamespace(calculate_per_token_loss=per_token, grad_scale_func=lambda loss: loss * grad_scale)
     chunk = SimpleNamespace(config=config, buffers=[SimpleNamespace(grad_data=torch.zeros(1))])
     arguments = {"num_microbatches": 4, "micro_batch_size": 2, "seq_length": 8}
-    assert commit._gradient_scale(chunk, arguments) == scale
+    assert gradient_scale(chunk, arguments) == scale
 
 
 def test_the_loss_of_a_step_is_averaged_as_upstream_averages_it(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,12 +510,12 @@ def test_the_loss_of_a_step_is_averaged_as_upstream_averages_it(threads: Threads
 
     counted = rows({"lm loss": torch.tensor([6.0, 2.0]), "other": torch.ones(1)}, {"lm loss": torch.tensor([3.0, 4.0])})
     device = torch.device("cpu")
-    assert commit._mean_loss(counted, device) == 1.5
-    assert commit._mean_loss(rows({"lm loss": torch.tensor(3.0)}, {"lm loss": torch.tensor(1.0)}), device) == 2.0
-    assert commit._mean_loss(rows(), device) is None and commit._mean_loss(rows({}), device) is None
+    assert mean_loss(counted, device) == 1.5
+    assert mean_loss(rows({"lm loss": torch.tensor(3.0)}, {"lm loss": torch.tensor(1.0)}), device) == 2.0
+    assert mean_loss(rows(), device) is None and mean_loss(rows({}), device) is None
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: SimpleNamespace(size=lambda: 2))
     monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.add_(torch.tensor([11.0, 4.0])))  # the other lane's
-    assert commit._mean_loss(counted, device) == (9 + 11) / (6 + 4)
+    assert mean_loss(counted, device) == (9 + 11) / (6 + 4)
 
 
 def test_which_ranks_hold_a_parameter_alike() -> None:

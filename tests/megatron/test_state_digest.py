@@ -16,8 +16,8 @@ import torch
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.alike import differences
-from megatron_recover.core.detector import Phase
 from megatron_recover.core.digest import combined
+from megatron_recover.core.progress import Phase
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron.state import TrainingState
 from megatron_recover.progress_page import ProgressPage

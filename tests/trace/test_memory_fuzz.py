@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_recover import progress_page
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.trace import ring
 from megatron_recover.trace.ring import Merge, RingReader
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from megatron_recover.core.detector import Phase
+from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import MicrobatchId
 from megatron_recover.deadlines import figure
 from megatron_recover.host import lock_file

@@ -1,0 +1,47 @@
+"""The mean loss of a step, and the scale of its gradient, by upstream's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_recover.trainer.host_copy import to_device
+from megatron_recover.trainer.ledger import first_losses
+
+
+def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
+    """Return the ratio of the summed gradient to the gradient of the step's mean loss.
+
+    The sum is over replicas and lanes. The ratio is right to within a factor of 2.
+    """
+    config = get_model_config(chunk)
+    scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    if config.calculate_per_token_loss:
+        scale *= arguments["num_microbatches"] * arguments["micro_batch_size"] * arguments["seq_length"]
+    if config.grad_scale_func is not None:
+        scale *= float(config.grad_scale_func(torch.ones(1, device=chunk.buffers[0].grad_data.device)))
+    return scale
+
+
+def mean_loss(rows: Tensor, device: torch.device) -> float | None:
+    """Return the mean of the first reported loss over all microbatches and lanes.
+
+    `rows` are the ledger's, in host memory. The mean is upstream's: a loss that comes with a token
+    count is weighted by tokens. Returns None without a report. Collective over the lanes of the
+    last stage; `device` is theirs.
+    """
+    values = first_losses(rows)
+    if not values.numel():
+        return None
+    total = torch.stack([values[:, 0].sum(), values[:, 1].sum() if values.shape[1] == 2 else values.new_tensor(len(values))])
+    lanes = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if lanes.size() > 1:
+        total = to_device(total, device)
+        torch.distributed.all_reduce(total, group=lanes)
+        total = total.cpu()  # waits for the device
+    return float(total[0] / total[1])
