@@ -27,9 +27,9 @@ def _put_clocks() -> None:
     from megatron_recover.megatron import commit
     from megatron_recover.megatron.commit import CommitLoop
     from megatron_recover.trainer.bucket_sums import GradientSum
-    from megatron_recover.trainer.judging import Judging
     from megatron_recover.trainer.microbatches import Microbatches
     from megatron_recover.trainer.reduction import Reduction
+    from megatron_recover.trainer.result_summary import ResultSummary
 
     spent: collections.Counter[str] = collections.Counter()
     num_steps = 0
@@ -53,8 +53,8 @@ def _put_clocks() -> None:
     clock(CommitLoop, "stepped", "digest of the parameters, with its event")
     clock(Microbatches, "backward_ended", "after each backward: counts and event")
     clock(commit, "read_losses", "loss reports of all microbatches")
-    clock(Judging, "__init__", "checksums and counts of the results")
-    clock(Judging, "finish", "checksums and counts of the results")
+    clock(ResultSummary, "__init__", "checksums and counts of the results")
+    clock(ResultSummary, "read", "checksums and counts of the results")
     clock(Reduction, "apply", "results into the gradient buffer")
     clock(GradientSum, "is_finite", "check for values that are not finite")
     clock(RankDriver, "started", "journal")

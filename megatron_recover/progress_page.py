@@ -1,4 +1,4 @@
-"""The progress page of a rank: a small record in shared memory of what its training thread does.
+"""The progress page of a rank: records in shared memory of what two of its threads do.
 
 The rank writes the page, its agent reads the page, and the page outlives the rank. This module
 decides how a record is laid out and when a record is whole. What follows from a record is decided
@@ -13,14 +13,14 @@ Note [A page without locks]
     the rank died in the middle of it. Such a page names nobody. A checksum needs no order of
     stores, which differs between processors.
 
-Note [One writer]
-    The training thread of the rank writes. Other threads of a rank (control, `recover-reduce`)
-    never touch the page. If a healthy control thread kept the page fresh, a training thread that
-    hangs would be hidden.
+Note [One writer a record]
+    The training thread of the rank writes the first record. Other threads (control,
+    `recover-reduce`) never touch it. If a healthy control thread kept it fresh, a training thread
+    that hangs would be hidden.
 
-    The thread that reads samples ahead has a record of its own behind the first, with its own
-    checksum: the microbatch that it reads. A process that dies of that reading names it, while the
-    first record names the microbatch that was computed meanwhile.
+    The thread `recover-read` has a record of its own behind the first, with its own checksum: the
+    microbatch whose samples it reads. A process that dies of that reading names it, while the first
+    record names the microbatch that was computed meanwhile.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _TRIES = 3
 
 
 class ProgressPage:
-    """The writing end of a page, for the training thread of a rank alone, except `read_ahead`."""
+    """The writing end of a page, for the training thread of a rank alone, except `show_reading`."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         """Map the page behind `descriptor` and close it; without one: a page that nobody reads."""
@@ -115,7 +115,7 @@ class ProgressPage:
         finally:
             self.enter(before)
 
-    def read_ahead(self, microbatch: int | None) -> None:
+    def show_reading(self, microbatch: int | None) -> None:
         """Show the microbatch whose samples are read ahead; None: none.
 
         Only the thread that reads ahead calls this.

@@ -30,6 +30,7 @@ from megatron_recover.trainer import checksum
 
 DEVICE = torch.device("cuda", 0)
 _WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "repeat_interleave")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange")
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -197,6 +198,8 @@ def pretended(*, is_quick: bool = False) -> Iterator[Gpu]:
     """Pretend a GPU in this thread."""
     gpu = Gpu(is_quick=is_quick)
     with pytest.MonkeyPatch.context() as patch, gpu:
+        for name in _FACTORIES:  # another test of the process may have called `megatron.cpu.enable_cpu`
+            patch.setattr(torch, name, getattr(getattr(torch, name), "__wrapped__", getattr(torch, name)))
         stream = Stream()
         patch.setattr(torch.cuda, "Event", type("Event", (Event,), {"gpu": gpu}))
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)

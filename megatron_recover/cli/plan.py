@@ -124,7 +124,7 @@ def table(shown: Sequence[Judged]) -> Table:
             *(str(getattr(layout, name)) for name, _ in dimensions),
             *(_gb(getattr(memory, part)) for part in _PARTS),
             _gb(memory.undisturbed), _gb(memory.recovery),
-            f"{_gpus(layout.num_ranks)} ({judged.lost_share:.0%})", str(layout.replicas - 1),
+            f"{_gpus(layout.num_ranks)} ({judged.lost_share:.0%})", str(judged.num_deaths),
             "fits" if judged.fits else "too large",
         )  # fmt: skip
     return found
@@ -158,13 +158,12 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
     """Return the text about the chosen layout, with its command."""
     layout = chosen.layout
     ours, theirs = flags_of(layout, sizes)
-    num_deaths = layout.replicas - sizes.flags.min_replicas
     return (
         f"* Chosen: {layout.replicas} replicas of {_gpus(layout.num_ranks)}. No layout that fits has smaller replicas. Of "
         "those with equal\n  ones this has the least communication: the smallest TP, then PP, then EP.\n"
         f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {chosen.lost_share:.0%} of the throughput. "
         f"The step of the death\n  takes up to {chosen.longer_step:.0%} longer; no step is lost. "
-        f"The run survives {num_deaths} death{'s' if num_deaths > 1 else ''}.\n\n"
+        f"The run survives {chosen.num_deaths} death{'s' if chosen.num_deaths > 1 else ''}.\n\n"
         f"  megatron-recover run {ours} -- {script} {theirs} ..."
     )
 

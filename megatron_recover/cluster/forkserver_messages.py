@@ -1,4 +1,6 @@
-"""The messages between an agent and its fork server, and between that server and a warm process.
+"""The messages between an agent, its fork server, and that server's warm processes.
+
+A warm process is a fresh interpreter that a request turns into a rank (`cluster/forkserver.py`).
 
 All travel over SOCK_SEQPACKET sockets. A message of the server is one packet of JSON; `Started` has
 a descriptor attached. A request is the packet `REQUEST`, with descriptors (`Spawn`). A warm process

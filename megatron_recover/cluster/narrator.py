@@ -41,7 +41,7 @@ class Narrator:
             "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
         }
     )  # fmt: skip
-    """Names of the events that have an effect here: all that `_event`, `Progress.take` or
+    """Names of the events that have an effect here: all that `_event`, `RunProgress.take` or
     `Account.take` name."""
 
     def __init__(

@@ -3,8 +3,8 @@
 It reads events and output from memory that it shares with the run's processes. No rank waits for
 the recorder. A disk that stalls or is full, a slow terminal and the recorder's own death cost at
 most events and output, never a step. Lost events and output are counted and reported. The launcher
-starts the recorder, sends it what it has to know (`Told`), and starts another one if it dies. The
-recorder ends on `Finish`, or when the launcher is gone. `narrator.py` puts the run into words.
+starts the recorder, sends it what it has to know (`ToRecorder`), and starts another one if it dies. The
+recorder ends on `FinishRecording`, or when the launcher is gone. `narrator.py` puts the run into words.
 
 `cluster.recording.Recording` runs it as ``python -m megatron_recover.cluster.recorder FD BOOKMARK
 OUTPUTS SETTINGS``:
@@ -114,7 +114,7 @@ class Recorder:
         self._troubles = dict.fromkeys(_WHAT, "")
 
     def run(self) -> None:
-        """Record until the launcher sends `Finish`, or is gone."""
+        """Record until the launcher sends `FinishRecording`, or is gone."""
         self._console.start()
         while self._finish is None and not self._is_orphan:
             is_readable(self._control, self._pause_s())
@@ -176,7 +176,8 @@ class Recorder:
     def _narrate(self, until: float) -> None:
         """Show what happened until that time, in seconds of the trace's clock.
 
-        The launcher keeps each of its lines until it is shown, for the next recorder.
+        The launcher keeps its lines until they are shown, for the next recorder. Where too many
+        wait to be sent it drops the oldest.
         """
         self._narrator.tell(until)
         num_lines = 0

@@ -56,7 +56,7 @@ class OutputAdded(msgspec.Struct, frozen=True, tag=True):
 
 
 TRAIN_LOG, LAUNCHER_LOG = -1, -2
-"""Values of `Prints.shown_of` for the two outputs into which the recorder itself writes: the lines
+"""Values of `OutputAdded.shown_of` for the two outputs into which the recorder itself writes: the lines
 of the job's writer, and those of megatron-recover itself."""
 
 

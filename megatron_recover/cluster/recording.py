@@ -176,7 +176,7 @@ class Recording:
         if self._process is not None and self._process.poll() is not None and self._shown is None:
             self._receive()
             status, self._process = self._process.returncode, None
-            self._account.is_complete = False  # its last `Noted` may not have come
+            self._account.is_complete = False  # its last `CheckpointNews` may not have come
             self._start_later(f"the recorder ended by {cause_of(status)}")
         if time.monotonic() >= self._start_at:
             self._start()

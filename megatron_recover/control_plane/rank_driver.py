@@ -337,7 +337,7 @@ class RankDriver:
             raise self._last_words_written(stopped)
 
     def close_in_child(self) -> None:
-        """Close the sockets that a forked child (data loader, asynchronous save) has inherited.
+        """Close the sockets that a forked child (of the script, or of a data set) has inherited.
 
         The interpreter calls this after every fork. While a child holds copies of the sockets, the
         connections of a dead rank stay open.

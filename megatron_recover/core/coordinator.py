@@ -10,7 +10,8 @@ Caller's contract
 * A broken link to a leader is no input: the agent reports the end of the process as
   `ReplicaLost`, with the kind of `policy.loss_of`. A leader that sends an invalid message is
   `ReplicaLost(SUSPECTED)`. If the agent is gone, the run fails.
-* `Announce`: send `NewGeneration`, with all addresses, to all leaders of its roster.
+* `Announce`: send `NewGeneration`, with the addresses that a leader does not know yet, to all
+  leaders of its roster.
 * `Fence`: kill all ranks of the replica, for certain. Never wait for their end.
 * `Arm(timer, setting)`: feed `TimerFired(timer)` once, after the seconds of the setting. Never
   disarm a timer: the machine ignores stale ones by name.

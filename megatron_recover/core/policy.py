@@ -140,7 +140,7 @@ def poisoned(
     """Return exit code and reason if computing one microbatch has ended two replicas (INV-9).
 
     Return None otherwise. `samples`: samples per training step and per microbatch, if they are
-    known and do not change (`Policy.samples`).
+    known and do not change (`MembershipSettings.samples`).
 
     - A loss by a signal from outside or by a failed check is charged to no microbatch. What other
       ranks of the replica then raise does not count.

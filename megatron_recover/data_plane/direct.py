@@ -70,8 +70,8 @@ class DirectEndpoint:
 
     Peers prove the job's key, their replica, and that they are ranks of the same position. No
     thread accepts connections: they wait in the kernel until a transport of this endpoint is inside
-    a call. A forked child closes all sockets at once, so that a data loader's worker does not keep
-    a dead rank's connections open.
+    a call. A forked child closes all sockets at once, so that it does not keep a dead rank's
+    connections open.
     """
 
     def __init__(

@@ -133,12 +133,12 @@ class CommitLoop:
         self._generation = 0
         """Generation of the newest order; 0 before the first."""
         self._settled_generation = 0
-        """Generation of the newest commit. A pass of a later one follows a loss."""
+        """Generation of the newest commit. A pass of a later one follows a fault."""
         self._has_given_up = False
 
     def close(self) -> None:
         """End the thread that reads samples ahead. No step may follow."""
-        self._cursor.read_ahead.close(self._config.deadlines.close_s)
+        self._cursor.close(self._config.deadlines.close_s)
 
     # --- seams ------------------------------------------------------------------------------------
 
@@ -284,7 +284,6 @@ class CommitLoop:
                 self._driver.pass_ended(order.generation)
                 self._reduce(order)
             order = self._next_order(work)
-        self._settled_generation = order.generation
         if order.record.gives_up:
             self._has_given_up = True
             self._applied = (step, order, None)
@@ -312,14 +311,16 @@ class CommitLoop:
         if order.generation < self._generation:
             raise RuntimeError(f"an order of generation {order.generation} comes after one of generation {self._generation}")
         self._generation = order.generation
-        if isinstance(order, Apply) or order.voids:
+        if isinstance(order, Apply):
+            self._settled_generation = order.generation
+        if isinstance(order, Apply) or order.voids:  # the journal begins anew
             self._in_work.forget()
         return order
 
     def _reduce(self, order: Plan) -> None:
         assert self._reduction is not None
         self._page.enter(Phase.REDUCTION)
-        self._reduction.reduce(order, look=self._in_work.look)
+        self._reduction.reduce(order, note_finished=self._in_work.note_finished)
 
     def _run_pass(
         self,
@@ -352,7 +353,7 @@ class CommitLoop:
                     self._tell_pace(stopwatch)
                 self._driver.pass_ended(queue.plan.generation)
                 self._page.enter(Phase.REDUCTION)
-                overlap.finish(self._in_work.look)
+                overlap.finish(self._in_work.note_finished)
         except InvariantViolation:  # no microbatch caused this, so none is charged with it (INV-9)
             raise
         except Exception as error:

@@ -78,12 +78,12 @@ class Redirection:
     redirection can begin between that forward and its backward.
     """
 
-    def __init__(self, region: Region, params: Params, into: Sequence[BucketId]) -> None:
+    def __init__(self, region: Region, params: Params, into: Sequence[BucketId], dump: Tensor) -> None:
         """Allocate the targets.
 
-        `params` are all parameters of `region`; `into` names its buckets.
+        `params` are all parameters of `region`; `into` names its buckets. `dump` has room for the
+        largest of the parameters; nobody reads it.
         """
-        dump = region.local.new_empty(max(stop - start for start, stop in params.values()))
         kept = [part for bucket in region.buckets if bucket.id in into for part in bucket.slices()]
         self._redirected: list[tuple[Any, Tensor, Tensor, list[slice]]] = []
         """(parameter, its own `main_grad`, target in its place, slices of the target to add)."""
@@ -118,6 +118,8 @@ class Collector:
         self._into: tuple[BucketId, ...] | None = None
         self._redirections: dict[tuple[BucketId, ...] | None, list[Redirection]] = {}
         """Redirections of the current pass, by their `into`. Dropped after it to free memory."""
+        self._dumps: dict[torch.dtype, Tensor] = {}
+        """Dumps of the current pass, shared by all regions of a type."""
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """Add gradient to the buckets `into` only, from now on.
@@ -131,14 +133,24 @@ class Collector:
         self._into = into
         if into is None:
             self._redirections.clear()
+            self._dumps.clear()
         elif into not in self._redirections:
             self._redirections[into] = [
-                Redirection(region, params, into)
+                Redirection(region, params, into, self._dump(region))
                 for region, params in self._regions.items()
                 if any(bucket.id not in into for bucket in region.buckets)
             ]
         for redirection in self._redirections.get(into, ()):
             redirection.begin()
+
+    def _dump(self, region: Region) -> Tensor:
+        """Return the dump of the regions of this type."""
+        dtype = region.local.dtype
+        if dtype not in self._dumps:
+            alike = [params for each, params in self._regions.items() if each.local.dtype == dtype]
+            largest = max(stop - start for params in alike for start, stop in params.values())
+            self._dumps[dtype] = region.local.new_empty(largest)
+        return self._dumps[dtype]
 
 
 class BackwardWatch:

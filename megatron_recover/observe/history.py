@@ -463,7 +463,7 @@ class History:
         return found
 
     def losses(self) -> dict[str, float]:
-        """Return the loss of each step by label, in the order of the steps."""
+        """Return the mean loss of each training or evaluation step by label, in their order."""
         return {
             facts.loss_label or "": facts.loss for _, facts in sorted(self.steps.items()) if facts.loss is not None
         }  # fmt: skip

@@ -1,7 +1,7 @@
 """Sums: for each bucket what this rank adds, its counts, and the result.
 
 A sum never communicates across replicas and never decides whether its result is valid
-(`reduction.Reduction`).
+(`crossing.Crossing`).
 
 Note [Results]
     A result is out of place: the local gradient stays as it is until the step is committed (INV-3).
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,14 @@ class BucketSum(abc.ABC):
     def clear(self, num_microbatches: int) -> None:
         """Clear the counts. The result and its provenance stay as they are."""
         self.counts, self.passed_by = Counts(num_microbatches), None
+
+    def needed_on_host(self) -> list[Tensor]:
+        """Return the tensors of the result that the host needs."""
+        return []
+
+    def arrived(self, bound: float, on_host: Sequence[Tensor]) -> None:
+        """Store the bound of the result, and `needed_on_host` in host memory."""
+        self.bound = bound
 
     @abc.abstractmethod
     def source(self) -> Tensor:
@@ -190,12 +199,21 @@ class LedgerSum(BucketSum):
     def __init__(self, number: BucketId, num_microbatches: int, device: torch.device) -> None:
         super().__init__(number, None, (torch.float64, num_microbatches * NUM_COLUMNS), device)
         self.on_host: Tensor | None = None
-        """The result in host memory, once it is held."""
+        """The result in host memory, once it has arrived."""
 
     def clear(self, num_microbatches: int) -> None:
         """Clear the counts and the ledger."""
         super().clear(num_microbatches)
         self.ledger = Ledger(num_microbatches, self.device)
+
+    def needed_on_host(self) -> list[Tensor]:
+        """Return the result: the losses are read from it."""
+        return [self.result]
+
+    def arrived(self, bound: float, on_host: Sequence[Tensor]) -> None:
+        """Store the rows in host memory."""
+        super().arrived(bound, on_host)
+        [self.on_host] = on_host
 
     def source(self) -> Tensor:
         """Return this rank's rows, flattened."""

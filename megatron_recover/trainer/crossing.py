@@ -7,8 +7,9 @@ finite.
 Note [Judging behind]
     The next bucket's sum begins before the host has judged the last one: each time the host waits
     for a device, the device has nothing to do until the host has enqueued more. So a result is
-    judged when its copy has arrived (`Judging.is_ready`), at the latest when all sums are done. The
-    host waits once per plan, whatever the number of buckets.
+    judged when its summary has arrived (`ResultSummary.has_arrived`), at the latest when all sums
+    are done. The host waits once for the sums of a plan, whatever the number of buckets; after a
+    fault also once for each transfer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer.bucket_sums import BucketSum
 from megatron_recover.trainer.checksum import combined
 from megatron_recover.trainer.driver import Driver
-from megatron_recover.trainer.judging import Judging
+from megatron_recover.trainer.result_summary import ResultSummary
 
 
 class Miscounted(TransportError):
@@ -67,15 +68,14 @@ class Crossing:
         self._generation, self._step, self._driver = plan.generation, plan.step, driver
         self._num_buckets, self._parameters_checksum = num_buckets, parameters_checksum
         self._record, self._faults, self._sum_fault = record, faults, sum_fault
-        self._judging = deque[Judging]()
+        self._unjudged = deque[ResultSummary]()
         """Sums that the host has not judged yet, in their order."""
         self._transport: Transport | None = None
         """None after a failure."""
-        self._has_failed = False
         try:
             self._transport = driver.transport(plan.generation)
         except TransportError as error:
-            self._fail(None, error)
+            self._report(None, error)
 
     def copy(self, bucket_sum: BucketSum, operation: Operation) -> None:
         """Carry out this rank's part in the transfer of a result."""
@@ -118,7 +118,7 @@ class Crossing:
             [source, counts], [bucket_sum.result, bucket_sum.provenance], tag=self._tag(bucket_sum.id, 0),
             probe=self._probe(bucket_sum.id),
         )  # fmt: skip
-        self._judging.append(Judging(bucket_sum, is_finite, seconds=time.perf_counter() - since))
+        self._unjudged.append(ResultSummary(bucket_sum, is_finite, seconds=time.perf_counter() - since))
 
     def _copy(self, transport: Transport, bucket_sum: BucketSum, operation: Operation) -> None:
         assert operation.source is not None
@@ -130,8 +130,8 @@ class Crossing:
         )  # fmt: skip
         if self._driver.replica == operation.source:
             return
-        copied = Judging(bucket_sum)
-        copied.finish()
+        copied = ResultSummary(bucket_sum)
+        copied.read()
         if not (copied.is_once and copied.all_finite):
             # A source holds only results with right counts, so the copy is wrong. The next
             # generation makes another one.
@@ -150,17 +150,17 @@ class Crossing:
 
     def _judge(self, *, wait: bool) -> None:
         """Judge the sums whose copies have arrived, in their order; with `wait` all of them."""
-        while self._judging and (wait or self._judging[0].is_ready()):
-            judged = self._judging.popleft()
-            judged.finish()
-            if not judged.was_finite:
+        while self._unjudged and (wait or self._unjudged[0].has_arrived()):
+            judged = self._unjudged.popleft()
+            judged.read()
+            if not judged.own_is_finite:
                 raise _not_finite(judged.bucket_sum)
             try:
                 self._complete(judged)
             except TransportError as error:
                 self._fail(judged.bucket_sum.id, error)
 
-    def _complete(self, judged: Judging) -> None:
+    def _complete(self, judged: ResultSummary) -> None:
         bucket_sum, generation = judged.bucket_sum, self._generation
         if not judged.all_finite:
             raise TransportError(f"bucket {bucket_sum.id}: another rank's gradient has values that are not finite")
@@ -188,10 +188,12 @@ class Crossing:
             raise Revoked("a newer generation was promised while the result was on its way")
 
     def _fail(self, bucket: BucketId | None, error: TransportError) -> None:
-        """Report the first failure of the plan."""
-        if self._has_failed:
-            return
-        self._transport, self._has_failed = None, True
+        """Skip the rest of the plan; report the failure, if it is the first."""
+        if self._transport is not None:
+            self._transport = None
+            self._report(bucket, error)
+
+    def _report(self, bucket: BucketId | None, error: TransportError) -> None:
         self._record(
             trace.ReductionFailed, generation=self._generation, step=self._step, reason=trace.reason_of(error), bucket=bucket
         )

@@ -50,10 +50,10 @@ class InWork:
             (then or _nothing)()
         else:
             self._enqueued.append((microbatch, self._mark(), then or _nothing))
-        return self.look()
+        return self.note_finished()
 
-    def look(self) -> tuple[MicrobatchId, ...]:
-        """Return the microbatches that the device still works on."""
+    def note_finished(self) -> tuple[MicrobatchId, ...]:
+        """Call each `then` that is due; return the microbatches that the device still works on."""
         return self._unique(self._behind())
 
     def forget(self) -> None:

@@ -2,8 +2,8 @@
 
 Decides when a bucket can be reduced: as soon as the last backward of the pass has added its
 gradient to every parameter of which the bucket has a part. Upstream starts its own buckets by the
-same rule (`core/distributed/param_and_grad_buffer.py`). `Reduction.reduce` then reduces the bucket
-as it does without overlap, but in a thread of its own, `recover-reduce`.
+same rule (`core/distributed/param_and_grad_buffer.py`). `Reduction.carry_out` then reduces the
+bucket as it does without overlap, but in a thread of its own, `recover-reduce`.
 
 Note [Last backward]
     A backward is known to be the last one of the pass only after `Close`. Before `Close` more
@@ -79,18 +79,18 @@ class Overlap:
             self._thread.start()
         self._reduction.watch(task, chunk, self._has_passed)
 
-    def finish(self, look: Callable[[], object] = lambda: None) -> None:
+    def finish(self, note_finished: Callable[[], object] = lambda: None) -> None:
         """Reduce what is left after the pass; return when the plan is carried out.
 
-        Called by the training thread, which calls `look()` from time to time. Raises the error of
-        the reduction.
+        Called by the training thread, which calls `note_finished()` after each of its sums, or when
+        the thread `recover-reduce` has ended. Raises the error of the reduction.
         """
         if self._thread is None:
-            self._reduction.reduce(self._plan(), look=look)
+            self._reduction.reduce(self._plan(), note_finished=note_finished)
             return
         self._release()
         self._thread.join()
-        look()
+        note_finished()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         if self._error is not None:
@@ -99,7 +99,7 @@ class Overlap:
     def _run(self, plan: Plan) -> None:
         try:
             with torch.cuda.stream(self._stream):  # also sets the device; does nothing without a GPU
-                self._reduction.reduce_beside(plan, wait_for=self._wait_for)
+                self._reduction.carry_out(plan, wait_for=self._wait_for)
         except Abandoned:
             pass
         except BaseException as error:  # `finish` raises it in the training thread

@@ -17,7 +17,7 @@ Note [Failures while reading ahead]
     be one that no other thread can read.
 
 Note [What is not read ahead]
-    - The first batch of a source. Reading may change the state of a random generator, which all
+    - The first pass of a source. Reading may change the state of a random generator, which all
       threads of a process share. The training thread finds that out (`Source.may_read_ahead`).
     - What is dealt after a loss (`commit.CommitLoop`). If a process dies by a signal while it
       computes one microbatch and reads another, both are charged. The next replica that gets the
@@ -76,8 +76,8 @@ class ReadAhead:
         self._ready: dict[Batch, Any] = {}
         self._reading: Batch | None = None
         """The batch that either thread reads now."""
-        self._is_held = self._is_closed = False
-        """Held: a batch is due, so the thread begins no other."""
+        self._is_due = self._is_closed = False
+        """Due: the training thread waits for a batch, so the reading thread begins no other."""
         self._thread: threading.Thread | None = None
 
     def expect(self, batches: Iterable[Batch]) -> None:
@@ -102,10 +102,10 @@ class ReadAhead:
         if not self._num_ahead:
             return batch.source.read(batch.indices)
         with self._changed:
-            self._is_held = True
+            self._is_due = True
             # `_run` ends every reading, whatever becomes of it, and wakes this thread (INV-8).
             self._changed.wait_for(lambda: batch in self._ready or self._reading is None)
-            self._is_held = False
+            self._is_due = False
             if batch in self._expected.get(batch.source, ()):
                 self._expected[batch.source].remove(batch)
             self._changed.notify_all()
@@ -132,7 +132,7 @@ class ReadAhead:
         if device is not None:  # for the memory that batches are pinned in
             torch.cuda.set_device(device)
         while (batch := self._begin()) is not None:
-            self._end(batch, *self._read(batch))
+            self._read(batch)
 
     def _begin(self) -> Batch | None:
         """Wait for a batch to read and return it; None: the thread ends."""
@@ -145,7 +145,7 @@ class ReadAhead:
 
     def _next(self) -> Batch | None:
         """Return the batch to read next: of all sources the one that is due first."""
-        if self._reading is not None or self._is_held:
+        if self._reading is not None or self._is_due:
             return None
         for place in range(self._num_ahead):
             for expected in self._expected.values():
@@ -153,27 +153,30 @@ class ReadAhead:
                     return expected[place]
         return None
 
-    def _read(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the batch that was read, or () after a failure.
+    def _read(self, batch: Batch) -> None:
+        """Read a batch and keep it if it is still expected.
 
         See Note [Failures while reading ahead].
         """
-        self._page.read_ahead(batch.microbatch)
+        self._page.show_reading(batch.microbatch)
+        found, has_failed = None, False
         try:
-            return (batch.source.read(batch.indices),)
+            found = batch.source.read(batch.indices)
         except BaseException:
             batch.source.may_read_ahead = False
-            return ()
+            has_failed = True
         finally:
-            self._page.read_ahead(None)
+            self._page.show_reading(None)
+        with self._changed:
+            if not has_failed and batch in self._expected.get(batch.source, ()):
+                self._ready[batch] = found
+        self._end(batch)
 
-    def _end(self, batch: Batch, *found: Any) -> None:
-        """End a reading of either thread; keep what was `found` if it is still expected."""
+    def _end(self, batch: Batch) -> None:
+        """End a reading of either thread."""
         with self._changed:
             self._reading = None
             if batch.source.may_read_ahead is False:
                 self._expected.pop(batch.source, None)
                 self._ready = {each: ready for each, ready in self._ready.items() if each.source is not batch.source}
-            elif found and batch in self._expected.get(batch.source, ()):
-                [self._ready[batch]] = found
             self._changed.notify_all()

@@ -55,9 +55,9 @@ class Reduction:
        first;
     4. `apply`, after which the trainer's buffer holds the gradient of the step.
 
-    `reduce` may run beside the last backwards of a pass, in the thread `recover-reduce`
-    (`overlap.Overlap`). It then touches a bucket only after the last backward has *passed* it:
-    every parameter in the bucket has its gradient.
+    `carry_out`, the body of `reduce`, may run beside the last backwards of a pass, in the thread
+    `recover-reduce` (`overlap.Overlap`). It then touches a bucket only after the last backward has
+    *passed* it: every parameter in the bucket has its gradient.
     """
 
     def __init__(
@@ -268,32 +268,33 @@ class Reduction:
 
     # --- reducing ---------------------------------------------------------------------------------
 
-    def reduce(self, plan: Plan, *, look: Callable[[], object] = lambda: None) -> None:
-        """Carry out a plan in the training thread, as `reduce_beside` does.
+    def reduce(self, plan: Plan, *, note_finished: Callable[[], object] = lambda: None) -> None:
+        """Carry out a plan in the training thread, as `carry_out` does.
 
-        `look()` is called after each sum.
+        `note_finished()` is called after each sum.
         """
         self.allocate(plan)
         if self.stream is None:
-            self.reduce_beside(plan, look=look)
+            self.carry_out(plan, note_finished=note_finished)
             return
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         try:
             with torch.cuda.stream(self.stream):
-                self.reduce_beside(plan, look=look)
+                self.carry_out(plan, note_finished=note_finished)
         finally:
             current.wait_stream(self.stream)
 
-    def reduce_beside(
+    def carry_out(
         self,
         plan: Plan,
         *,
         wait_for: Callable[[BucketId], None] = lambda bucket: None,
-        look: Callable[[], object] = lambda: None,
+        note_finished: Callable[[], object] = lambda: None,
     ) -> None:
         """Carry out a plan's transfers, then its sums, bucket by bucket, on the current stream.
 
+        The results that the plan makes are allocated (`allocate`).
         Sums over lanes are always carried out in full, sums over replicas until one fails.
         `wait_for(bucket)` returns when the last backward is done with the bucket. Raises
         RuntimeError for a gradient that is not finite, if Megatron was set to check. No rank holds
@@ -316,9 +317,9 @@ class Reduction:
             is_finite = bucket_sum.is_finite() if self._gradients.checks_finite else None
             self._note_passed(bucket_sum)
             crossing.sum(bucket_sum, bucket_sum.source(), bucket_sum.source_provenance(is_finite), is_finite)
-            look()
+            note_finished()
         crossing.finish()
-        look()
+        note_finished()
 
     def _note_passed(self, bucket_sum: BucketSum) -> None:
         task, bucket_sum.passed_by = bucket_sum.passed_by, None

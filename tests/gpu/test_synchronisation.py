@@ -63,4 +63,4 @@ def test_a_microbatch_is_finished_when_the_device_has_finished_it() -> None:
     torch.cuda._sleep(LONG)
     assert work.ended(3, lambda: finished.append(3)) == (3,) and not finished
     torch.cuda.synchronize()
-    assert work.look() == () and finished == [3]
+    assert work.note_finished() == () and finished == [3]

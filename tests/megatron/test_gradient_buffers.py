@@ -35,7 +35,7 @@ def region() -> Region:
 
 
 def begin(cut: Region, *into: int) -> Redirection:
-    redirection = Redirection(cut, cut.params, into)
+    redirection = Redirection(cut, cut.params, into, torch.empty(4))
     redirection.begin()
     return redirection
 
@@ -59,6 +59,22 @@ def test_gradient_goes_only_into_the_buckets_that_miss_it() -> None:
     assert cut.local.tolist() == [0] * 6 + [1] * 6
     backward(forward(cut))
     assert cut.local.tolist() == [1] * 6 + [2] * 6
+
+
+def test_all_regions_of_a_type_share_one_dump_for_as_long_as_the_pass_lasts() -> None:
+    """With `--overlap-grad-reduce` each of upstream's buckets is a region: a dump for each would be most of a gradient."""
+    regions = [region() for _ in range(5)]
+    for number, bucket in enumerate(bucket for each in regions for bucket in each.buckets):
+        bucket.id = number
+    collector = Collector({each: each.params for each in regions})
+    for into in ((1,), (4, 5)):
+        collector.collect_into(into)
+        everywhere = {param.main_grad.untyped_storage().data_ptr() for each in regions for param in each.params}
+        kept = {each.local.untyped_storage().data_ptr() for each in regions}
+        whole = [param for each in regions for param in each.params if param.main_grad.untyped_storage().data_ptr() not in kept]
+        assert len(everywhere - kept) <= 2 < len(whole), "the dump, and the parameter that a border cuts"
+    collector.collect_into(None)
+    assert not collector._dumps
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -92,6 +92,10 @@ class MicrobatchCursor:
         for iterator in self._iterators:
             iterator.begin(num_microbatches)
 
+    def close(self, patience_s: float) -> None:
+        """End the thread that reads ahead; wait `patience_s` seconds for it."""
+        self.read_ahead.close(patience_s)
+
     @contextlib.contextmanager
     def reading_ahead(self, microbatches: Sequence[MicrobatchId]) -> Iterator[None]:
         """Read these microbatches of the step ahead, in this order, while the body runs.

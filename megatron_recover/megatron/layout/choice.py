@@ -45,6 +45,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     memory: Memory
     fits: bool
+    num_deaths: int
+    """Deaths that the run survives."""
 
     @property
     def lost_share(self) -> float:
@@ -68,7 +70,8 @@ def judge(sizes: Sizes, gpus: Gpus) -> list[Judged]:
     found = []
     for layout in layouts(sizes, gpus):
         needed = memory(sizes, layout)
-        found.append(Judged(layout=layout, memory=needed, fits=needed.recovery <= USABLE * gpus.bytes))
+        num_deaths = layout.replicas - sizes.flags.min_replicas
+        found.append(Judged(layout=layout, memory=needed, fits=needed.recovery <= USABLE * gpus.bytes, num_deaths=num_deaths))
     return sorted(found, key=_preference)
 
 

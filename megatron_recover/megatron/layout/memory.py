@@ -3,8 +3,9 @@
 Note [Peaks]
     Weights, gradient and optimizer are always there. The rest comes and goes:
 
-    - A step without failures has its activations first. The reduction begins when they are gone,
-      and allocates the results, which are free again after `Apply`.
+    - A step without failures has its activations first. The reduction begins when they are gone
+      (with `--overlap-grad-reduce` before the last backward), and allocates the results, which are
+      free again after `Apply`.
     - In a recovery, buckets that a member holds complete are decided. Their results have to stay,
       since the local gradient of a replica alone cannot replace them. Meanwhile the lost
       microbatches are computed, with all their activations. In the worst case one small bucket is
@@ -22,8 +23,8 @@ import msgspec
 from megatron_recover.megatron.layout.sizes import Layout, Numerics, OnRank, Sizes, layers_of_stages, on_stage
 
 _REDIRECTED = 2
-"""Largest parameters that a recovery redirects at a time: the dump, and one that a border of a
-bucket cuts in two (`gradient_buffers.Redirection`)."""
+"""Largest parameters that a recovery redirects at a time: the dump of all regions, and a parameter
+that a border of a bucket cuts in two (`gradient_buffers.Redirection`)."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,11 +64,6 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     def recovery(self) -> int:
         """Return the peak of a recovery. See Note [Peaks]."""
         return self.always + self.result + max(self.activations + self.redirected, self.sums, self.step_copy)
-
-    @property
-    def with_kept_results(self) -> int:
-        """Return the peak of a step without failures if results were never freed."""
-        return self.always + self.result + max(self.activations, self.sums, self.step_copy)
 
 
 def memory(sizes: Sizes, layout: Layout) -> Memory:

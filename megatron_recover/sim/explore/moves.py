@@ -2,8 +2,8 @@
 
 Moves that are left out
 -----------------------
-Each one is another order of independent steps, or another outcome covers it. `reduced=False` tries
-them all, and a test compares the two.
+Each one is another order of independent steps, or another outcome covers it. The first and the last
+item are always left out. `reduced=False` tries those of the others, and a test compares the two.
 
 * Inside a node: `sim/explore/node.py`.
 * Generations come in layers: after an announcement, members of older generations only enter the new

@@ -85,7 +85,7 @@ class Space:
     def __init__(self, scenario: Scenario, threads: Threads | None = None, *, reduced: bool = True) -> None:
         """Prepare the exploration of a scenario.
 
-        `reduced`: leave out the moves that `moves.py` says need not be tried.
+        `reduced`: also leave out the moves that `moves.py` says are tried without it.
         """
         self.scenario = scenario
         self.threads = threads or Threads(
