@@ -3,8 +3,9 @@
 It reads events and output from memory that it shares with the run's processes. No rank waits for
 the recorder. A disk that stalls or is full, a slow terminal and the recorder's own death cost at
 most events and output, never a step. Lost events and output are counted and reported. The launcher
-starts the recorder, sends it what it has to know (`ToRecorder`), and starts another one if it dies. The
-recorder ends on `FinishRecording`, or when the launcher is gone. `narrator.py` puts the run into words.
+starts the recorder, sends it what it has to know (`ToRecorder`), and starts another one if it dies.
+The recorder ends on `FinishRecording`, or when the launcher is gone. `narrator.py` puts the run
+into words.
 
 `cluster.recording.Recording` runs it as ``python -m megatron_recover.cluster.recorder FD BOOKMARK
 OUTPUTS SETTINGS``:

@@ -56,8 +56,8 @@ class OutputAdded(msgspec.Struct, frozen=True, tag=True):
 
 
 TRAIN_LOG, LAUNCHER_LOG = -1, -2
-"""Values of `OutputAdded.shown_of` for the two outputs into which the recorder itself writes: the lines
-of the job's writer, and those of megatron-recover itself."""
+"""Values of `OutputAdded.shown_of` for the two outputs into which the recorder itself writes: the
+lines of the job's writer, and those of megatron-recover itself."""
 
 
 class RingEnded(msgspec.Struct, frozen=True, tag=True):

@@ -260,7 +260,7 @@ def _start(state: ReplicaState) -> Step:
 
 
 def _on_holds(state: ReplicaState, report: Holds) -> Step:
-    """Store the results that a rank holds; vote once all ranks hold all and no digest is missing."""
+    """Store the results that a rank holds; vote once all hold all and no digest is missing."""
     if state.plan is None or report.step != state.step or not state.held:
         return state, ()
     if state.phase is ReplicaPhase.PROMISING and report.rank in state.promised:

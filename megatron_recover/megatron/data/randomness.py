@@ -26,9 +26,9 @@ def microbatch_seed(
     - `seed`: ``--seed``.
     - `stage`, `chunk`: the pipeline stage and its model chunk.
     - `purpose`: names the use of randomness.
-    - `ranks`: the rank's position in each process group whose ranks must differ in this use. Without
-      the tensor-parallel rank, the ranks of a tensor-parallel group agree, as dropout outside of
-      tensor-parallel regions requires.
+    - `ranks`: the rank's position in each process group whose ranks must differ in this use.
+      Without the tensor-parallel rank, the ranks of a tensor-parallel group agree, as dropout
+      outside of tensor-parallel regions requires.
     """
     words = repr((seed, iteration, microbatch, stage, chunk, purpose, ranks)).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) % (2**_BITS - 1) + 1
