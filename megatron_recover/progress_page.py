@@ -48,8 +48,8 @@ _FIXED = struct.Struct(f"<qqqqqBB{_MAX_LABEL_BYTES}s")
 """(generation, step, begun, ended, since_ns, phase, number of microbatches, zero-padded label)."""
 _IDS = tuple(struct.Struct(f"<{count}i") for count in range(MAX_MICROBATCHES + 1))
 _RECORD_BYTES = _CHECK.size + _FIXED.size
-_AHEAD = struct.Struct("<ii")
-"""The record of the thread that reads ahead: whether it reads (1 or 0), and the microbatch."""
+_AHEAD = struct.Struct("<iiq")
+"""The record of the thread that reads ahead: 1 if it reads (else 0), the microbatch, the step."""
 _AHEAD_AT = _RECORD_BYTES + _IDS[-1].size
 """Offset of that record: behind the longest record of the training thread."""
 _MOST_BYTES = _AHEAD_AT + _CHECK.size + _AHEAD.size
@@ -118,9 +118,9 @@ class ProgressPage:
     def show_reading(self, microbatch: int | None) -> None:
         """Show the microbatch whose samples are read ahead; None: none.
 
-        Only the thread that reads ahead calls this.
+        Only the thread that reads ahead calls this. The step is that in which the reading begins.
         """
-        body = _AHEAD.pack(microbatch is not None, microbatch or 0)
+        body = _AHEAD.pack(microbatch is not None, microbatch or 0, self._step)
         self._memory[_AHEAD_AT:_MOST_BYTES] = _CHECK.pack(zlib.crc32(body)) + body
 
     def begin_step(self, step: int, label: str) -> None:
@@ -184,16 +184,19 @@ def parse(page: bytes) -> Progress | None:
     return Progress(
         generation=generation, step=step, label=label.rstrip(b"\0").decode(errors="replace"), phase=Phase(phase),
         microbatches=_IDS[count].unpack_from(page, _RECORD_BYTES), begun=begun, ended=ended, since_ns=since_ns,
-        ahead=_ahead(page),
+        ahead=_ahead(page, step),
     )  # fmt: skip
 
 
-def _ahead(page: bytes) -> int | None:
-    """Return the microbatch that is read ahead, or None."""
+def _ahead(page: bytes, step: int) -> int | None:
+    """Return the microbatch of this step that is read ahead, or None.
+
+    A reading may outlive its step, if the pass has ended without the batch.
+    """
     [check] = _CHECK.unpack_from(page, _AHEAD_AT)
     body = page[_AHEAD_AT + _CHECK.size : _MOST_BYTES]
-    reads, microbatch = _AHEAD.unpack(body)
-    return microbatch if reads and zlib.crc32(body) == check else None
+    reads, microbatch, of_step = _AHEAD.unpack(body)
+    return microbatch if reads and of_step == step and zlib.crc32(body) == check else None
 
 
 _PHASES = frozenset(Phase)

@@ -80,6 +80,7 @@ class Event:
 
     def record(self, stream: object = None) -> None:
         self._at = self.gpu.num_waits
+        self.gpu.order.append("event")
 
     def query(self) -> bool:
         return self.gpu.is_quick or self.gpu.num_waits > self._at
@@ -95,8 +96,11 @@ class Event:
 class Stream:
     """A stream of the pretended GPU."""
 
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self._gpu, self.name = gpu, name
+
     def wait_stream(self, other: Stream) -> None:
-        pass
+        self._gpu.order.append(f"{self.name} waits for {other.name}")
 
     def record_event(self) -> Event:
         event = torch.cuda.Event()
@@ -113,6 +117,8 @@ class Gpu(TorchFunctionMode):
         self.is_quick = is_quick
         self.waits: Counter[str] = Counter()
         """How often the host has waited, by what for."""
+        self.order: list[str] = []
+        """Waits of streams, copies that nobody waits for, and events, in their order."""
         self.pinned: set[int] = set()
         """Addresses of pinned host memory."""
 
@@ -177,6 +183,8 @@ class Gpu(TorchFunctionMode):
     def _copy(self, name: str, non_blocking: bool, host: Tensor | None) -> None:
         if not non_blocking or host is None or host.data_ptr() not in self.pinned:
             self.wait(name)
+        else:
+            self.order.append("copy")
 
 
 def _indices(given: Any) -> list[Tensor]:
@@ -200,9 +208,9 @@ def pretended(*, is_quick: bool = False) -> Iterator[Gpu]:
     with pytest.MonkeyPatch.context() as patch, gpu:
         for name in _FACTORIES:  # another test of the process may have called `megatron.cpu.enable_cpu`
             patch.setattr(torch, name, getattr(getattr(torch, name), "__wrapped__", getattr(torch, name)))
-        stream = Stream()
+        stream, other = Stream(gpu, "training"), Stream(gpu, "reduction")
         patch.setattr(torch.cuda, "Event", type("Event", (Event,), {"gpu": gpu}))
-        patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+        patch.setattr(torch.cuda, "Stream", lambda *_, **__: other)
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
         yield gpu

@@ -45,11 +45,11 @@ Note [At work]
 
 Note [Ranks that read ahead]
     Another thread of a rank may read samples before they are due. While that thread waits for a
-    disk it may hold the interpreter's lock, and then no other thread of the rank runs. So a rank is
-    judged as one that reads samples for as long as its page shows that it reads ahead, whatever its
-    training thread does. If the training thread hangs, the reading ends soon, for few microbatches
-    are read ahead. Only a hang that holds the interpreter's lock in the middle of a reading is
-    excused until the deadline.
+    disk it may hold the interpreter's lock, and then no other thread of the rank runs. So a gap
+    between two looks that see the same reading is no silence of the training thread. For that gap
+    the rank is judged as one that reads these samples. What was silent before and after counts: if
+    the training thread hangs, only readings that are longer than a look delay that it is found. A
+    hang that holds the interpreter's lock in the middle of a reading is excused until the deadline.
 
 Note [Ranks that a tracer holds]
     A debugger, gcore or strace holds a process in state `t`, most often to look into the rank. Such
@@ -199,6 +199,8 @@ class Watched(Value, frozen=True):
     """Silence in which another rank of the replica kept the rank waiting."""
     is_kept: bool = False
     """True if one does so now (Note [Ranks that wait inside their replica])."""
+    reading_s: float = 0.0
+    """Time for which looks have seen the same reading ahead (Note [Ranks that read ahead])."""
     stopped_s: float = 0.0
     traced_s: float = 0.0
     """Time in which a tracer held the rank."""
@@ -278,7 +280,6 @@ def stop_limit_s(state: DetectorState) -> float:
 
 def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
     """Return the next state and the effects of a look: one `Named` per silence and verdict."""
-    look = replace(look, sights=tuple(_judged_as_reading(sight) for sight in look.sights))
     gap_s = 0.0 if state.now_s is None else min(max(0.0, look.now_s - state.now_s), state.limits.gap_s)
     if look.generation != state.generation:
         known = len(state.figures.steps_s) >= _ENOUGH_STEPS
@@ -286,7 +287,7 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
         state = replace(state, generation=look.generation, figures=Figures(), older=older)
     longest_s, steps_s = dict(state.figures.longest_s), state.figures.steps_s
     held = {sight.replica for sight in look.sights if sight.state == TRACED}
-    kept = _kept(state, look)
+    kept = _kept(state, _with_readings(state, look))
     ranks: dict[tuple[ReplicaId, int], Watched] = {}
     for sight in look.sights:
         key = sight.replica, sight.rank
@@ -308,15 +309,29 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
     return _judge(state, look)
 
 
-def _judged_as_reading(sight: Sight) -> Sight:
-    """Return the sight of a rank that reads ahead as if its training thread read these samples.
+def _with_readings(state: DetectorState, look: Look) -> Look:
+    """Return the look with the page of each rank that goes on reading ahead as one that reads.
 
-    Other sights are returned as they are (Note [Ranks that read ahead]).
+    See Note [Ranks that read ahead].
     """
-    progress = sight.progress
-    if progress is None or progress.ahead is None or progress.phase is Phase.DATA:
-        return sight
-    return replace(sight, progress=replace(progress, phase=Phase.DATA, microbatches=(progress.ahead,)))
+    sights = []
+    for sight in look.sights:
+        before = state.ranks.get((sight.replica, sight.rank))
+        if before is not None and sight.progress is not None and _is_same_reading(before.progress, sight.progress):
+            sight = replace(sight, progress=_as_reading(sight.progress))
+        sights.append(sight)
+    return replace(look, sights=tuple(sights))
+
+
+def _is_same_reading(before: Progress, now: Progress) -> bool:
+    """Return whether the rank reads ahead, and the look before has seen the same reading."""
+    return now.ahead is not None and now.ahead == before.ahead and now.phase is not Phase.DATA
+
+
+def _as_reading(progress: Progress) -> Progress:
+    """Return the page as if the training thread read what is read ahead."""
+    assert progress.ahead is not None
+    return replace(progress, phase=Phase.DATA, microbatches=(progress.ahead,))
 
 
 def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
@@ -360,10 +375,12 @@ def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float,
     step_s = 0.0 if progress.step != before.progress.step else before.step_s + counted_s
     if _has_moved(before.progress, progress):
         return Watched(progress, is_kept=is_kept, step_s=step_s)  # it has run since the last look, also if it is stopped now
+    reads = _is_same_reading(before.progress, progress)
     return replace(
         before,
         progress=progress,
-        quiet_s=before.quiet_s + (0.0 if is_kept else counted_s),
+        quiet_s=before.quiet_s + (0.0 if is_kept or reads else counted_s),
+        reading_s=before.reading_s + counted_s if reads else 0.0,
         kept_s=before.kept_s + (counted_s if is_kept else 0.0),
         is_kept=is_kept,
         stopped_s=stopped_s,
@@ -393,10 +410,17 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
     silent: set[ReplicaId] = set()
     ranks = dict(state.ranks)
     for sight in look.sights:
-        watched = ranks.get((sight.replica, sight.rank))
-        if watched is None or (watched.silent_s < state.limits.stopped_s and not watched.stopped_s and sight.state != TRACED):
+        key = sight.replica, sight.rank
+        watched = ranks.get(key)
+        if watched is None:
             continue
+        told = watched.told
         verdict, limit_s = _verdict(state, watched, sight.state)
+        if watched.reading_s and verdict in (Verdict.WORKING, Verdict.WAITING, Verdict.SLOW):
+            watched = replace(watched, progress=_as_reading(watched.progress), quiet_s=watched.reading_s, is_kept=False)
+            verdict, limit_s = _verdict(state, watched, sight.state)
+        if watched.silent_s < state.limits.stopped_s and not watched.stopped_s and sight.state != TRACED:
+            continue
         if verdict in (Verdict.WORKING, Verdict.WAITING):
             continue
         own_s = watched.silent_s if watched.is_kept else watched.quiet_s
@@ -405,8 +429,8 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
             sight.replica, sight.rank, verdict, watched.progress.phase, seconds,
             limit_s, sight.state, watched.progress.step, watched.progress.label, watched.progress.microbatches, watched.is_kept,
         )  # fmt: skip
-        if verdict not in watched.told:
-            ranks[sight.replica, sight.rank] = replace(watched, told=watched.told | {verdict})
+        if verdict not in told:
+            ranks[key] = replace(ranks[key], told=told | {verdict})
             effects.append(named)
         if verdict is Verdict.SLOW:
             continue
@@ -425,7 +449,7 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
         if replica not in state.condemned and (others_live or named.seconds >= state.limits.deadline_s)
     )
     gone = state.condemned | {each.named.replica for each in condemned}
-    state, work = _see_work(replace(state, ranks=ranks, condemned=gone), look, accused)
+    state, work = _see_work(replace(state, ranks=ranks, condemned=gone), _with_readings(state, look), accused)
     return state, (*effects, *condemned, *work)
 
 

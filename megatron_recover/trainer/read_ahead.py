@@ -13,8 +13,8 @@ Note [One reading at a time]
 Note [Failures while reading ahead]
     A failed read is forgotten. The training thread reads the batch again when it is due, and raises
     there what reading raises. So the failure is charged to its own microbatch (INV-9), and a
-    microbatch that is never due raises nothing. Nothing more of that source is read ahead: it may
-    be one that no other thread can read.
+    microbatch that is never due raises nothing. Each failure is logged. After `_FAILURES` of a
+    source nothing more of it is read ahead: it may be one that no other thread can read.
 
 Note [What is not read ahead]
     - The first pass of a source. Reading may change the state of a random generator, which all
@@ -26,6 +26,7 @@ Note [What is not read ahead]
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -36,6 +37,9 @@ import torch
 from megatron_recover.core.values import MicrobatchId
 from megatron_recover.progress_page import ProgressPage
 
+logger = logging.getLogger(__name__)
+_FAILURES = 3
+
 
 class Source(Protocol):
     """The batches of one data iterator."""
@@ -45,6 +49,9 @@ class Source(Protocol):
 
     def read(self, indices: range) -> Any:
         """Return the batch of these samples. Any thread may call this, one at a time."""
+
+    def prepared(self, batch: Any) -> Any:
+        """Return a batch that was read as the device can copy it best. Any thread may call this."""
 
     def read_when_due(self, indices: range) -> Any:
         """Return the batch of these samples to the training thread; update `may_read_ahead`."""
@@ -78,6 +85,8 @@ class ReadAhead:
         """The batch that either thread reads now."""
         self._is_due = self._is_closed = False
         """Due: the training thread waits for a batch, so the reading thread begins no other."""
+        self._num_failed: dict[Source, int] = {}
+        """Readings ahead that failed, by source."""
         self._thread: threading.Thread | None = None
 
     def expect(self, batches: Iterable[Batch]) -> None:
@@ -100,7 +109,7 @@ class ReadAhead:
         Raises what reading raises.
         """
         if not self._num_ahead:
-            return batch.source.read(batch.indices)
+            return batch.source.prepared(batch.source.read(batch.indices))
         with self._changed:
             self._is_due = True
             # `_run` ends every reading, whatever becomes of it, and wakes this thread (INV-8).
@@ -113,7 +122,7 @@ class ReadAhead:
                 return self._ready.pop(batch)
             self._reading = batch
         try:
-            return batch.source.read_when_due(batch.indices)
+            return batch.source.prepared(batch.source.read_when_due(batch.indices))
         finally:
             self._end(batch)
 
@@ -158,18 +167,24 @@ class ReadAhead:
 
         See Note [Failures while reading ahead].
         """
+        source, found = batch.source, list[Any]()
         self._page.show_reading(batch.microbatch)
-        found, has_failed = None, False
         try:
-            found = batch.source.read(batch.indices)
-        except BaseException:
-            batch.source.may_read_ahead = False
-            has_failed = True
-        finally:
-            self._page.show_reading(None)
+            try:
+                read = source.read(batch.indices)
+            finally:
+                self._page.show_reading(None)
+            found.append(source.prepared(read))  # which may wait for the device, and is no reading
+        except BaseException as error:
+            self._num_failed[source] = self._num_failed.get(source, 0) + 1
+            source.may_read_ahead = self._num_failed[source] < _FAILURES
+            until = "it is read when it is due" if source.may_read_ahead else "no sample is read before it is due from now on"
+            logger.warning("reading microbatch %d ahead failed (%r): %s", batch.microbatch, error, until)
         with self._changed:
-            if not has_failed and batch in self._expected.get(batch.source, ()):
-                self._ready[batch] = found
+            if found and batch in self._expected.get(source, ()):
+                [self._ready[batch]] = found
+            elif batch in self._expected.get(source, ()):
+                self._expected[source].remove(batch)
         self._end(batch)
 
     def _end(self, batch: Batch) -> None:

@@ -572,7 +572,25 @@ def test_a_digest_that_takes_far_longer_than_a_step_is_no_hang_and_one_that_neve
     assert [each.named.replica for each in watched.condemned] == [1]
 
 
-def test_a_rank_whose_reading_thread_stalls_is_named_as_reading_and_not_condemned() -> None:
+@pytest.mark.parametrize(("looks_of_a_reading", "most"), [(0, 0.0), (1, 2 * LOOK_S), (3, 16 * 3 * LOOK_S)])
+def test_only_readings_longer_than_a_look_delay_that_a_hang_is_found(looks_of_a_reading: int, most: float) -> None:
+    """A training thread in an endless loop leaves the lock to the reading thread, which reads 16 batches in a row."""
+    found = []
+    for reads in (False, True):
+        watched, begun_s = trained()
+        now_s, number = begun_s, 0
+        while not watched.condemned and now_s < begun_s + 60:
+            now_s, number = now_s + LOOK_S, number + 1
+            reading = number // max(1, looks_of_a_reading) if reads and looks_of_a_reading else None
+            computing = replace(page(Phase.BACKWARD, 1000), ahead=reading if reading is not None and reading < 16 else None)
+            watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, computing, "R")])
+        found.append(now_s - begun_s)
+        assert [each.named.phase for each in watched.condemned] == [Phase.BACKWARD]
+    assert found[0] <= found[1] <= found[0] + most + LOOK_S
+
+
+@pytest.mark.parametrize("reading", [0, 7])
+def test_a_rank_whose_reading_thread_stalls_is_named_as_reading_and_not_condemned(reading: int) -> None:
     """The reading thread may hold the interpreter's lock while it waits for a disk: then nothing of the rank moves."""
     watched, now_s = trained()
 
@@ -583,9 +601,9 @@ def test_a_rank_whose_reading_thread_stalls_is_named_as_reading_and_not_condemne
             watched.look(at_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, computing, "D")])
         return at_s
 
-    now_s = stuck(now_s, now_s + 60.0, ahead=7)
+    now_s = stuck(now_s, now_s + 60.0, ahead=reading)
     named = [effect for _, effect in watched.said if isinstance(effect, Named)]
-    assert {(each.replica, each.phase, each.microbatches) for each in named} == {(1, Phase.DATA, (7,))}
+    assert {(each.replica, each.phase, each.microbatches) for each in named} == {(1, Phase.DATA, (reading,))}
     assert named[-1].verdict is Verdict.HUNG and watched.condemned == []
     assert 1 in watched.at_work, "others wait for it in a sum"
     stuck(now_s, now_s + 3.0, ahead=None)  # its reading is over, and it still does nothing

@@ -13,19 +13,26 @@ FINDINGS: Mapping[str, str] = {
     "G2": "this target has run something",
     "G3": "memory that a kernel may still write is not used again",
     "G4": "an error of NCCL is a failed sum and costs no process",
-    "G6": "a rank takes the memory that `megatron-recover plan` says",
+    "G6": "a rank holds between steps what `megatron-recover plan` says",
     "G7": "sums take one stream and one set of scratch",
     "G8": "a second pass keeps the gradients of the first, also with Transformer Engine",
     "G9": "no two replicas of a node use one name",
     "G10": "`exact` is bit-identical",
     "G11": "synchronisations a step do not grow with buckets",
-    "G12": "reading ahead keeps the device busy",
+    "G12": "samples that are read ahead reach the device without a wait",
     "G15": "replicas stay bit-identical over NCCL's own sums",
     "G16": "a peer that dies over NVLink takes nobody along",
     "G17": "sums beside a replica's own collectives come to an end",
     "G18": "a microbatch counts as finished when the device has finished it",
 }
 """Name of each finding -> what must hold. G5, G13 and G14 need no GPU."""
+
+
+WITHOUT_A_GPU: Mapping[str, str] = {
+    "G7": "tests/data_plane/test_nccl_logic.py decides it without a GPU",
+    "G9": "tests/host/test_names.py decides it without a GPU",
+}
+"""Why no test on a device decides a finding."""
 
 
 def verdicts(outcomes: Iterable[tuple[str, Outcome]]) -> dict[str, Verdict]:

@@ -17,12 +17,11 @@ from megatron_recover.cli.demo import PLAIN_TORCH
 from tests.system.jobs import ROOT, Job, Outcome, chaos_text, run_job, text_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
-TENSOR_PARALLEL = 2
 
 
 def run(made: Job, tmp_path: pathlib.Path, *, flags: str = "", chaos: str = "", queues: int = 8) -> Outcome:
     """Run a job to its end; its ranks share GPUs where there are fewer."""
-    shared = -(-made.replicas * made.tp // torch.cuda.device_count())
+    shared = -(-made.replicas * made.tp * made.pp * made.lanes // torch.cuda.device_count())
     plain = "" if importlib.util.find_spec("transformer_engine") else PLAIN_TORCH
     extra = (*shlex.split(f"{plain} --bf16 --deterministic-mode --recover-ranks-per-gpu {shared} {flags}"), *made.extra)
     made = Job(**{**vars(made), "extra": extra})
@@ -32,12 +31,21 @@ def run(made: Job, tmp_path: pathlib.Path, *, flags: str = "", chaos: str = "", 
 
 @pytest.mark.finding("G17")
 def test_sums_beside_a_replicas_own_collectives_come_to_an_end(tmp_path: pathlib.Path) -> None:
-    """Both communicators of a rank have kernels on one device; a death in the middle breaks one of them."""
+    """Both communicators of a rank have kernels on one device; a death in the middle breaks one of them.
+
+    The replica's own are between stages: with tensor parallelism Megatron asks for one hardware queue before Blackwell.
+    """
     outcome = run(
-        Job(tp=TENSOR_PARALLEL, steps=8), tmp_path, flags="--overlap-grad-reduce", queues=32,
+        Job(pp=2, steps=8), tmp_path, flags="--overlap-grad-reduce", queues=32,
         chaos=chaos_text("1 1 reduce step=5 occurrence=2"),
     ).expect()  # fmt: skip
     assert outcome.events("bucket_passed"), "nothing was reduced beside a backward"
+
+
+@pytest.mark.finding("G15")
+def test_replicas_stay_alike_over_their_own_sums_of_four_ranks(tmp_path: pathlib.Path) -> None:
+    """Two numbers have one sum in any order, four have not: gradients over the lanes, and the norm."""
+    run(Job(lanes=4, steps=8, microbatches=4), tmp_path, flags="--use-distributed-optimizer").expect()
 
 
 @pytest.mark.finding("G6")
@@ -53,4 +61,4 @@ def test_a_rank_holds_between_steps_what_the_plan_says(tmp_path: pathlib.Path) -
     outcome = run(made, tmp_path, flags=size).expect()
     [allocated, *_] = [float(found) * 2**20 for found in re.findall(r"memory \(MB\) \| allocated: ([\d.]+)", outcome.output)]
     held = parts["weights"] + parts["gradient"] + parts["optimizer"] + parts["sums"]
-    assert allocated == pytest.approx(held, rel=0.1), (allocated, parts)
+    assert allocated == pytest.approx(held, rel=0.05), (allocated, parts)

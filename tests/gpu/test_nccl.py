@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MIB = 1 << 20
 
 
-@pytest.mark.finding("G7")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_sums_over_generations(num_ranks: int) -> None:
     with ranks("nccl", num_ranks, "cuda", sharing_a_gpu) as run:

@@ -22,7 +22,7 @@ LONG = 2_000_000_000
 @pytest.mark.finding("G11")
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
 def test_a_step_makes_no_copy_or_read_that_waits(determinism: str) -> None:
-    """Its two waits are for events, which torch does not warn of."""
+    """Its two waits are for events, which torch does not warn of. `exact` reads the loss scale."""
     found: list[list[str]] = []
 
     @contextlib.contextmanager
@@ -37,7 +37,7 @@ def test_a_step_makes_no_copy_or_read_that_waits(determinism: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     train(lambda tensor: tensor.cuda(), LARGE, around, determinism=determinism)
-    assert found[-1] == []
+    assert len(found[-1]) == (determinism == "exact"), found[-1]
 
 
 @pytest.mark.finding("G11")
@@ -54,6 +54,7 @@ def test_a_copy_to_the_host_comes_behind_the_kernels_and_does_not_wait() -> None
         elapsed_s = time.monotonic() - begun
         has_arrived = copy.has_arrived()
         assert [each.tolist() for each in copy.tensors()] == [[0, 1, 2, 3], True]
+        del copy  # or its pinned memory is not free in the next round, and new memory may wait for the device
     assert not has_arrived and elapsed_s < 0.25, "it has waited for the device"
 
 

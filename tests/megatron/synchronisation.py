@@ -94,8 +94,10 @@ def train(
             listener.backward_ended(task, 0)
             queue.prepare()
 
+    loss_scale = place(torch.ones(1))
+
     def grad_scale(loss: Tensor) -> Tensor:  # as upstream's `MegatronOptimizer.scale_loss`
-        return place(torch.ones(1)) * loss
+        return loss_scale * loss
 
     digest = SimpleNamespace(has_optimizer=True, layout_digest=lambda: 0, digest=lambda: combined(checksums(parameters)))
     config = SimpleNamespace(calculate_per_token_loss=False, finalize_model_grads_func=None, grad_scale_func=grad_scale)

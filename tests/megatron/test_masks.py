@@ -33,8 +33,8 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 def dataset(prefix: str, cache: Path, **fields: Any) -> GPTDataset:
     tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=257)
     config = GPTDatasetConfig(
-        random_seed=1, sequence_length=32, split="1,0,0", path_to_cache=str(cache), tokenizer=tokenizer, blend=([prefix], None),
-        **({"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False} | fields),
+        random_seed=1, split="1,0,0", path_to_cache=str(cache), tokenizer=tokenizer, blend=([prefix], None),
+        **({"sequence_length": 32} | dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False) | fields),
     )  # fmt: skip
     low = IndexedDataset(prefix)
     made = GPTDataset(low, prefix, numpy.arange(len(low.document_indices) - 1, dtype=numpy.int32), 200, Split.train, config)
@@ -91,3 +91,15 @@ def test_masks_that_depend_on_the_sample_are_not_cached(prefix: str, tmp_path: P
     source = dataset(prefix, tmp_path, eod_mask_loss=True)
     loaders.build(source, 0)
     assert not source.masks_and_position_ids_are_cached
+
+
+def test_data_sets_of_two_lengths_have_masks_of_their_own_and_other_data_sets_stay(
+    prefix: str, tmp_path: Path, loaders: Loaders
+) -> None:
+    short, long = dataset(prefix, tmp_path), dataset(prefix, tmp_path, sequence_length=64)
+    loaders.build(SimpleNamespace(datasets=[short], dataset=long, split=Split.train), 0)
+    assert (len(short[0]["loss_mask"]), len(long[0]["loss_mask"])) == (32, 64)
+    again = dataset(prefix, tmp_path)
+    loaders.build(again, 0)
+    assert again.cached_position_ids is short.cached_position_ids, "each split has masks of its own"
+    loaders.build(SimpleNamespace(datasets=None, dataset=None, split=Split.train), 0)

@@ -161,6 +161,8 @@ VALUES = {
     "--cuda-graph-impl": "local",
     "--rerun-mode": "validate_results",
     "--dataloader-type": "cyclic",
+    "--dataloader-inter-document-masking": "",
+    "--num-workers": "-1",
     "--ckpt-format": "fsdp_dtensor",
     "--yaml-cfg": "job.yaml",
     "--wandb-project": "mine",

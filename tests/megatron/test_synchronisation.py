@@ -33,6 +33,7 @@ def test_a_copy_to_the_host_is_asked_for_and_waited_for_once() -> None:
     with pretended() as gpu:
         flag, first = gpu.tensor(torch.tensor(True)), gpu.tensor(torch.arange(6.0).view(2, 3))
         copy = HostCopy([flag, first, torch.tensor([7])])
+        assert gpu.order == ["copy", "event"], "the event says nothing of the copy"
         assert not copy.has_arrived() and not gpu.waits
         tensors = copy.tensors()
         assert [each.tolist() for each in tensors] == [True, [[0, 1, 2], [3, 4, 5]], [7]] and gpu.num_waits == 1

@@ -70,7 +70,7 @@ def test_ids_that_report_nothing_have_empty_dictionaries_of_their_own() -> None:
 
 def test_the_first_loss_of_all_ids_is_read_whatever_else_they_report() -> None:
     ledger = Ledger(3)
-    for microbatch, others in enumerate(({}, {"other": torch.ones(1)}, {})):
+    for microbatch, others in enumerate(({"aux": torch.ones(1)}, {"other": torch.ones(1)}, {})):
         ledger.write(microbatch, torch.tensor(1), {"lm loss": torch.tensor([1.5 + microbatch, 7.0])} | others)
     assert first_losses(ledger.rows()).tolist() == [[1.5, 7.0], [2.5, 7.0], [3.5, 7.0]]
     assert first_losses(Ledger(0).rows()).shape == (0, 0)

@@ -64,6 +64,9 @@ class Source:
         finally:
             self._at_once -= 1
 
+    def prepared(self, batch: Found) -> Found:
+        return batch
+
     def read_when_due(self, indices: range) -> Found:
         return self.read(indices)
 
@@ -187,15 +190,44 @@ def test_a_failure_is_raised_when_its_microbatch_is_due_and_not_before(make: Mak
     ahead.expect(())  # the other one is never due
 
 
-def test_after_a_failure_the_source_is_read_when_due(make: Make) -> None:
+def test_after_some_failures_the_source_is_read_when_due(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """It may be one that belongs to a thread, as a data base's connection does."""
     ahead, source = make(2), Source(elsewhere_only=True)
-    ahead.expect(source.batches(0, 1, 2))
-    until(lambda: source.may_read_ahead is False, "the failure")
-    assert [ahead.take(source.batch(each)).indices.start for each in range(3)] == [0, 1, 2]
-    ahead.expect(source.batches(3, 4))
-    assert ahead.take(source.batch(3)).indices.start == 3
-    assert [thread for thread, _ in source.reads] == [THREAD, *["MainThread"] * 4]
+    ahead.expect(source.batches(0, 1, 2, 3))
+    until(lambda: source.may_read_ahead is False, "the failures")
+    assert [ahead.take(source.batch(each)).indices.start for each in range(4)] == [0, 1, 2, 3]
+    ahead.expect(source.batches(4, 5))
+    assert ahead.take(source.batch(4)).indices.start == 4
+    assert [thread for thread, _ in source.reads] == [*[THREAD] * 3, *["MainThread"] * 5]
+    assert "no sample is read before it is due" in caplog.messages[-1] and len(caplog.messages) == 3
+
+
+def test_one_failure_is_logged_and_the_others_are_read_ahead(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """A store that fails once would otherwise slow the rank down for the rest of the run, and no log would say why."""
+    ahead, source = make(3), Source(frozenset({1}))
+    ahead.expect(source.batches(0, 1, 2, 3))
+    until(lambda: len(source.alive) == 3, "reading ahead")
+    source.failing = frozenset()
+    assert [ahead.take(source.batch(each)).indices.start for each in range(4)] == [0, 1, 2, 3]
+    main = threading.current_thread().name
+    assert [indices.start for thread, indices in source.reads if thread == main] == [1]
+    [said] = caplog.messages
+    assert "reading microbatch 1 ahead failed (OSError" in said
+
+
+def test_a_batch_that_cannot_be_prepared_keeps_nobody_waiting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, source = make(1), Source()
+    original = source.prepared
+
+    def prepared(batch: Found) -> Found:
+        if threading.current_thread().name == THREAD:
+            raise MemoryError("no memory can be pinned")
+        return original(batch)
+
+    monkeypatch.setattr(source, "prepared", prepared)
+    ahead.expect(source.batches(0, 1))
+    until(lambda: source.reads, "the reading")
+    assert [ahead.take(source.batch(each)).indices.start for each in range(2)] == [0, 1]
 
 
 @pytest.mark.parametrize("known", [None, False])

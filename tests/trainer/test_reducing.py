@@ -261,6 +261,15 @@ def test_what_follows_a_failure_is_left_undone_and_the_leader_hears_of_it(failin
     assert driver.errors == [(2, lost)]
 
 
+@pytest.mark.parametrize("stalled", [True, False])
+def test_a_revoke_is_told_only_where_the_operation_had_stalled(stalled: bool) -> None:
+    """Then whom it waited for is evidence, though the generation is over."""
+    reduction, driver = begun()
+    revoked = driver.open.fails_at[0] = Revoked("a newer generation", (0,), stalled=stalled)
+    reduction.reduce(plan())
+    assert driver.errors == ([(1, revoked)] if stalled else [])
+
+
 def test_a_plan_that_was_overtaken_is_no_failure() -> None:
     reduction, driver = begun()
     driver.promised = 2
@@ -460,3 +469,48 @@ def test_a_result_has_memory_on_a_gpu_until_it_is_applied() -> None:
     reduction.reduce(plan())
     reduction.apply(EVERYTHING)
     assert all(each._result is not None for each in reduction._gradient_sums), "a CPU would clear it in each step"
+
+
+def test_a_reduction_is_behind_the_gradient_and_what_follows_is_behind_the_reduction() -> None:
+    """Without one of the two waits the sum reads, or the optimizer uses, what is not there yet."""
+    with pretended() as gpu:
+        reduction, driver = begun(gpu=gpu)
+        gpu.order.clear()
+        reduction.reduce(plan())
+        assert [each for each in gpu.order if "waits" in each] == [gpu.order[0], gpu.order[-1]]
+        assert (gpu.order[0], gpu.order[-1]) == ("reduction waits for training", "training waits for reduction")
+        driver.open.fails_at[3] = RuntimeError("a defect")
+        with pytest.raises(RuntimeError):
+            reduction.reduce(plan(2))
+        assert gpu.order[-1] == "training waits for reduction"
+
+
+def test_all_lanes_of_a_gradient_are_looked_at() -> None:
+    reduction, _ = begun()
+    region = reduction._gradients.regions[0]
+    region.num_lanes, region.width = 2, 6
+    bucket_sum = reduction._gradient_sums[0]
+    assert [part.start for part in bucket_sum._bucket.slices()] == [0, 6]
+    assert bool(bucket_sum.is_finite())
+    region.local[8] = float("nan")
+    assert not bool(bucket_sum.is_finite()), "the second lane's part was not looked at"
+
+
+def test_a_journal_is_asked_for_after_each_sum() -> None:
+    reduction, driver = begun()
+    reduction.reduce(plan(), note_finished=lambda: driver.told.append("noted"))
+    assert driver.told == ["sum", "held 0", "noted", "sum", "held 1", "noted", "sum", "held 2", "noted", "noted"]
+
+
+def test_a_step_that_begins_again_has_the_losses_of_its_last_sum() -> None:
+    with pretended() as gpu:
+        reduction, _ = begun((), gpu=gpu)
+        for generation, loss in ((1, 1.0), (2, 5.0)):
+            assert reduction.ledger is not None
+            compute(reduction, range(M))
+            for microbatch in range(M):
+                reduction.ledger.write(microbatch, gpu.tensor(torch.tensor(3)), {"loss": gpu.tensor(torch.tensor(loss))})
+            reduction.reduce(plan(generation))
+            rows, on_host = reduction.committed_rows()
+            assert on_host.tolist() == rows.tolist() and on_host[0].tolist().count(loss) == 1
+            reduction.void()

@@ -42,7 +42,7 @@ from megatron_recover.core.values import MicrobatchId
 from megatron_recover.deadlines import figure
 from megatron_recover.host import lock_file
 from megatron_recover.host.whole_file import replacing
-from megatron_recover.megatron.data.masks import fill_mask_caches
+from megatron_recover.megatron.data.masks import Masks, fill_mask_caches
 from megatron_recover.megatron.data.randomness import state_of_generators
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.read_ahead import Batch, ReadAhead
@@ -160,7 +160,10 @@ class MicrobatchIterator:
         """Return the batch of these samples. Raises StopIteration where the dataset ends before."""
         if indices.stop > len(self._dataset):
             raise StopIteration(f"the dataset has {len(self._dataset)} samples; a microbatch needs {indices}")
-        batch = default_collate([self._dataset[index] for index in indices])
+        return default_collate([self._dataset[index] for index in indices])
+
+    def prepared(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the batch, on a machine with CUDA in pinned memory."""
         if not torch.cuda.is_available():
             return batch
         return {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in batch.items()}
@@ -182,6 +185,8 @@ class Loaders:
     def __init__(self, cursor: MicrobatchCursor, get_args: Callable[[], Any]) -> None:
         self._cursor = cursor
         self._get_args = get_args
+        self._masks: Masks = {}
+        """Masks that the data sets of all splits share."""
 
     def build(self, dataset: Dataset | None, consumed_samples: int) -> MicrobatchIterator | None:
         """Return the iterator of one split, which begins after `consumed_samples` samples.
@@ -193,7 +198,7 @@ class Loaders:
 
         if dataset is None:
             return None
-        fill_mask_caches(dataset)
+        fill_mask_caches(dataset, self._masks)
         args = self._get_args()
         split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
         return MicrobatchIterator(

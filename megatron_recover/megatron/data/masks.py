@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 
+Masks = dict[tuple[int, bool], Any]
+"""Masks and positions by (sequence length, with an attention mask), as upstream makes them."""
 
-def fill_mask_caches(dataset: Any) -> None:
+
+def fill_mask_caches(dataset: Any, made: Masks) -> None:
     """Fill the caches of masks in upstream's GPT data sets, before a sample is read.
 
-    `dataset` is one of them, a blend of them, or any other data set, which stays as it is. Data
-    sets of one length share their masks, which nothing writes any more.
+    `dataset` is one of them, a blend of them or a wrapper around one, or any other data set, which
+    stays as it is. Data sets of one length share the masks in `made`, which nothing writes.
     """
     from megatron.core.datasets.gpt_dataset import GPTDataset, _get_ltor_masks_and_position_ids
 
-    made: dict[tuple[int, bool], Any] = {}
     waiting = [dataset]
     while waiting:
         each = waiting.pop()
-        waiting += getattr(each, "datasets", ())
+        waiting += getattr(each, "datasets", None) or ()
+        waiting += [inner for inner in (getattr(each, "dataset", None),) if inner is not None]
         if not isinstance(each, GPTDataset) or not each.masks_and_position_ids_are_cacheable:
             continue
         length, with_attention = each.config.sequence_length, each.config.create_attention_mask

@@ -179,6 +179,10 @@ REFUSALS = (
     # Choice of samples.
     Refusal("--dataloader-type", _not("dataloader_type", "single"),
             "a microbatch's samples must follow from its id", "use single"),
+    Refusal("--dataloader-inter-document-masking", _set("dataloader_inter_document_masking"),
+            "this script's data sets and batches carry no document boundaries", _DROP),
+    Refusal("--num-workers", lambda args: args.num_workers < 0,
+            "it is the number of microbatches that are read ahead", "use 0 or more"),
     Refusal("--iterations-to-skip", _set("iterations_to_skip"), "a step that is skipped is not voted on", _DROP),
     Refusal("--full-validation", _set("full_validation"), "its number of steps depends on the loader", "use --eval-iters"),
     Refusal("--multiple-validation-sets", _set("multiple_validation_sets"), "it needs --full-validation", _DROP),

@@ -133,6 +133,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--adlr-autoresume": _ON,
     "--exit-signal-handler-for-training": _ON,
     "--dataloader-type": _TEXT,
+    "--dataloader-inter-document-masking": _ON,
+    "--num-workers": {"type": int, "default": 2},
     "--iterations-to-skip": {"nargs": "+", "type": int, "default": []},
     "--full-validation": _ON,
     "--multiple-validation-sets": _ON,
