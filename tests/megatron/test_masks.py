@@ -32,9 +32,10 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def dataset(prefix: str, cache: Path, **fields: Any) -> GPTDataset:
     tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=257)
+    flags = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
     config = GPTDatasetConfig(
         random_seed=1, split="1,0,0", path_to_cache=str(cache), tokenizer=tokenizer, blend=([prefix], None),
-        **({"sequence_length": 32} | dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False) | fields),
+        **({"sequence_length": 32} | flags | fields),
     )  # fmt: skip
     low = IndexedDataset(prefix)
     made = GPTDataset(low, prefix, numpy.arange(len(low.document_indices) - 1, dtype=numpy.int32), 200, Split.train, config)
