@@ -12,14 +12,14 @@ SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt
 
 def main() -> None:
     """Train."""
-    show = ProgressPage.read_ahead
+    show = ProgressPage.show_reading
 
     def shown_and_said(page: ProgressPage, microbatch: int | None) -> None:
-        ProgressPage.read_ahead = show  # type: ignore[method-assign]
+        ProgressPage.show_reading = show  # type: ignore[method-assign]
         print(f"reads ahead, at first microbatch {microbatch}", flush=True)
         show(page, microbatch)
 
-    ProgressPage.read_ahead = shown_and_said  # type: ignore[method-assign]
+    ProgressPage.show_reading = shown_and_said  # type: ignore[method-assign]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
