@@ -25,7 +25,8 @@ FINDINGS: Mapping[str, str] = {
     "G17": "sums beside a replica's own collectives come to an end",
     "G18": "a microbatch counts as finished when the device has finished it",
 }
-"""Name of each finding -> what must hold. G5, G13 and G14 need no GPU."""
+"""Name of each finding -> what must hold. Others need no GPU: which Megatron is judged (G5), how long a save takes (G13:
+docs/how_to/save_and_resume.md), flags without effect (G14: `--check-for-large-grads` is refused, `--num-workers` works)."""
 
 
 WITHOUT_A_GPU: Mapping[str, str] = {
