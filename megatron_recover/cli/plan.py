@@ -34,6 +34,10 @@ _ROWS_OF_NONE = 3
 _WIDTH = 160
 """Columns of the table where the output is no terminal."""
 _PARTS = ("weights", "gradient", "result", "optimizer", "activations", "sums", "redirected")
+_ENVIRONMENT = (
+    "\n\n  Before Blackwell, Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment of this command, since its TP\n"
+    "  or CP is above 1."
+)
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
 
 
@@ -139,11 +143,18 @@ def _gpus(number: int) -> str:
 
 
 def flags_of(layout: Layout, sizes: Sizes) -> tuple[str, str]:
-    """Return the flags of a layout: those of the launcher, and those of Megatron."""
+    """Return the flags of a layout: those of the launcher, and those of Megatron.
+
+    The latter are complete. So they override whatever sizes stand before them on a command line.
+    """
     ours = f"--replicas {layout.replicas}" + (f" --lanes {layout.lanes}" if layout.lanes > 1 else "")
     theirs = f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"
+    if layout.cp > 1:
+        theirs += f" --context-parallel-size {layout.cp}"
     if sizes.model.num_experts:
         theirs += f" --expert-model-parallel-size {layout.ep}"
+    if sizes.flags.expert_tp is not None:
+        theirs += f" --expert-tensor-parallel-size {layout.expert_tp}"
     return ours, theirs
 
 
@@ -164,7 +175,8 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
         f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {chosen.lost_share:.0%} of the throughput. "
         f"The step of the death\n  takes up to {chosen.longer_step:.0%} longer; no step is lost. "
         f"The run survives {chosen.num_deaths} death{'s' if chosen.num_deaths > 1 else ''}.\n\n"
-        f"  megatron-recover run {ours} -- {script} {theirs} ..."
+        f"  megatron-recover run {ours} -- {script} <your other flags> {theirs}"
+        f"{_ENVIRONMENT if layout.tp > 1 or layout.cp > 1 else ''}"
     )
 
 

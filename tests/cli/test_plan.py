@@ -10,7 +10,7 @@ import pytest
 
 from megatron_recover import cli
 from megatron_recover.cli import plan
-from megatron_recover.megatron.layout.sizes import Sizes
+from megatron_recover.megatron.layout.sizes import Layout, Sizes
 from tests.megatron.test_layout import eight_billion
 
 SCRIPT = "scripts/pretrain_gpt.py"
@@ -43,8 +43,32 @@ def test_the_layouts_that_fit_are_listed_and_the_best_is_chosen(
     marked = [line.split() for line in out.splitlines() if line.startswith("* ")]
     assert marked[0][1:5] == ["2", "1", "2", "2"] and marked[0][-5:] == ["4", "GPUs", "(50%)", "1", "fits"]
     assert "too large" not in out and "layouts fit; --all prints all of them" in out
-    assert f"megatron-recover run --replicas 2 --lanes 2 -- {SCRIPT} --tensor-model-parallel-size 1 " in out
+    command = f"megatron-recover run --replicas 2 --lanes 2 -- {SCRIPT} <your other flags> "
+    assert f"{command}--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2\n" in out
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in out
     assert "takes up to 100% longer" in out and "survives 1 death." in out
+
+
+def test_the_printed_layout_is_complete_so_that_it_overrides_the_flags_before_it() -> None:
+    sizes = eight_billion(cp=2, expert_tp=1)
+    sizes = msgspec.structs.replace(sizes, model=msgspec.structs.replace(sizes.model, num_experts=8))
+    layout = Layout(replicas=2, tp=4, pp=2, cp=2, ep=2, expert_tp=1)
+    assert plan.flags_of(layout, sizes) == (
+        "--replicas 2",
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    )
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_environment_that_megatron_wants_is_named_beside_the_command(
+    cp: int, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = eight_billion(cp=cp)
+    without_pipeline = tuple(each for each in sizes.activations if each.pp == 1)
+    measured[0] = msgspec.structs.replace(sizes, activations=without_pipeline if cp == 1 else sizes.activations)
+    _, out, _ = told(f"-- {SCRIPT}", capsys)
+    assert "Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment of this command" in out
 
 
 def test_all_lists_what_does_not_fit_as_well(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
