@@ -49,15 +49,27 @@ def test_a_model_of_8_billion_needs_the_known_bytes() -> None:
     assert found.gradient == pytest.approx(32.12 * GB, rel=1e-3)
     assert found.result == pytest.approx(32.12 / 4 * GB, rel=1e-3)
     assert found.optimizer == pytest.approx(96.36 / 4 * GB, rel=1e-3)
-    assert found.always + found.result == pytest.approx(80.3 * GB, rel=1e-3)
+    assert found.always - found.sums + found.result == pytest.approx(80.3 * GB, rel=1e-3)
 
 
 def test_results_add_to_activations_in_a_recovery_only() -> None:
     found = needed(eight_billion(), tp=2, lanes=2)
-    assert found.undisturbed == found.always + found.result + found.sums
+    assert found.undisturbed == found.always + found.result
     assert found.recovery == found.always + found.result + found.activations + found.redirected
     overlapped = msgspec.structs.replace(found, is_overlapped=True)
-    assert overlapped.undisturbed == found.always + found.activations + found.result + found.sums
+    assert overlapped.undisturbed == found.always + found.activations + found.result
+
+
+def test_the_buffers_of_a_sum_are_never_free() -> None:
+    found = needed(eight_billion(), tp=2, lanes=2)
+    more = msgspec.structs.replace(found, sums=found.sums + GB)
+    assert (more.undisturbed - found.undisturbed, more.recovery - found.recovery) == (GB, GB)
+
+
+def test_virtual_stages_need_a_pipeline() -> None:
+    for chunks in ({"num_chunks": 2}, {"layers_per_chunk": 2}):
+        found = list(layouts(eight_billion(**chunks), Gpus(per_node=8, bytes=80 * GB)))
+        assert found and all(layout.pp > 1 for layout in found)
 
 
 @pytest.mark.parametrize(
