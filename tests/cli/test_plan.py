@@ -132,6 +132,16 @@ def test_a_real_script_is_measured_without_training_it() -> None:
     assert {(each.tp, each.pp) for each in expected.activations} <= {(each.tp, each.pp) for each in found.activations}
 
 
+def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16 --lr 1e-4 "
+        "--tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 --mock-data "
+        "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+        "--apply-layernorm-1p"
+    )  # fmt: skip
+    assert plan.measured(SCRIPT, flags.split()).numerics.optimizer == 2 + 2 + 2
+
+
 @pytest.mark.parametrize(
     ("code", "errors", "expected"),
     [

@@ -180,6 +180,20 @@ def test_the_splits_are_those_that_upstream_builds(model: str) -> None:
         assert sizes.on_stage(read.model, layout, stage, stages) == found, (layout, stage)
 
 
+def test_flags_of_kernels_alone_are_taken_out_since_a_kernel_has_no_parameters() -> None:
+    words = ["--transformer-impl", "local", "--apply-layernorm-1p", "--moe-permute-fusion", "--bf16"]
+    assert measure.layout_flags(words)[1] == ["--bf16"]
+
+
+def test_upstream_sees_no_precision_aware_optimizer_which_it_would_look_for_in_transformer_engine() -> None:
+    aware = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16, "main_grads_dtype": torch.bfloat16}
+    args = Namespace(**{**ARGS, **aware})
+    shown = measure.without_precision_aware(args)
+    types = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    assert not shown.use_precision_aware_optimizer and {getattr(shown, name) for name in types} == {torch.float32}
+    assert args.use_precision_aware_optimizer and args.main_params_dtype == torch.float16
+
+
 def test_the_flags_of_the_layout_are_taken_out_of_the_command_line() -> None:
     asked, others = measure.layout_flags(
         [
@@ -246,7 +260,7 @@ def test_gated_units_and_experts_count_in_the_activations_of_a_layer(changes: di
 ARGS = {
     "multi_latent_attention": False, "hybrid_layer_pattern": None,
     "optimizer": "adam", "optimizer_cpu_offload": False, "params_dtype": torch.bfloat16, "bf16": True, "sgd_momentum": 0.9,
-    "accumulate_allreduce_grads_in_fp32": True, "use_precision_aware_optimizer": False, "store_param_remainders": True,
+    "accumulate_allreduce_grads_in_fp32": True, "use_precision_aware_optimizer": False,
     "main_params_dtype": torch.float32, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float32,
     "use_distributed_optimizer": True, "overlap_grad_reduce": False,
     **{f"recover_{name}": getattr(RecoverConfig(), name) for name in RecoverConfig.__struct_fields__},

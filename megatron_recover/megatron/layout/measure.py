@@ -40,6 +40,8 @@ _UNEVEN: Final = (
     "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
 )  # fmt: skip
 """Flags that suit one pipeline-parallel size only."""
+_KERNELS: Final = ("--apply-layernorm-1p", "--moe-permute-fusion", "--moe-router-fusion")
+"""Flags that choose a kernel of Transformer Engine."""
 _MOST_TENSOR_RANKS: Final = 64
 """Largest tensor-parallel size for which activations are estimated; no node has more GPUs."""
 
@@ -54,7 +56,10 @@ def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
         parser.add_argument(flag, **FLAGS[flag])
     parser.add_argument(_EXPERT_TENSOR, type=int)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--transformer-impl", default=SUPPRESS)  # the local layers are used in any case
+    # Kernels change no size of the model, and those of Transformer Engine need not be there.
+    parser.add_argument("--transformer-impl", default=SUPPRESS)
+    for flag in _KERNELS:
+        parser.add_argument(flag, action="store_true", default=SUPPRESS)
     try:
         found, others = parser.parse_known_args(argv)
     except ArgumentError as error:
@@ -114,6 +119,17 @@ def unplannable(args: Namespace) -> list[str]:
     return found
 
 
+def without_precision_aware(args: Namespace) -> Namespace:
+    """Return a copy of `args` without the precision-aware optimizer.
+
+    Upstream would look for it in Transformer Engine, and it changes no size of the model.
+    """
+    shown = copy.copy(args)
+    shown.use_precision_aware_optimizer = False
+    shown.main_params_dtype = shown.main_grads_dtype = shown.exp_avg_dtype = shown.exp_avg_sq_dtype = torch.float32
+    return shown
+
+
 def numerics_of(args: Namespace) -> Numerics:
     """Return the bytes for each element that the parsed arguments lead to."""
     weight = args.params_dtype.itemsize
@@ -124,7 +140,7 @@ def numerics_of(args: Namespace) -> Numerics:
     if is_aware:
         # Transformer Engine stores the lower half of an fp32 main parameter; the weight has the
         # upper half.
-        remains = args.store_param_remainders and args.bf16 and args.main_params_dtype == torch.float32
+        remains = getattr(args, "store_param_remainders", True) and args.bf16 and args.main_params_dtype == torch.float32
         main = 2 if remains else args.main_params_dtype.itemsize
         moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     config = recover_config(args)
@@ -235,7 +251,7 @@ def main() -> None:
             if found := [*refusals(args, lanes=1), *unplannable(args)]:
                 raise ValueError("\n".join(found))
             begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-            model = build(configure(args), model_provider)
+            model = build(configure(without_precision_aware(args)), model_provider)
             if not all(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError("the model puts parameters on a device of its own choice; leave the device to torch's default")
             sizes = measured(args, asked, model)
