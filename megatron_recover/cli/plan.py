@@ -7,6 +7,7 @@ The sizes of the model come from the user's script and flags, which one process 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from rich.table import Table
 
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
 from megatron_recover.core.values import ExitCode
-from megatron_recover.flags import Parser
+from megatron_recover.flags import Parser, misplaced
+from megatron_recover.megatron.launch.arguments import recover_flags
+from megatron_recover.megatron.launch.preflight import FLAGS, flag_mistakes
 from megatron_recover.megatron.layout.choice import USABLE, Gpus, Judged, judge
 from megatron_recover.megatron.layout.sizes import Elements, Layout, Sizes
 
@@ -197,8 +200,10 @@ def main(argv: list[str]) -> int:
     """Print the layouts of a job and return the exit code."""
     parser = _parser()
     if "--" not in argv and not {"-h", "--help"} & {*argv}:
-        parser.error(_NO_SCRIPT)
+        parser.error("-- is missing before the script" if any(map(os.path.isfile, argv)) else _NO_SCRIPT)
     end = argv.index("--") if "--" in argv else len(argv)
+    if found_misplaced := misplaced(argv, parser, [*FLAGS, *recover_flags()], "plan's"):
+        parser.error("\n".join(found_misplaced))
     arguments = parser.parse_args(argv[:end])
     if not argv[end + 1 :]:
         parser.error(_NO_SCRIPT)
@@ -207,6 +212,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"there is no training script {script}; write its path behind --")
     gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
     try:
+        if mistakes := flag_mistakes(flags):
+            parser.error("\n".join(mistakes))
         sizes = measured(script, flags)
     except ValueError as error:
         parser.error(str(error))

@@ -14,6 +14,7 @@ from megatron_recover.megatron.layout.sizes import Layout, Sizes
 from tests.megatron.test_layout import eight_billion
 
 SCRIPT = "scripts/pretrain_gpt.py"
+BATCH = "--micro-batch-size 1 --global-batch-size 128 --train-iters 1"
 
 
 def told(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
@@ -37,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Sizes]:
 def test_the_layouts_that_fit_are_listed_and_the_best_is_chosen(
     measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = told(f"-- {SCRIPT} --bf16", capsys)
+    code, out, err = told(f"-- {SCRIPT} {BATCH} --bf16", capsys)
     assert (code, err) == (0, [])
     assert out.startswith("8.03 billion parameters on 8 GPUs of 80.0 GB, of which 72.0 GB may be used.")
     marked = [line.split() for line in out.splitlines() if line.startswith("* ")]
@@ -67,17 +68,17 @@ def test_the_environment_that_megatron_wants_is_named_beside_the_command(
     sizes = eight_billion(cp=cp)
     without_pipeline = tuple(each for each in sizes.activations if each.pp == 1)
     measured[0] = msgspec.structs.replace(sizes, activations=without_pipeline if cp == 1 else sizes.activations)
-    _, out, _ = told(f"-- {SCRIPT}", capsys)
+    _, out, _ = told(f"-- {SCRIPT} {BATCH}", capsys)
     assert "Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment of this command" in out
 
 
 def test_all_lists_what_does_not_fit_as_well(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(f"--all -- {SCRIPT}", capsys)
+    code, out, _ = told(f"--all -- {SCRIPT} {BATCH}", capsys)
     assert code == 0 and "too large" in out and "--all" not in out
 
 
 def test_json_has_the_bytes_of_every_layout(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(f"--json --nodes 2 --gpu-memory 80GiB -- {SCRIPT}", capsys)
+    code, out, _ = told(f"--json --nodes 2 --gpu-memory 80GiB -- {SCRIPT} {BATCH}", capsys)
     found = json.loads(out)
     assert code == 0 and found["gpus"] == {"num_nodes": 2, "per_node": 8, "bytes": 80 * 2**30}
     assert [row["chosen"] for row in found["layouts"]] == [True] + [False] * (len(found["layouts"]) - 1)
@@ -87,7 +88,7 @@ def test_json_has_the_bytes_of_every_layout(measured: list[Sizes], capsys: pytes
 def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
     measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = told(f"--gpu-memory 24GB -- {SCRIPT}", capsys)
+    code, out, err = told(f"--gpu-memory 24GB -- {SCRIPT} {BATCH}", capsys)
     assert code == 2 and out.count("too large") == 3 and "Chosen" not in out
     assert err[0].startswith("megatron-recover plan: no layout fits: the smallest needs ") and "(--nodes)" in err[0]
 
@@ -98,11 +99,22 @@ def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
         ("", "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."),
         ("--", "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."),
         ("-- no.py", "there is no training script no.py; write its path behind --"),
+        (f"{SCRIPT} --num-layers 2", "-- is missing before the script"),
+        (f"--num-layers 2 -- {SCRIPT}",
+         "--num-layers stands on the wrong side of --; it is the trainer's: write it behind the script's name"),
+        (f"-- {SCRIPT} {BATCH} --nodes 2", "--nodes stands on the wrong side of --; it is plan's: write it before --"),
+        (f"-- {SCRIPT} --train-iters 1 --global-batch-size 8",
+         "--micro-batch-size is missing or below 1; it is needed to count the microbatches of a step"),
+        (f"-- {SCRIPT} {BATCH} --qk-clip",
+         "--qk-clip is not supported with replicas: it rescales weights by a maximum over one replica's samples, so the replicas "
+         "drift apart; leave it out"),
+        (f"-- {SCRIPT} {BATCH} --num-layers 4 --num-virtual-stages-per-pipeline-rank 3",
+         "--num-virtual-stages-per-pipeline-rank 3 does not divide the 2 layers of a pipeline stage; change one of them"),
         (f"--gpu-memory 80 -- {SCRIPT}", "--gpu-memory: 80 is no memory of a GPU; write one like 80GB or 80GiB"),
         (f"--gpu-memory 0GB -- {SCRIPT}", "--gpu-memory: 0GB is no memory of a GPU; write one like 80GB or 80GiB"),
         (f"--nodes 0 -- {SCRIPT}", "--nodes: 0 is no number of at least 1"),
         (f"--gpu-per-node 4 -- {SCRIPT}", "--gpu-per-node is unknown; did you mean --gpus-per-node?"),
-        (f"--gpus-per-node 1 -- {SCRIPT}", "the model allows no layout of two or more replicas on 1 GPU: TP x PP x CP x lanes "
+        (f"--gpus-per-node 1 -- {SCRIPT} {BATCH}", "the model allows no layout of two or more replicas on 1 GPU: TP x PP x CP x lanes "
          "has to divide them, and --global-batch-size has to have a microbatch for every replica; change --nodes or the batch"),
     ],
 )  # fmt: skip
@@ -110,6 +122,14 @@ def test_bad_input_is_refused_with_the_remedy(
     words: str, expected: str, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told(words, capsys) == (2, "", [f"megatron-recover plan: {expected}"])
+
+
+def test_what_another_layout_or_machine_would_cure_is_no_mistake(
+    measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--data-path elsewhere --save /proc/no --save-interval 1 --tensor-model-parallel-size 3 --num-attention-heads 4 "
+    code, _, err = told(f"-- {SCRIPT} {BATCH} {flags} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2", capsys)
+    assert (code, err) == (0, [])
 
 
 def test_bytes_have_a_unit() -> None:

@@ -237,7 +237,10 @@ def test_a_wrong_size_is_refused_in_one_line(words: str, expected: str) -> None:
         ({}, 18 * 64 + 4 * 256),
         ({"swiglu": True}, 18 * 64 + 6 * 256),
         ({"num_experts": 8, "moe_router_topk": 2}, 18 * 64 + 2 * 4 * 256 + 4 * 64 * 2),
-        ({"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 96, "swiglu": True}, 18 * 64 + 2 * 6 * 96 + 4 * 64 * 2),
+        (
+            {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 96, "swiglu": True},
+            18 * 64 + 2 * 6 * 96 + 4 * 64 * 2,
+        ),
     ],
 )
 def test_gated_units_and_experts_count_in_the_activations_of_a_layer(changes: dict[str, Any], expected: int) -> None:
