@@ -7,8 +7,10 @@ The sizes of the model come from the user's script and flags, which one process 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser, misplaced
@@ -37,6 +40,11 @@ _ROWS_OF_NONE = 3
 _WIDTH = 160
 """Columns of the table where the output is no terminal."""
 _PARTS = ("weights", "gradient", "result", "optimizer", "activations", "sums", "redirected")
+_MEASURE = "megatron_recover.megatron.layout.measure"
+_TRACEBACK = "Traceback (most recent call last):"
+_WARNING = r"^\S+:\d+: \w*Warning: .*\n?(^  .*\n?)?|^\[rank\d+\]:\[W.*\n?|^\[rank\d+\]: "
+"""A warning as Python prints it, with the line of code that it shows, or as torch does; and the
+rank, with which torch begins the lines of a traceback."""
 _ENVIRONMENT = (
     "\n\n  Before Blackwell, Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment of this command, since its TP\n"
     "  or CP is above 1."
@@ -90,21 +98,41 @@ def _parser() -> Parser:
 
 def measured(script: str, flags: Sequence[str]) -> Sizes:
     """Return the sizes of the model that a script trains. Raises ValueError for bad input."""
-    with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
-        file = Path(folder) / "sizes.json"
+    if _is_shell(script):
+        raise ValueError(f"{script} is a shell script; write the Python script, not the shell script, and its flags")
+    print("megatron-recover plan: reading the sizes of the model", file=sys.stderr, flush=True)
+    # The file has no name and the child ends with this process, so a signal leaves nothing.
+    with tempfile.TemporaryFile() as file:
         process = subprocess.run(
-            [sys.executable, "-m", "megatron_recover.megatron.layout.measure", str(file), script, *flags],
+            [sys.executable, "-m", _MEASURE, f"/proc/self/fd/{file.fileno()}", script, *flags],
             env=alone_without_gpu(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            pass_fds=(file.fileno(),), preexec_fn=functools.partial(set_parent_death_signal, signal.SIGKILL),
         )  # fmt: skip
-        if process.returncode == ExitCode.OK and file.exists():
-            return msgspec.json.decode(file.read_bytes(), type=Sizes)
-    lines = process.stderr.splitlines()
+        if process.returncode == ExitCode.OK and (written := file.read()):
+            return msgspec.json.decode(written, type=Sizes)
+    raise ValueError(_complaint(script, process.returncode, process.stderr.splitlines()))
+
+
+def _is_shell(script: str) -> bool:
+    with open(script, "rb") as file:
+        first = file.readline(200)
+    return script.endswith((".sh", ".bash")) or re.match(rb"#!.*\b(ba|z|k|da)?sh\b", first) is not None
+
+
+def _complaint(script: str, code: int, lines: Sequence[str]) -> str:
+    """Return why the process that ran a script has no sizes; `lines` are those of its stderr."""
     refused = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]
     if refused:
-        raise ValueError("\n".join(refused))
-    if process.returncode == ExitCode.OK:
-        raise ValueError(f"{script} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md")
-    raise ValueError(f"{script} ended with exit code {process.returncode} before it trained: {lines[-1] if lines else ''}")
+        return "\n".join(refused)
+    if code == ExitCode.OK:
+        return f"{script} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"
+    if code < 0:
+        reason = ", perhaps out of memory" if code == -signal.SIGKILL else ""
+        return f"{script} was ended by {signal.Signals(-code).name} before it trained{reason}"
+    said = re.sub(_WARNING, "", "\n".join(lines), flags=re.MULTILINE).rstrip()
+    _, begin, block = said.rpartition(_TRACEBACK)
+    last = f"\n{begin}{block}" if begin else f" {said.rpartition(chr(10))[2]}"
+    return f"{script} ended with exit code {code} before it trained:{last}"
 
 
 def _column(layouts: Sequence[Judged], name: str) -> bool:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -167,7 +172,16 @@ def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
     [
         (0, "", f"{SCRIPT} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"),
         (2, "warning\nbad arguments: --one is wrong\nbad arguments: --two is wrong\n", "--one is wrong\n--two is wrong"),
-        (1, "Traceback ...\nKeyError: 'x'\n", f"{SCRIPT} ended with exit code 1 before it trained: KeyError: 'x'"),
+        (1, "a.py:1: UserWarning: old\n  warn()\nNo data\n", f"{SCRIPT} ended with exit code 1 before it trained: No data"),
+        (
+            1,
+            "Traceback (most recent call last):\n  first\nOSError\n\nTraceback (most recent call last):\n  File a.py, line 1\n"
+            "KeyError: 'x'\nlib.py:7: FutureWarning: soon\n  old()\n"
+            "[rank0]: Traceback (most recent call last):\n[rank0]:   File a.py, line 1\n[rank0]: KeyError: 'x'\n[rank0]:[W1] late\n",
+            f"{SCRIPT} ended with exit code 1 before it trained:\nTraceback (most recent call last):\n  File a.py, line 1\nKeyError: 'x'",
+        ),
+        (-9, "warned\n", f"{SCRIPT} was ended by SIGKILL before it trained, perhaps out of memory"),
+        (-15, "", f"{SCRIPT} was ended by SIGTERM before it trained"),
     ],
 )
 def test_what_a_script_complains_of_is_told(code: int, errors: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +189,39 @@ def test_what_a_script_complains_of_is_told(code: int, errors: str, expected: st
     with pytest.raises(ValueError) as raised:
         plan.measured(SCRIPT, [])
     assert str(raised.value) == expected
+
+
+def test_a_shell_script_is_refused(tmp_path: Path) -> None:
+    for name, content in (("train.sh", "python train.py"), ("train", "#!/usr/bin/env bash\npython train.py")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=f"{name} is a shell script; write the Python script, not the shell script"):
+            plan.measured(str(tmp_path / name), [])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds; fail if it does not for a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_signal_to_plan_leaves_neither_its_child_nor_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    (tmp_path / "temporary").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_recover", "plan", "--", "slow.py", *BATCH.split()], cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": os.getcwd()}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "megatron-recover plan: reading the sizes of the model\n"
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+        child = Path("/proc") / (tmp_path / "pid").read_text()
+        process.terminate()
+        assert process.wait() == -15
+        until(lambda: not child.exists())
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_sizes_survive_their_file() -> None:
