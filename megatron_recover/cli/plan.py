@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,31 @@ def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
 
 
+def _reasons(sizes: Sizes, gpus: Gpus, suffices: Callable[[list[Judged]], bool]) -> list[str]:
+    """Return a remedy for each flag without which there would be layouts that suffice."""
+    given = sizes.flags
+    changes = {"--recover-min-replicas": {"min_replicas": 1}, "--context-parallel-size": {"cp": 1}}
+    return [
+        f"lower {flag}"
+        for flag, change in changes.items()
+        if (changed := msgspec.structs.replace(given, **change)) != given
+        and suffices(judge(msgspec.structs.replace(sizes, flags=changed), gpus))
+    ]
+
+
+def _remedies(sizes: Sizes, gpus: Gpus, flags: Sequence[str]) -> list[str]:
+    """Return what would lower the memory of a rank and is not given yet."""
+    words = {word.partition("=")[0] for word in flags}
+    found = ["use more GPUs (--nodes)"]
+    if "--use-distributed-optimizer" not in words:
+        found.append("share the optimizer among lanes (--use-distributed-optimizer)")
+    if "--bf16" in words and "--grad-reduce-in-bf16" not in words:
+        found.append("keep gradients in 2 bytes (--grad-reduce-in-bf16)")
+    if not {"--recompute-activations", "--recompute-granularity"} & words:
+        found.append("keep fewer activations (--recompute-activations)")
+    return found + _reasons(sizes, gpus, lambda others: bool(others) and others[0].fits)
+
+
 def main(argv: list[str]) -> int:
     """Print the layouts of a job and return the exit code."""
     parser = _parser()
@@ -249,7 +274,8 @@ def main(argv: list[str]) -> int:
     if not found:
         parser.error(
             f"the model allows no layout of two or more replicas on {_gpus(gpus.number)}: TP x PP x CP x lanes has to divide "
-            "them, and --global-batch-size has to have a microbatch for every replica; change --nodes or the batch"
+            "them, and --global-batch-size has to have a microbatch for every replica; "
+            + (" and ".join(_reasons(sizes, gpus, lambda others: bool(others))) or "change --nodes or the batch")
         )
     if arguments.json:
         print(_json(found, sizes, gpus))
@@ -257,8 +283,8 @@ def main(argv: list[str]) -> int:
     _tell(found, sizes, gpus, script, everything=arguments.all)
     if not found[0].fits:
         parser.error(
-            f"no layout fits: the smallest needs {_gb(found[0].memory.recovery)} GB a rank; use more GPUs (--nodes), "
-            "lanes that share the optimizer (--use-distributed-optimizer), or fewer activations (--recompute-activations)"
+            f"no layout fits: the smallest needs {_gb(found[0].memory.recovery)} GB a rank; "
+            + ", or ".join(_remedies(sizes, gpus, flags))
         )
     return ExitCode.OK
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -127,6 +128,43 @@ def test_bad_input_is_refused_with_the_remedy(
     words: str, expected: str, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told(words, capsys) == (2, "", [f"megatron-recover plan: {expected}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"min_replicas": 8}, "; lower --recover-min-replicas"),
+        ({"cp": 8}, "; lower --context-parallel-size"),
+        ({"global_batch_size": 1}, "; change --nodes or the batch"),
+    ],
+)
+def test_where_no_layout_is_allowed_the_flag_that_is_the_reason_is_named(
+    given: dict[str, int], expected: str, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured[0] = eight_billion(**given)
+    code, _, [line] = told(f"-- {SCRIPT} {BATCH}", capsys)
+    assert code == 2 and line.endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--bf16 --recompute-activations --use-distributed-optimizer", ["--nodes", "--grad-reduce-in-bf16"]),
+        ("--bf16 --recompute-granularity=full --grad-reduce-in-bf16", ["--nodes", "--use-distributed-optimizer"]),
+        ("--use-distributed-optimizer", ["--nodes", "--recompute-activations"]),
+    ],
+)
+def test_only_flags_that_are_not_given_are_offered(
+    flags: str, expected: list[str], measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, [line] = told(f"--gpu-memory 20GB -- {SCRIPT} {BATCH} {flags}", capsys)
+    assert code == 2 and re.findall(r"--[a-z0-9-]+", line) == expected
+
+
+def test_min_replicas_are_named_where_fewer_would_fit(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
+    measured[0] = eight_billion(min_replicas=3)
+    _, _, [line] = told(f"-- {SCRIPT} {BATCH}", capsys)
+    assert "lower --recover-min-replicas" in line
 
 
 def test_what_another_layout_or_machine_would_cure_is_no_mistake(
