@@ -76,11 +76,11 @@ class _PlanParser(Parser):
 def _parser() -> Parser:
     parser = _PlanParser(
         prog="megatron-recover plan",
-        description="Compare all layouts of a job on some GPUs: the memory that a rank needs, by part, and what a death costs. "
+        description="Compare all layouts of two or more replicas that use all GPUs: the memory that a rank needs, by part, and what a death costs. "
         "Nothing is trained, and no GPU is needed.",
         usage="megatron-recover plan [options] -- SCRIPT [Megatron flags]",
         epilog="Flags of Megatron that give tensor-, pipeline- or expert-parallel sizes are ignored: all sizes are compared. "
-        "--context-parallel-size is kept. docs/how_to/choose_a_layout.md explains every column. "
+        "--context-parallel-size and --expert-tensor-parallel-size are kept. docs/how_to/choose_a_layout.md explains every column. "
         "Exit code 2: bad input, or no layout fits.",
     )
     parser.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes of the job (default: 1)")
@@ -158,7 +158,7 @@ def table(shown: Sequence[Judged]) -> Table:
             "*" if number == 0 and judged.fits else "",
             *(str(getattr(layout, name)) for name, _ in dimensions),
             *(_gb(getattr(memory, part)) for part in _PARTS),
-            _gb(memory.undisturbed), _gb(memory.recovery),
+            _gb(memory.peak), _gb(memory.recovery),
             f"{_gpus(layout.num_ranks)} ({judged.lost_share:.0%})", str(judged.num_deaths),
             "fits" if judged.fits else "too large",
         )  # fmt: skip
@@ -215,7 +215,7 @@ def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
     rows: list[dict[str, Any]] = [
         {
             **msgspec.to_builtins(each.layout), "fits": each.fits, "chosen": number == 0 and each.fits,
-            "bytes": {part: getattr(each.memory, part) for part in (*_PARTS, "undisturbed", "recovery")},
+            "bytes": {part: getattr(each.memory, part) for part in (*_PARTS, "peak", "recovery")},
             "gpus_lost_by_a_death": each.layout.num_ranks, "longer_step": each.longer_step,
         }
         for number, each in enumerate(found)

@@ -88,7 +88,7 @@ def test_json_has_the_bytes_of_every_layout(measured: list[Sizes], capsys: pytes
     found = json.loads(out)
     assert code == 0 and found["gpus"] == {"num_nodes": 2, "per_node": 8, "bytes": 80 * 2**30}
     assert [row["chosen"] for row in found["layouts"]] == [True] + [False] * (len(found["layouts"]) - 1)
-    assert {"weights", "gradient", "result", "optimizer", "recovery"} < found["layouts"][0]["bytes"].keys()
+    assert {"weights", "gradient", "result", "optimizer", "peak", "recovery"} < found["layouts"][0]["bytes"].keys()
 
 
 def test_where_none_fits_the_smallest_is_shown_with_the_remedy(

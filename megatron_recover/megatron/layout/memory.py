@@ -55,7 +55,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights + self.gradient + self.optimizer + self.sums
 
     @property
-    def undisturbed(self) -> int:
+    def peak(self) -> int:
         """Return the peak of a step without failures. See Note [Peaks]."""
         if self.is_overlapped:
             return self.always + max(self.activations + self.result, self.step_copy)
