@@ -76,12 +76,12 @@ class _PlanParser(Parser):
 def _parser() -> Parser:
     parser = _PlanParser(
         prog="megatron-recover plan",
-        description="Compare all layouts of two or more replicas that use all GPUs: the memory that a rank needs, by part, and what a death costs. "
-        "Nothing is trained, and no GPU is needed.",
+        description="Compare all layouts of two or more replicas that use all GPUs: the memory that a rank needs, "
+        "by part, and what a death costs. Nothing is trained, and no GPU is needed.",
         usage="megatron-recover plan [options] -- SCRIPT [Megatron flags]",
         epilog="Flags of Megatron that give tensor-, pipeline- or expert-parallel sizes are ignored: all sizes are compared. "
-        "--context-parallel-size and --expert-tensor-parallel-size are kept. docs/how_to/choose_a_layout.md explains every column. "
-        "Exit code 2: bad input, or no layout fits.",
+        "--context-parallel-size and --expert-tensor-parallel-size are kept. "
+        "docs/how_to/choose_a_layout.md explains every column. Exit code 2: bad input, or no layout fits.",
     )
     parser.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes of the job (default: 1)")
     parser.add_argument(

@@ -112,15 +112,16 @@ def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
         (f"-- {SCRIPT} --train-iters 1 --global-batch-size 8",
          "--micro-batch-size is missing or below 1; it is needed to count the microbatches of a step"),
         (f"-- {SCRIPT} {BATCH} --qk-clip",
-         "--qk-clip is not supported with replicas: it rescales weights by a maximum over one replica's samples, so the replicas "
-         "drift apart; leave it out"),
+         "--qk-clip is not supported with replicas: it rescales weights by a maximum over one replica's samples, so the "
+         "replicas drift apart; leave it out"),
         (f"-- {SCRIPT} {BATCH} --num-layers 4 --num-virtual-stages-per-pipeline-rank 3",
          "--num-virtual-stages-per-pipeline-rank 3 does not divide the 2 layers of a pipeline stage; change one of them"),
         (f"--gpu-memory 80 -- {SCRIPT}", "--gpu-memory: 80 is no memory of a GPU; write one like 80GB or 80GiB"),
         (f"--gpu-memory 0GB -- {SCRIPT}", "--gpu-memory: 0GB is no memory of a GPU; write one like 80GB or 80GiB"),
         (f"--nodes 0 -- {SCRIPT}", "--nodes: 0 is no number of at least 1"),
         (f"--gpu-per-node 4 -- {SCRIPT}", "--gpu-per-node is unknown; did you mean --gpus-per-node?"),
-        (f"--gpus-per-node 1 -- {SCRIPT} {BATCH}", "the model allows no layout of two or more replicas on 1 GPU: TP x PP x CP x lanes "
+        (f"--gpus-per-node 1 -- {SCRIPT} {BATCH}",
+         "the model allows no layout of two or more replicas on 1 GPU: TP x PP x CP x lanes "
          "has to divide them, and --global-batch-size has to have a microbatch for every replica; change --nodes or the batch"),
     ],
 )  # fmt: skip
@@ -198,9 +199,9 @@ def test_a_real_script_is_measured_without_training_it() -> None:
 def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
     flags = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16 --lr 1e-4 "
-        "--tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 --mock-data "
-        "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-        "--apply-layernorm-1p"
+        "--tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 "
+        "--mock-data --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+        "--exp-avg-sq-dtype bf16 --apply-layernorm-1p"
     )  # fmt: skip
     assert plan.measured(SCRIPT, flags.split()).numerics.optimizer == 2 + 2 + 2
 
@@ -215,8 +216,10 @@ def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
             1,
             "Traceback (most recent call last):\n  first\nOSError\n\nTraceback (most recent call last):\n  File a.py, line 1\n"
             "KeyError: 'x'\nlib.py:7: FutureWarning: soon\n  old()\n"
-            "[rank0]: Traceback (most recent call last):\n[rank0]:   File a.py, line 1\n[rank0]: KeyError: 'x'\n[rank0]:[W1] late\n",
-            f"{SCRIPT} ended with exit code 1 before it trained:\nTraceback (most recent call last):\n  File a.py, line 1\nKeyError: 'x'",
+            "[rank0]: Traceback (most recent call last):\n[rank0]:   File a.py, line 1\n[rank0]: KeyError: 'x'\n"
+            "[rank0]:[W1] late\n",
+            f"{SCRIPT} ended with exit code 1 before it trained:\nTraceback (most recent call last):\n  File a.py, line 1\n"
+            "KeyError: 'x'",
         ),
         (-9, "warned\n", f"{SCRIPT} was ended by SIGKILL before it trained, perhaps out of memory"),
         (-15, "", f"{SCRIPT} was ended by SIGTERM before it trained"),
