@@ -62,6 +62,25 @@ def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") ->
     ]
 
 
+def misplaced(argv: Sequence[str], parser: ArgumentParser, theirs: Iterable[str], whose: str) -> list[str]:
+    """Return one line for each flag on the wrong side of `--`.
+
+    `theirs` are the trainer's flags. `whose` names the owner of the parser's flags.
+    """
+    end = [*argv, "--"].index("--")
+    ours = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+    sides = (
+        (argv[:end], {*theirs}, "it is the trainer's: write it behind the script's name"),
+        (argv[end + 1 :], ours, f"it is {whose}: write it before --"),
+    )
+    return [
+        f"{flag} stands on the wrong side of --; {remedy}"
+        for words, flags, remedy in sides
+        for flag in dict.fromkeys(word.partition("=")[0] for word in words)
+        if flag in flags
+    ]
+
+
 class Parser(ArgumentParser):
     """An argparse parser with one line per mistake, no usage text and no abbreviations.
 

@@ -7,11 +7,14 @@ The sizes of the model come from the user's script and flags, which one process 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
 from megatron_recover.core.values import ExitCode
-from megatron_recover.flags import Parser
+from megatron_recover.flags import Parser, misplaced
+from megatron_recover.megatron.launch.arguments import recover_flags
+from megatron_recover.megatron.launch.preflight import FLAGS, flag_mistakes
 from megatron_recover.megatron.layout.choice import USABLE, Gpus, Judged, judge
 from megatron_recover.megatron.layout.sizes import Elements, Layout, Sizes
 
@@ -34,6 +40,15 @@ _ROWS_OF_NONE = 3
 _WIDTH = 160
 """Columns of the table where the output is no terminal."""
 _PARTS = ("weights", "gradient", "result", "optimizer", "activations", "sums", "redirected")
+_MEASURE = "megatron_recover.megatron.layout.measure"
+_TRACEBACK = "Traceback (most recent call last):"
+_WARNING = r"^\S+:\d+: \w*Warning: .*\n?(^  .*\n?)?|^\[rank\d+\]:\[W.*\n?|^\[rank\d+\]: "
+"""A warning as Python prints it, with the line of code that it shows, or as torch does; and the
+rank, with which torch begins the lines of a traceback."""
+_ENVIRONMENT = (
+    "\n\n  Before Blackwell, Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment of this command, since its TP\n"
+    "  or CP is above 1."
+)
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
 
 
@@ -61,12 +76,12 @@ class _PlanParser(Parser):
 def _parser() -> Parser:
     parser = _PlanParser(
         prog="megatron-recover plan",
-        description="Compare all layouts of a job on some GPUs: the memory that a rank needs, by part, and what a death costs. "
-        "Nothing is trained, and no GPU is needed.",
+        description="Compare all layouts of two or more replicas that use all GPUs: the memory that a rank needs, "
+        "by part, and what a death costs. Nothing is trained, and no GPU is needed.",
         usage="megatron-recover plan [options] -- SCRIPT [Megatron flags]",
         epilog="Flags of Megatron that give tensor-, pipeline- or expert-parallel sizes are ignored: all sizes are compared. "
-        "--context-parallel-size is kept. docs/how_to/choose_a_layout.md explains every column. "
-        "Exit code 2: bad input, or no layout fits.",
+        "--context-parallel-size and --expert-tensor-parallel-size are kept. "
+        "docs/how_to/choose_a_layout.md explains every column. Exit code 2: bad input, or no layout fits.",
     )
     parser.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes of the job (default: 1)")
     parser.add_argument(
@@ -83,21 +98,41 @@ def _parser() -> Parser:
 
 def measured(script: str, flags: Sequence[str]) -> Sizes:
     """Return the sizes of the model that a script trains. Raises ValueError for bad input."""
-    with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
-        file = Path(folder) / "sizes.json"
+    if _is_shell(script):
+        raise ValueError(f"{script} is a shell script; write the Python script, not the shell script, and its flags")
+    print("megatron-recover plan: reading the sizes of the model", file=sys.stderr, flush=True)
+    # The file has no name and the child ends with this process, so a signal leaves nothing.
+    with tempfile.TemporaryFile() as file:
         process = subprocess.run(
-            [sys.executable, "-m", "megatron_recover.megatron.layout.measure", str(file), script, *flags],
+            [sys.executable, "-m", _MEASURE, f"/proc/self/fd/{file.fileno()}", script, *flags],
             env=alone_without_gpu(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            pass_fds=(file.fileno(),), preexec_fn=functools.partial(set_parent_death_signal, signal.SIGKILL),
         )  # fmt: skip
-        if process.returncode == ExitCode.OK and file.exists():
-            return msgspec.json.decode(file.read_bytes(), type=Sizes)
-    lines = process.stderr.splitlines()
+        if process.returncode == ExitCode.OK and (written := file.read()):
+            return msgspec.json.decode(written, type=Sizes)
+    raise ValueError(_complaint(script, process.returncode, process.stderr.splitlines()))
+
+
+def _is_shell(script: str) -> bool:
+    with open(script, "rb") as file:
+        first = file.readline(200)
+    return script.endswith((".sh", ".bash")) or re.match(rb"#!.*\b(ba|z|k|da)?sh\b", first) is not None
+
+
+def _complaint(script: str, code: int, lines: Sequence[str]) -> str:
+    """Return why the process that ran a script has no sizes; `lines` are those of its stderr."""
     refused = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]
     if refused:
-        raise ValueError("\n".join(refused))
-    if process.returncode == ExitCode.OK:
-        raise ValueError(f"{script} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md")
-    raise ValueError(f"{script} ended with exit code {process.returncode} before it trained: {lines[-1] if lines else ''}")
+        return "\n".join(refused)
+    if code == ExitCode.OK:
+        return f"{script} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"
+    if code < 0:
+        reason = ", perhaps out of memory" if code == -signal.SIGKILL else ""
+        return f"{script} was ended by {signal.Signals(-code).name} before it trained{reason}"
+    said = re.sub(_WARNING, "", "\n".join(lines), flags=re.MULTILINE).rstrip()
+    _, begin, block = said.rpartition(_TRACEBACK)
+    last = f"\n{begin}{block}" if begin else f" {said.rpartition(chr(10))[2]}"
+    return f"{script} ended with exit code {code} before it trained:{last}"
 
 
 def _column(layouts: Sequence[Judged], name: str) -> bool:
@@ -123,7 +158,7 @@ def table(shown: Sequence[Judged]) -> Table:
             "*" if number == 0 and judged.fits else "",
             *(str(getattr(layout, name)) for name, _ in dimensions),
             *(_gb(getattr(memory, part)) for part in _PARTS),
-            _gb(memory.undisturbed), _gb(memory.recovery),
+            _gb(memory.peak), _gb(memory.recovery),
             f"{_gpus(layout.num_ranks)} ({judged.lost_share:.0%})", str(judged.num_deaths),
             "fits" if judged.fits else "too large",
         )  # fmt: skip
@@ -139,11 +174,18 @@ def _gpus(number: int) -> str:
 
 
 def flags_of(layout: Layout, sizes: Sizes) -> tuple[str, str]:
-    """Return the flags of a layout: those of the launcher, and those of Megatron."""
+    """Return the flags of a layout: those of the launcher, and those of Megatron.
+
+    The latter are complete. So they override whatever sizes stand before them on a command line.
+    """
     ours = f"--replicas {layout.replicas}" + (f" --lanes {layout.lanes}" if layout.lanes > 1 else "")
     theirs = f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"
+    if layout.cp > 1:
+        theirs += f" --context-parallel-size {layout.cp}"
     if sizes.model.num_experts:
         theirs += f" --expert-model-parallel-size {layout.ep}"
+    if sizes.flags.expert_tp is not None:
+        theirs += f" --expert-tensor-parallel-size {layout.expert_tp}"
     return ours, theirs
 
 
@@ -164,7 +206,8 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
         f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {chosen.lost_share:.0%} of the throughput. "
         f"The step of the death\n  takes up to {chosen.longer_step:.0%} longer; no step is lost. "
         f"The run survives {chosen.num_deaths} death{'s' if chosen.num_deaths > 1 else ''}.\n\n"
-        f"  megatron-recover run {ours} -- {script} {theirs} ..."
+        f"  megatron-recover run {ours} -- {script} <your other flags> {theirs}"
+        f"{_ENVIRONMENT if layout.tp > 1 or layout.cp > 1 else ''}"
     )
 
 
@@ -172,7 +215,7 @@ def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
     rows: list[dict[str, Any]] = [
         {
             **msgspec.to_builtins(each.layout), "fits": each.fits, "chosen": number == 0 and each.fits,
-            "bytes": {part: getattr(each.memory, part) for part in (*_PARTS, "undisturbed", "recovery")},
+            "bytes": {part: getattr(each.memory, part) for part in (*_PARTS, "peak", "recovery")},
             "gpus_lost_by_a_death": each.layout.num_ranks, "longer_step": each.longer_step,
         }
         for number, each in enumerate(found)
@@ -181,12 +224,39 @@ def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
 
 
+def _reasons(sizes: Sizes, gpus: Gpus, suffices: Callable[[list[Judged]], bool]) -> list[str]:
+    """Return a remedy for each flag without which there would be layouts that suffice."""
+    given = sizes.flags
+    changes = {"--recover-min-replicas": {"min_replicas": 1}, "--context-parallel-size": {"cp": 1}}
+    return [
+        f"lower {flag}"
+        for flag, change in changes.items()
+        if (changed := msgspec.structs.replace(given, **change)) != given
+        and suffices(judge(msgspec.structs.replace(sizes, flags=changed), gpus))
+    ]
+
+
+def _remedies(sizes: Sizes, gpus: Gpus, flags: Sequence[str]) -> list[str]:
+    """Return what would lower the memory of a rank and is not given yet."""
+    words = {word.partition("=")[0] for word in flags}
+    found = ["use more GPUs (--nodes)"]
+    if "--use-distributed-optimizer" not in words:
+        found.append("share the optimizer among lanes (--use-distributed-optimizer)")
+    if "--bf16" in words and "--grad-reduce-in-bf16" not in words:
+        found.append("keep gradients in 2 bytes (--grad-reduce-in-bf16)")
+    if not {"--recompute-activations", "--recompute-granularity"} & words:
+        found.append("keep fewer activations (--recompute-activations)")
+    return found + _reasons(sizes, gpus, lambda others: bool(others) and others[0].fits)
+
+
 def main(argv: list[str]) -> int:
     """Print the layouts of a job and return the exit code."""
     parser = _parser()
     if "--" not in argv and not {"-h", "--help"} & {*argv}:
-        parser.error(_NO_SCRIPT)
+        parser.error("-- is missing before the script" if any(map(os.path.isfile, argv)) else _NO_SCRIPT)
     end = argv.index("--") if "--" in argv else len(argv)
+    if found_misplaced := misplaced(argv, parser, [*FLAGS, *recover_flags()], "plan's"):
+        parser.error("\n".join(found_misplaced))
     arguments = parser.parse_args(argv[:end])
     if not argv[end + 1 :]:
         parser.error(_NO_SCRIPT)
@@ -195,6 +265,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"there is no training script {script}; write its path behind --")
     gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
     try:
+        if mistakes := flag_mistakes(flags):
+            parser.error("\n".join(mistakes))
         sizes = measured(script, flags)
     except ValueError as error:
         parser.error(str(error))
@@ -202,7 +274,8 @@ def main(argv: list[str]) -> int:
     if not found:
         parser.error(
             f"the model allows no layout of two or more replicas on {_gpus(gpus.number)}: TP x PP x CP x lanes has to divide "
-            "them, and --global-batch-size has to have a microbatch for every replica; change --nodes or the batch"
+            "them, and --global-batch-size has to have a microbatch for every replica; "
+            + (" and ".join(_reasons(sizes, gpus, lambda others: bool(others))) or "change --nodes or the batch")
         )
     if arguments.json:
         print(_json(found, sizes, gpus))
@@ -210,8 +283,8 @@ def main(argv: list[str]) -> int:
     _tell(found, sizes, gpus, script, everything=arguments.all)
     if not found[0].fits:
         parser.error(
-            f"no layout fits: the smallest needs {_gb(found[0].memory.recovery)} GB a rank; use more GPUs (--nodes), "
-            "lanes that share the optimizer (--use-distributed-optimizer), or fewer activations (--recompute-activations)"
+            f"no layout fits: the smallest needs {_gb(found[0].memory.recovery)} GB a rank; "
+            + ", or ".join(_remedies(sizes, gpus, flags))
         )
     return ExitCode.OK
 

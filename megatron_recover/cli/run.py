@@ -22,7 +22,7 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
-from megatron_recover.flags import Parser
+from megatron_recover.flags import Parser, misplaced
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
@@ -107,12 +107,6 @@ def _parser() -> Parser:
     return parser
 
 
-def _misplaced(words: Iterable[str], flags: Iterable[str], remedy: str) -> list[str]:
-    """Return one line for each of `flags` among the words."""
-    found = dict.fromkeys(word.partition("=")[0] for word in words)
-    return [f"{flag} stands on the wrong side of --; {remedy}" for flag in found if flag in flags]
-
-
 def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
     """Return the job, with its new run directory, and the text of its chaos file.
 
@@ -185,11 +179,8 @@ def main(argv: list[str]) -> int:
     if "--" not in argv and not {"-h", "--help"} & {*argv}:  # else Megatron's flags would be parsed as flags of `run`
         parser.error(_NO_SCRIPT)
     end = argv.index("--") if "--" in argv else len(argv)
-    ours = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
-    misplaced = _misplaced(argv[:end], [*FLAGS, *recover_flags()], "it is the trainer's: write it behind the script's name")
-    misplaced += _misplaced(argv[end + 1 :], ours, "it is the launcher's: write it before --")
-    if misplaced:
-        parser.error("\n".join(misplaced))
+    if found := misplaced(argv, parser, [*FLAGS, *recover_flags()], "the launcher's"):
+        parser.error("\n".join(found))
     arguments = parser.parse_args(argv[:end])
     existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
     try:

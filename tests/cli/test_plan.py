@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from megatron_recover import cli
 from megatron_recover.cli import plan
-from megatron_recover.megatron.layout.sizes import Sizes
+from megatron_recover.megatron.layout.sizes import Layout, Sizes
 from tests.megatron.test_layout import eight_billion
 
 SCRIPT = "scripts/pretrain_gpt.py"
+BATCH = "--micro-batch-size 1 --global-batch-size 128 --train-iters 1"
 
 
 def told(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
@@ -37,33 +44,57 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Sizes]:
 def test_the_layouts_that_fit_are_listed_and_the_best_is_chosen(
     measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = told(f"-- {SCRIPT} --bf16", capsys)
+    code, out, err = told(f"-- {SCRIPT} {BATCH} --bf16", capsys)
     assert (code, err) == (0, [])
     assert out.startswith("8.03 billion parameters on 8 GPUs of 80.0 GB, of which 72.0 GB may be used.")
     marked = [line.split() for line in out.splitlines() if line.startswith("* ")]
     assert marked[0][1:5] == ["2", "1", "2", "2"] and marked[0][-5:] == ["4", "GPUs", "(50%)", "1", "fits"]
     assert "too large" not in out and "layouts fit; --all prints all of them" in out
-    assert f"megatron-recover run --replicas 2 --lanes 2 -- {SCRIPT} --tensor-model-parallel-size 1 " in out
+    command = f"megatron-recover run --replicas 2 --lanes 2 -- {SCRIPT} <your other flags> "
+    assert f"{command}--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2\n" in out
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in out
     assert "takes up to 100% longer" in out and "survives 1 death." in out
 
 
+def test_the_printed_layout_is_complete_so_that_it_overrides_the_flags_before_it() -> None:
+    sizes = eight_billion(cp=2, expert_tp=1)
+    sizes = msgspec.structs.replace(sizes, model=msgspec.structs.replace(sizes.model, num_experts=8))
+    layout = Layout(replicas=2, tp=4, pp=2, cp=2, ep=2, expert_tp=1)
+    assert plan.flags_of(layout, sizes) == (
+        "--replicas 2",
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    )
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_environment_that_megatron_wants_is_named_beside_the_command(
+    cp: int, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = eight_billion(cp=cp)
+    without_pipeline = tuple(each for each in sizes.activations if each.pp == 1)
+    measured[0] = msgspec.structs.replace(sizes, activations=without_pipeline if cp == 1 else sizes.activations)
+    _, out, _ = told(f"-- {SCRIPT} {BATCH}", capsys)
+    assert "Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment of this command" in out
+
+
 def test_all_lists_what_does_not_fit_as_well(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(f"--all -- {SCRIPT}", capsys)
+    code, out, _ = told(f"--all -- {SCRIPT} {BATCH}", capsys)
     assert code == 0 and "too large" in out and "--all" not in out
 
 
 def test_json_has_the_bytes_of_every_layout(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(f"--json --nodes 2 --gpu-memory 80GiB -- {SCRIPT}", capsys)
+    code, out, _ = told(f"--json --nodes 2 --gpu-memory 80GiB -- {SCRIPT} {BATCH}", capsys)
     found = json.loads(out)
     assert code == 0 and found["gpus"] == {"num_nodes": 2, "per_node": 8, "bytes": 80 * 2**30}
     assert [row["chosen"] for row in found["layouts"]] == [True] + [False] * (len(found["layouts"]) - 1)
-    assert {"weights", "gradient", "result", "optimizer", "recovery"} < found["layouts"][0]["bytes"].keys()
+    assert {"weights", "gradient", "result", "optimizer", "peak", "recovery"} < found["layouts"][0]["bytes"].keys()
 
 
 def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
     measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = told(f"--gpu-memory 24GB -- {SCRIPT}", capsys)
+    code, out, err = told(f"--gpu-memory 24GB -- {SCRIPT} {BATCH}", capsys)
     assert code == 2 and out.count("too large") == 3 and "Chosen" not in out
     assert err[0].startswith("megatron-recover plan: no layout fits: the smallest needs ") and "(--nodes)" in err[0]
 
@@ -74,11 +105,23 @@ def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
         ("", "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."),
         ("--", "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."),
         ("-- no.py", "there is no training script no.py; write its path behind --"),
+        (f"{SCRIPT} --num-layers 2", "-- is missing before the script"),
+        (f"--num-layers 2 -- {SCRIPT}",
+         "--num-layers stands on the wrong side of --; it is the trainer's: write it behind the script's name"),
+        (f"-- {SCRIPT} {BATCH} --nodes 2", "--nodes stands on the wrong side of --; it is plan's: write it before --"),
+        (f"-- {SCRIPT} --train-iters 1 --global-batch-size 8",
+         "--micro-batch-size is missing or below 1; it is needed to count the microbatches of a step"),
+        (f"-- {SCRIPT} {BATCH} --qk-clip",
+         "--qk-clip is not supported with replicas: it rescales weights by a maximum over one replica's samples, so the "
+         "replicas drift apart; leave it out"),
+        (f"-- {SCRIPT} {BATCH} --num-layers 4 --num-virtual-stages-per-pipeline-rank 3",
+         "--num-virtual-stages-per-pipeline-rank 3 does not divide the 2 layers of a pipeline stage; change one of them"),
         (f"--gpu-memory 80 -- {SCRIPT}", "--gpu-memory: 80 is no memory of a GPU; write one like 80GB or 80GiB"),
         (f"--gpu-memory 0GB -- {SCRIPT}", "--gpu-memory: 0GB is no memory of a GPU; write one like 80GB or 80GiB"),
         (f"--nodes 0 -- {SCRIPT}", "--nodes: 0 is no number of at least 1"),
         (f"--gpu-per-node 4 -- {SCRIPT}", "--gpu-per-node is unknown; did you mean --gpus-per-node?"),
-        (f"--gpus-per-node 1 -- {SCRIPT}", "the model allows no layout of two or more replicas on 1 GPU: TP x PP x CP x lanes "
+        (f"--gpus-per-node 1 -- {SCRIPT} {BATCH}",
+         "the model allows no layout of two or more replicas on 1 GPU: TP x PP x CP x lanes "
          "has to divide them, and --global-batch-size has to have a microbatch for every replica; change --nodes or the batch"),
     ],
 )  # fmt: skip
@@ -86,6 +129,51 @@ def test_bad_input_is_refused_with_the_remedy(
     words: str, expected: str, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told(words, capsys) == (2, "", [f"megatron-recover plan: {expected}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"min_replicas": 8}, "; lower --recover-min-replicas"),
+        ({"cp": 8}, "; lower --context-parallel-size"),
+        ({"global_batch_size": 1}, "; change --nodes or the batch"),
+    ],
+)
+def test_where_no_layout_is_allowed_the_flag_that_is_the_reason_is_named(
+    given: dict[str, int], expected: str, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured[0] = eight_billion(**given)
+    code, _, [line] = told(f"-- {SCRIPT} {BATCH}", capsys)
+    assert code == 2 and line.endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--bf16 --recompute-activations --use-distributed-optimizer", ["--nodes", "--grad-reduce-in-bf16"]),
+        ("--bf16 --recompute-granularity=full --grad-reduce-in-bf16", ["--nodes", "--use-distributed-optimizer"]),
+        ("--use-distributed-optimizer", ["--nodes", "--recompute-activations"]),
+    ],
+)
+def test_only_flags_that_are_not_given_are_offered(
+    flags: str, expected: list[str], measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, [line] = told(f"--gpu-memory 20GB -- {SCRIPT} {BATCH} {flags}", capsys)
+    assert code == 2 and re.findall(r"--[a-z0-9-]+", line) == expected
+
+
+def test_min_replicas_are_named_where_fewer_would_fit(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
+    measured[0] = eight_billion(min_replicas=3)
+    _, _, [line] = told(f"-- {SCRIPT} {BATCH}", capsys)
+    assert "lower --recover-min-replicas" in line
+
+
+def test_what_another_layout_or_machine_would_cure_is_no_mistake(
+    measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--data-path elsewhere --save /proc/no --save-interval 1 --tensor-model-parallel-size 3 --num-attention-heads 4 "
+    code, _, err = told(f"-- {SCRIPT} {BATCH} {flags} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2", capsys)
+    assert (code, err) == (0, [])
 
 
 def test_bytes_have_a_unit() -> None:
@@ -108,12 +196,33 @@ def test_a_real_script_is_measured_without_training_it() -> None:
     assert {(each.tp, each.pp) for each in expected.activations} <= {(each.tp, each.pp) for each in found.activations}
 
 
+def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16 --lr 1e-4 "
+        "--tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 "
+        "--mock-data --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+        "--exp-avg-sq-dtype bf16 --apply-layernorm-1p"
+    )  # fmt: skip
+    assert plan.measured(SCRIPT, flags.split()).numerics.optimizer == 2 + 2 + 2
+
+
 @pytest.mark.parametrize(
     ("code", "errors", "expected"),
     [
         (0, "", f"{SCRIPT} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"),
         (2, "warning\nbad arguments: --one is wrong\nbad arguments: --two is wrong\n", "--one is wrong\n--two is wrong"),
-        (1, "Traceback ...\nKeyError: 'x'\n", f"{SCRIPT} ended with exit code 1 before it trained: KeyError: 'x'"),
+        (1, "a.py:1: UserWarning: old\n  warn()\nNo data\n", f"{SCRIPT} ended with exit code 1 before it trained: No data"),
+        (
+            1,
+            "Traceback (most recent call last):\n  first\nOSError\n\nTraceback (most recent call last):\n  File a.py, line 1\n"
+            "KeyError: 'x'\nlib.py:7: FutureWarning: soon\n  old()\n"
+            "[rank0]: Traceback (most recent call last):\n[rank0]:   File a.py, line 1\n[rank0]: KeyError: 'x'\n"
+            "[rank0]:[W1] late\n",
+            f"{SCRIPT} ended with exit code 1 before it trained:\nTraceback (most recent call last):\n  File a.py, line 1\n"
+            "KeyError: 'x'",
+        ),
+        (-9, "warned\n", f"{SCRIPT} was ended by SIGKILL before it trained, perhaps out of memory"),
+        (-15, "", f"{SCRIPT} was ended by SIGTERM before it trained"),
     ],
 )
 def test_what_a_script_complains_of_is_told(code: int, errors: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +230,39 @@ def test_what_a_script_complains_of_is_told(code: int, errors: str, expected: st
     with pytest.raises(ValueError) as raised:
         plan.measured(SCRIPT, [])
     assert str(raised.value) == expected
+
+
+def test_a_shell_script_is_refused(tmp_path: Path) -> None:
+    for name, content in (("train.sh", "python train.py"), ("train", "#!/usr/bin/env bash\npython train.py")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=f"{name} is a shell script; write the Python script, not the shell script"):
+            plan.measured(str(tmp_path / name), [])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds; fail if it does not for a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_signal_to_plan_leaves_neither_its_child_nor_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    (tmp_path / "temporary").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_recover", "plan", "--", "slow.py", *BATCH.split()], cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": os.getcwd()}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "megatron-recover plan: reading the sizes of the model\n"
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+        child = Path("/proc") / (tmp_path / "pid").read_text()
+        process.terminate()
+        assert process.wait() == -15
+        until(lambda: not child.exists())
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_sizes_survive_their_file() -> None:

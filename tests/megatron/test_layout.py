@@ -49,15 +49,27 @@ def test_a_model_of_8_billion_needs_the_known_bytes() -> None:
     assert found.gradient == pytest.approx(32.12 * GB, rel=1e-3)
     assert found.result == pytest.approx(32.12 / 4 * GB, rel=1e-3)
     assert found.optimizer == pytest.approx(96.36 / 4 * GB, rel=1e-3)
-    assert found.always + found.result == pytest.approx(80.3 * GB, rel=1e-3)
+    assert found.always - found.sums + found.result == pytest.approx(80.3 * GB, rel=1e-3)
 
 
 def test_results_add_to_activations_in_a_recovery_only() -> None:
     found = needed(eight_billion(), tp=2, lanes=2)
-    assert found.undisturbed == found.always + found.result + found.sums
+    assert found.peak == found.always + found.result
     assert found.recovery == found.always + found.result + found.activations + found.redirected
     overlapped = msgspec.structs.replace(found, is_overlapped=True)
-    assert overlapped.undisturbed == found.always + found.activations + found.result + found.sums
+    assert overlapped.peak == found.always + found.activations + found.result
+
+
+def test_the_buffers_of_a_sum_are_never_free() -> None:
+    found = needed(eight_billion(), tp=2, lanes=2)
+    more = msgspec.structs.replace(found, sums=found.sums + GB)
+    assert (more.peak - found.peak, more.recovery - found.recovery) == (GB, GB)
+
+
+def test_virtual_stages_need_a_pipeline() -> None:
+    for chunks in ({"num_chunks": 2}, {"layers_per_chunk": 2}):
+        found = list(layouts(eight_billion(**chunks), Gpus(per_node=8, bytes=80 * GB)))
+        assert found and all(layout.pp > 1 for layout in found)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +166,7 @@ def test_every_layout_is_legal_and_the_best_that_fits_is_first(
         assert per_node % layout.tp == 0 and 32 % (layout.pp * layout.vpp) == 0 and 8 % layout.tp == 0 and layout.cp == cp
         assert batch % layout.lanes == 0 and batch // layout.lanes >= layout.replicas
         assert judged.fits == (judged.memory.recovery <= USABLE * gpus.bytes)
-        assert judged.memory.undisturbed <= judged.memory.recovery and judged.num_deaths >= 1
+        assert judged.memory.peak <= judged.memory.recovery and judged.num_deaths >= 1
     fitting = [each for each in found if each.fits]
     assert found[: len(fitting)] == fitting
     for other in fitting[1:]:
@@ -176,7 +188,7 @@ def test_the_chosen_layout_for_8_billion_on_one_node() -> None:
 
 def test_a_layout_fits_only_if_its_recovery_does() -> None:
     memory_of_two = needed(eight_billion(), tp=2, lanes=2)
-    between = (memory_of_two.undisturbed + memory_of_two.recovery) / 2
+    between = (memory_of_two.peak + memory_of_two.recovery) / 2
     judged = judge(eight_billion(), Gpus(per_node=8, bytes=int(between / USABLE)))
     [found] = [each for each in judged if each.layout == Layout(replicas=2, tp=2, expert_tp=2, lanes=2)]
     assert found.memory == memory_of_two and not found.fits

@@ -180,6 +180,20 @@ def test_the_splits_are_those_that_upstream_builds(model: str) -> None:
         assert sizes.on_stage(read.model, layout, stage, stages) == found, (layout, stage)
 
 
+def test_flags_of_kernels_alone_are_taken_out_since_a_kernel_has_no_parameters() -> None:
+    words = ["--transformer-impl", "local", "--apply-layernorm-1p", "--moe-permute-fusion", "--bf16"]
+    assert measure.layout_flags(words)[1] == ["--bf16"]
+
+
+def test_upstream_sees_no_precision_aware_optimizer_which_it_would_look_for_in_transformer_engine() -> None:
+    aware = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16, "main_grads_dtype": torch.bfloat16}
+    args = Namespace(**{**ARGS, **aware})
+    shown = measure.without_precision_aware(args)
+    types = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    assert not shown.use_precision_aware_optimizer and {getattr(shown, name) for name in types} == {torch.float32}
+    assert args.use_precision_aware_optimizer and args.main_params_dtype == torch.float16
+
+
 def test_the_flags_of_the_layout_are_taken_out_of_the_command_line() -> None:
     asked, others = measure.layout_flags(
         [
@@ -200,10 +214,56 @@ def test_the_flags_of_the_layout_are_taken_out_of_the_command_line() -> None:
         measure.layout_flags(["--decoder-first-pipeline-num-layers", "3"])
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--context-parallel-size 0", "--context-parallel-size is 0; it must be at least 1"),
+        ("--expert-tensor-parallel-size -1", "--expert-tensor-parallel-size is -1; it must be at least 1"),
+        ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank is 0; it must be at least 1"),
+        ("--context-parallel-size two", "--context-parallel-size: invalid int value: 'two'"),
+        ("--pipeline-model-parallel-size", "--pipeline-model-parallel-size: expected one argument"),
+        ("--sequence-parallel=1", "--sequence-parallel: ignored explicit argument '1'"),
+    ],
+)
+def test_a_wrong_size_is_refused_in_one_line(words: str, expected: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        measure.layout_flags(words.split())
+    assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 18 * 64 + 4 * 256),
+        ({"swiglu": True}, 18 * 64 + 6 * 256),
+        ({"num_experts": 8, "moe_router_topk": 2}, 18 * 64 + 2 * 4 * 256 + 4 * 64 * 2),
+        (
+            {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 96, "swiglu": True},
+            18 * 64 + 2 * 6 * 96 + 4 * 64 * 2,
+        ),
+    ],
+)
+def test_gated_units_and_experts_count_in_the_activations_of_a_layer(changes: dict[str, Any], expected: int) -> None:
+    args = Namespace(**{
+        "seq_length": 32, "micro_batch_size": 1, "hidden_size": 64, "ffn_hidden_size": 256, "num_layers": 2, "swiglu": False,
+        "quick_geglu": False, "num_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None,
+        "recompute_granularity": "selective", **changes,
+    })  # fmt: skip
+    layer = sizes.Elements(split=1)
+    model = sizes.Model(
+        first=layer, layers=(layer, layer), last=layer, vocabulary=64, num_heads=4, num_query_groups=4,
+        num_experts=args.num_experts or 0,
+    )  # fmt: skip
+    flags = sizes.Flags(micro_batch_size=1, global_batch_size=4, sequence_parallel=True)
+    found = {(each.tp, each.pp): each.bytes for each in measure.activations_of(args, model, flags)}
+    beside = 32 * (8 * 2 + 64 * 2)  # of the embedding, for two stages
+    assert found[2, 2] == (32 * expected * 2 + beside) // 2
+
+
 ARGS = {
     "multi_latent_attention": False, "hybrid_layer_pattern": None,
     "optimizer": "adam", "optimizer_cpu_offload": False, "params_dtype": torch.bfloat16, "bf16": True, "sgd_momentum": 0.9,
-    "accumulate_allreduce_grads_in_fp32": True, "use_precision_aware_optimizer": False, "store_param_remainders": True,
+    "accumulate_allreduce_grads_in_fp32": True, "use_precision_aware_optimizer": False,
     "main_params_dtype": torch.float32, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float32,
     "use_distributed_optimizer": True, "overlap_grad_reduce": False,
     **{f"recover_{name}": getattr(RecoverConfig(), name) for name in RecoverConfig.__struct_fields__},

@@ -178,15 +178,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     Each of the `num_replicas` replicas has `lanes` lanes. Raises ValueError with one line per
     mistake, each with the offending flag and the remedy.
     """
-    declared = seams.load()
-    unsupported = seams.unsupported_version(declared)
-    if unsupported:
-        raise ValueError(seams.refusal(declared, unsupported))
-    parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    for flag, declaration in FLAGS.items():
-        parser.add_argument(flag, **declaration)
-    add_recover_arguments(parser)
-    args, others, unreadable = _parsed(parser, argv)
+    args, others, unreadable = _read(argv)
     found = [*unreadable.values(), *_unknown(others), *refusals(args, lanes=lanes)]
     if num_replicas < 1 or lanes < 1:
         raise ValueError(f"--replicas is {num_replicas} and --lanes is {lanes}; both must be at least 1")
@@ -211,6 +203,43 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     return Preflight(
         layout, settings, args.seed, num_microbatches, args.micro_batch_size * lanes, batch_changes, args.train_iters
     )  # fmt: skip
+
+
+def flag_mistakes(argv: Sequence[str]) -> list[str]:
+    """Return one line for each mistake in `argv` that no layout cures, as `preflight` words it.
+
+    For a job whose replicas and sizes of a replica are not known yet, and whose data and folders
+    need not be on this machine.
+    """
+    args, others, unreadable = _read(argv)
+    args.tensor_model_parallel_size = args.pipeline_model_parallel_size = args.expert_model_parallel_size = 1
+    args.tensor_parallel_num_weight_shards = None
+    found = [*unreadable.values(), *_unknown(others), *refusals(args, lanes=1)]
+    try:
+        recover_config(args)
+    except ValueError as error:
+        found += str(error).splitlines()
+    if not unreadable.keys() <= {*recover_flags()}:
+        return found
+    shape = _model(args, tp=1)
+    if not shape and args.num_layers is not None and not _is_uneven(args):
+        sizes = [size for size in range(2, args.num_layers + 1) if args.num_layers % size == 0]
+        in_chunks = [_num_chunks(args, size)[1] for size in sizes]
+        shape = in_chunks[0] if in_chunks and all(in_chunks) else []
+    return [*found, *shape, *_num_microbatches(args, 1, 1)[1], *_length(args), *_saving(args)]
+
+
+def _read(argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
+    """Parse `argv` as `_parsed` does. Raises ValueError for a version that is not supported."""
+    declared = seams.load()
+    unsupported = seams.unsupported_version(declared)
+    if unsupported:
+        raise ValueError(seams.refusal(declared, unsupported))
+    parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for flag, declaration in FLAGS.items():
+        parser.add_argument(flag, **declaration)
+    add_recover_arguments(parser)
+    return _parsed(parser, argv)
 
 
 def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
@@ -269,19 +298,24 @@ def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
             "experts are spread inside a replica: raise --lanes of megatron-recover run"
         )
     vpp = 1
-    uneven = (
+    if args.num_layers is not None and not _is_uneven(args):
+        vpp, wrong = _num_chunks(args, pp)
+        found += wrong
+    elif args.num_virtual_stages_per_pipeline_rank is not None:
+        vpp = args.num_virtual_stages_per_pipeline_rank
+    return Layout(tp=tp, pp=pp, cp=cp, lanes=lanes, vpp=vpp), found
+
+
+def _is_uneven(args: Namespace) -> bool:
+    """Return whether the stages of the pipeline have different numbers of layers."""
+    settings = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,
         args.decoder_last_pipeline_num_layers,
         args.account_for_embedding_in_pipeline_split or None,
         args.account_for_loss_in_pipeline_split or None,
     )
-    if args.num_layers is not None and not any(setting is not None for setting in uneven):
-        vpp, wrong = _num_chunks(args, pp)
-        found += wrong
-    elif args.num_virtual_stages_per_pipeline_rank is not None:
-        vpp = args.num_virtual_stages_per_pipeline_rank
-    return Layout(tp=tp, pp=pp, cp=cp, lanes=lanes, vpp=vpp), found
+    return any(setting is not None for setting in settings)
 
 
 def _model(args: Namespace, tp: int) -> list[str]:

@@ -124,8 +124,10 @@ def chunks_of_stage(model: Model, flags: Flags, pp: int) -> int | None:
     stages = layers_of_stages(len(model.layers), pp, flags)
     if stages is None:
         return None
-    if pp == 1 or (flags.layers_per_chunk is None and flags.num_chunks is None):
+    if flags.layers_per_chunk is None and flags.num_chunks is None:
         return 1
+    if pp == 1:
+        return None  # as `run` judges: virtual stages need a pipeline
     of_stage = (len(model.layers) + flags.counts_embedding + flags.counts_loss) // pp
     if flags.layers_per_chunk is not None:
         return None if of_stage % flags.layers_per_chunk else of_stage // flags.layers_per_chunk

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -35,10 +35,13 @@ _LAYOUT: Final = (
     "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
     "--tensor-parallel-num-weight-shards",
 )  # fmt: skip
+_EXPERT_TENSOR: Final = "--expert-tensor-parallel-size"
 _UNEVEN: Final = (
     "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
 )  # fmt: skip
 """Flags that suit one pipeline-parallel size only."""
+_KERNELS: Final = ("--apply-layernorm-1p", "--moe-permute-fusion", "--moe-router-fusion")
+"""Flags that choose a kernel of Transformer Engine."""
 _MOST_TENSOR_RANKS: Final = 64
 """Largest tensor-parallel size for which activations are estimated; no node has more GPUs."""
 
@@ -51,10 +54,20 @@ def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for flag in (*_LAYOUT, *_UNEVEN):
         parser.add_argument(flag, **FLAGS[flag])
-    parser.add_argument("--expert-tensor-parallel-size", type=int)
+    parser.add_argument(_EXPERT_TENSOR, type=int)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--transformer-impl", default=SUPPRESS)  # the local layers are used in any case
-    found, others = parser.parse_known_args(argv)
+    # Kernels change no size of the model, and those of Transformer Engine need not be there.
+    parser.add_argument("--transformer-impl", default=SUPPRESS)
+    for flag in _KERNELS:
+        parser.add_argument(flag, action="store_true", default=SUPPRESS)
+    try:
+        found, others = parser.parse_known_args(argv)
+    except ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: {error.message}") from error
+    sizes = {flag: getattr(found, flag[2:].replace("-", "_")) for flag in (*_LAYOUT, _EXPERT_TENSOR)}
+    small = [f"{flag} is {size}; it must be at least 1" for flag, size in sizes.items() if type(size) is int and size < 1]
+    if small:
+        raise ValueError("\n".join(small))
     uneven = [flag for flag in _UNEVEN if getattr(found, flag[2:].replace("-", "_")) is not None]
     if uneven:
         raise ValueError(
@@ -106,6 +119,17 @@ def unplannable(args: Namespace) -> list[str]:
     return found
 
 
+def without_precision_aware(args: Namespace) -> Namespace:
+    """Return a copy of `args` without the precision-aware optimizer.
+
+    Upstream would look for it in Transformer Engine, and it changes no size of the model.
+    """
+    shown = copy.copy(args)
+    shown.use_precision_aware_optimizer = False
+    shown.main_params_dtype = shown.main_grads_dtype = shown.exp_avg_dtype = shown.exp_avg_sq_dtype = torch.float32
+    return shown
+
+
 def numerics_of(args: Namespace) -> Numerics:
     """Return the bytes for each element that the parsed arguments lead to."""
     weight = args.params_dtype.itemsize
@@ -116,7 +140,7 @@ def numerics_of(args: Namespace) -> Numerics:
     if is_aware:
         # Transformer Engine stores the lower half of an fp32 main parameter; the weight has the
         # upper half.
-        remains = args.store_param_remainders and args.bf16 and args.main_params_dtype == torch.float32
+        remains = getattr(args, "store_param_remainders", True) and args.bf16 and args.main_params_dtype == torch.float32
         main = 2 if remains else args.main_params_dtype.itemsize
         moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     config = recover_config(args)
@@ -128,13 +152,16 @@ def numerics_of(args: Namespace) -> Numerics:
 
 
 def activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Activations]:
-    """Yield upstream's estimate of the activations for each layout of one replica.
+    """Yield the activations for each layout of one replica: upstream's estimate, corrected.
 
-    Upstream's estimate knows no context parallelism. It is linear in the length of the sequence, so
-    the caller divides it by the context-parallel size.
+    Upstream's estimate is linear in the number of layers. It takes each for a dense one without
+    gated units, so that share of it is multiplied by `_layer_ratio`. Upstream knows no context
+    parallelism either. The estimate is linear in the length of the sequence, so the caller divides
+    it by the context-parallel size.
     """
     from megatron.training.theoretical_memory_usage import compute_activation_memory, compute_activation_memory_without_sp
 
+    ratio = _layer_ratio(args)
     counted = len(model.layers) + flags.counts_embedding + flags.counts_loss
     for tp in choice.tensor_sizes(model, flags, _MOST_TENSOR_RANKS):
         for pp in choice.divisors(counted):
@@ -147,7 +174,27 @@ def activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Acti
             tried.padded_vocab_size = padded(model, tp)
             splits = flags.sequence_parallel and tp > 1 and args.recompute_granularity == "selective"
             estimate = compute_activation_memory if splits else compute_activation_memory_without_sp
-            yield Activations(tp=tp, pp=pp, bytes=int(estimate(tried, None)))
+            everything = estimate(tried, None)
+            tried.num_layers = 0
+            beside = estimate(tried, None)
+            yield Activations(tp=tp, pp=pp, bytes=int(beside + ratio * (everything - beside)))
+
+
+def _layer_ratio(args: Namespace) -> float:
+    """Return the activations of a layer of this model, relative to the layer that upstream counts.
+
+    Upstream's layer has 18 h bytes a token, and 4 for each of its feed-forward units: the input and
+    the output of their non-linearity. A gated unit has one input more. With experts, a token passes
+    those that its router chooses, and is copied on its way to each and back.
+    """
+    hidden, feed_forward = args.hidden_size, args.ffn_hidden_size
+    unit = 6 if args.swiglu or args.quick_geglu else 4
+    if args.num_experts:
+        of_expert = unit * (args.moe_ffn_hidden_size or feed_forward) + 4 * hidden
+        layer = 18 * hidden + args.moe_router_topk * of_expert
+    else:
+        layer = 18 * hidden + unit * feed_forward
+    return float(layer / (18 * hidden + 4 * feed_forward))
 
 
 def measured(args: Namespace, asked: Namespace, model: Any) -> Sizes:
@@ -204,7 +251,7 @@ def main() -> None:
             if found := [*refusals(args, lanes=1), *unplannable(args)]:
                 raise ValueError("\n".join(found))
             begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-            model = build(configure(args), model_provider)
+            model = build(configure(without_precision_aware(args)), model_provider)
             if not all(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError("the model puts parameters on a device of its own choice; leave the device to torch's default")
             sizes = measured(args, asked, model)

@@ -1,7 +1,9 @@
 """The bytes that a rank of a layout needs, by part. Pure arithmetic.
 
 Note [Peaks]
-    Weights, gradient and optimizer are always there. The rest comes and goes:
+    Weights, gradient and optimizer are always there, and so are the buffers of a sum once the first
+    is done: NCCL's scratch and the copies for lanes live as long as the reduction. The rest comes
+    and goes:
 
     - A step without failures has its activations first. The reduction begins when they are gone
       (with `--overlap-grad-reduce` before the last backward), and allocates the results, which are
@@ -38,9 +40,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: int
     """Main parameters and moments."""
     activations: int
-    """Activations as upstream estimates them."""
+    """Activations as upstream estimates them, corrected for gated units and experts."""
     sums: int
-    """Buffers of the sum of one bucket over lanes and replicas."""
+    """Buffers of the sum of one bucket over lanes and replicas, which are kept."""
     redirected: int
     """Gradient of decided buckets in a recovery."""
     step_copy: int = 0
@@ -50,20 +52,19 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def always(self) -> int:
         """Return the bytes that are never free."""
-        return self.weights + self.gradient + self.optimizer
+        return self.weights + self.gradient + self.optimizer + self.sums
 
     @property
-    def undisturbed(self) -> int:
+    def peak(self) -> int:
         """Return the peak of a step without failures. See Note [Peaks]."""
-        reducing = self.result + self.sums
         if self.is_overlapped:
-            return self.always + max(self.activations + reducing, self.step_copy)
-        return self.always + max(self.activations, reducing, self.step_copy)
+            return self.always + max(self.activations + self.result, self.step_copy)
+        return self.always + max(self.activations, self.result, self.step_copy)
 
     @property
     def recovery(self) -> int:
         """Return the peak of a recovery. See Note [Peaks]."""
-        return self.always + self.result + max(self.activations + self.redirected, self.sums, self.step_copy)
+        return self.always + self.result + max(self.activations + self.redirected, self.step_copy)
 
 
 def memory(sizes: Sizes, layout: Layout) -> Memory:

@@ -110,7 +110,7 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Activations(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of activations on a rank, as upstream estimates them."""
+    """Bytes of activations on a rank, as `measure.activations_of` estimates them."""
 
     tp: int
     pp: int
