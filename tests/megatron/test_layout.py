@@ -60,6 +60,34 @@ def test_results_add_to_activations_in_a_recovery_only() -> None:
     assert overlapped.peak == found.always + found.activations + found.result
 
 
+def test_ranks_of_context_parallelism_share_sums_like_lanes_and_split_activations() -> None:
+    lanes, contexts = needed(eight_billion(), lanes=2), needed(eight_billion(), cp=2)
+    assert (contexts.result, contexts.optimizer, contexts.sums) == (lanes.result, lanes.optimizer, lanes.sums)
+    assert contexts.activations == lanes.activations // 2
+    experts = Layout(replicas=2, tp=2, cp=2, lanes=2, ep=4, expert_tp=1)
+    assert (experts.num_shards, experts.num_expert_shards) == (4, 2)
+
+
+def test_a_tenth_of_a_gpu_is_left_free_and_a_death_below_the_least_replicas_does_not_count() -> None:
+    sizes = eight_billion()
+    need = needed(sizes, tp=4).recovery
+    for memory_bytes, fits in ((int(need / 0.9) + 1, True), (int(need / 0.9) - 2, False)):
+        found = judge(sizes, Gpus(per_node=8, bytes=memory_bytes))
+        assert [each.fits for each in found if (each.layout.tp, each.layout.pp, each.layout.lanes) == (4, 1, 1)] == [fits]
+    for least, deaths in ((1, 3), (2, 2)):
+        found = judge(eight_billion(min_replicas=least), Gpus(per_node=4, bytes=500 * GB))
+        assert max(each.num_deaths for each in found) == deaths
+
+
+def test_the_worst_stage_is_the_one_whose_recovery_needs_the_most() -> None:
+    """The first stage has the largest parameter, and the last one more parameters."""
+    sizes = eight_billion()
+    large = msgspec.structs.replace(sizes.model.layers[0], split=1_000_000, largest_split=3_000_000_000)
+    model = msgspec.structs.replace(sizes.model, layers=(large, *sizes.model.layers[1:]))
+    found = needed(msgspec.structs.replace(sizes, model=model), pp=2)
+    assert found.redirected == 2 * 3_000_000_000 * 4
+
+
 def test_the_buffers_of_a_sum_are_never_free() -> None:
     found = needed(eight_billion(), tp=2, lanes=2)
     more = msgspec.structs.replace(found, sums=found.sums + GB)
