@@ -74,7 +74,7 @@ replica = 1
 rank = 1
 point = "compute"
 kind = "slow"
-factor = 6.0
+factor = 15.0
 step = 8
 steps = 1
 

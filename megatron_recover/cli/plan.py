@@ -159,7 +159,7 @@ def table(shown: Sequence[Judged]) -> Table:
             *(str(getattr(layout, name)) for name, _ in dimensions),
             *(_gb(getattr(memory, part)) for part in _PARTS),
             _gb(memory.peak), _gb(memory.recovery),
-            f"{_gpus(layout.num_ranks)} ({judged.lost_share:.0%})", str(judged.num_deaths),
+            f"{_gpus(layout.num_ranks)} ({_share(judged.lost_share)})", str(judged.num_deaths),
             "fits" if judged.fits else "too large",
         )  # fmt: skip
     return found
@@ -167,6 +167,10 @@ def table(shown: Sequence[Judged]) -> Table:
 
 def _gb(number: int) -> str:
     return f"{number / _GB:.1f}"
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else "less than 1%"
 
 
 def _gpus(number: int) -> str:
@@ -203,8 +207,8 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
     return (
         f"* Chosen: {layout.replicas} replicas of {_gpus(layout.num_ranks)}. No layout that fits has smaller replicas. Of "
         "those with equal\n  ones this has the least communication: the smallest TP, then PP, then EP.\n"
-        f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {chosen.lost_share:.0%} of the throughput. "
-        f"The step of the death\n  takes up to {chosen.longer_step:.0%} longer; no step is lost. "
+        f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {_share(chosen.lost_share)} of the throughput. "
+        f"The step of the death\n  takes up to {_share(chosen.longer_step)} longer; no step is lost. "
         f"The run survives {chosen.num_deaths} death{'s' if chosen.num_deaths > 1 else ''}.\n\n"
         f"  megatron-recover run {ours} -- {script} <your other flags> {theirs}"
         f"{_ENVIRONMENT if layout.tp > 1 or layout.cp > 1 else ''}"
@@ -280,7 +284,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(_json(found, sizes, gpus))
         return ExitCode.OK if found[0].fits else ExitCode.BAD_INPUT
-    _tell(found, sizes, gpus, script, everything=arguments.all)
+    _print(found, sizes, gpus, script, everything=arguments.all)
     if not found[0].fits:
         parser.error(
             f"no layout fits: the smallest needs {_gb(found[0].memory.recovery)} GB a rank; "
@@ -289,7 +293,7 @@ def main(argv: list[str]) -> int:
     return ExitCode.OK
 
 
-def _tell(found: Sequence[Judged], sizes: Sizes, gpus: Gpus, script: str, *, everything: bool) -> None:
+def _print(found: Sequence[Judged], sizes: Sizes, gpus: Gpus, script: str, *, everything: bool) -> None:
     """Print the layouts, and the chosen one if any fits."""
     fitting = [each for each in found if each.fits]
     shown = found if everything else fitting[:_ROWS] or found[:_ROWS_OF_NONE]

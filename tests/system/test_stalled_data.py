@@ -86,7 +86,10 @@ def test_a_data_disk_that_stands_still_under_all_replicas_ends_none_of_them(
         launcher.kill()
         launcher.wait()
     silent = [each for each in events(run_dir, "rank_silent") if each["verdict"] == "hung"]
-    assert {each["phase"] for each in silent} == {"data"} and {each["state"] for each in silent} <= {"D", "S"}, silent
+    assert {each["phase"] for each in silent} == {"data"}, silent
+    # The state is that of the training thread. While the reading thread waits for the disk with the interpreter's lock, the
+    # training thread wakes every 5 ms to ask for the lock.
+    assert {each["state"] for each in silent} <= {"D", "S", "R"}, silent
     assert {each["rank"] for each in silent} == {0}
     siblings = {(each["replica"], 1) for each in silent if tp > 1}
     waiting = {(each["replica"], each["rank"]) for event in silent for each in event["waiting"] if each["phase"] == "forward"}

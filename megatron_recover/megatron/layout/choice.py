@@ -12,6 +12,7 @@ Note [Choice]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -153,4 +154,5 @@ def _expert_sizes(model: Model, flags: Flags, tp: int, lanes: int) -> list[int]:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a positive number, ascending."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
