@@ -122,7 +122,7 @@ class Asked:
         return os.getpid()
 
     def page(self, replica: int, rank: int) -> SimpleNamespace:
-        return SimpleNamespace(microbatches=(7,), phase=Phase.FORWARD, label="train 21")
+        return SimpleNamespace(microbatches=(7,), phase=Phase.FORWARD, label="train 21", ahead=None)
 
 
 HUNG = [Named(replica, 0, Verdict.HUNG, Phase.FORWARD, 3.0, 2.0, "S", 20, "train 21", (3,)) for replica in range(2)]
