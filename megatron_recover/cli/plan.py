@@ -96,7 +96,7 @@ def _parser() -> Parser:
     return parser
 
 
-def measured(script: str, flags: Sequence[str]) -> Sizes:
+def read_sizes(script: str, flags: Sequence[str]) -> Sizes:
     """Return the sizes of the model that a script trains. Raises ValueError for bad input."""
     if _is_shell(script):
         raise ValueError(f"{script} is a shell script; write the Python script, not the shell script, and its flags")
@@ -271,7 +271,7 @@ def main(argv: list[str]) -> int:
     try:
         if mistakes := flag_mistakes(flags):
             parser.error("\n".join(mistakes))
-        sizes = measured(script, flags)
+        sizes = read_sizes(script, flags)
     except ValueError as error:
         parser.error(str(error))
     found = judge(sizes, gpus)

@@ -100,6 +100,11 @@ def results(plan: Plan, replica: ReplicaId) -> dict[BucketId, Version]:
     return brought | dict.fromkeys(plan.reduces, plan.generation)
 
 
+def microbatches_of(plan: Plan) -> tuple[MicrobatchId, ...]:
+    """Return the microbatches that a plan orders, in their order."""
+    return tuple(microbatch for compute in plan.computes for microbatch in compute.microbatches)
+
+
 def operations(plan: Plan, replica: ReplicaId, buckets: Iterable[BucketId]) -> tuple[Operation, ...]:
     """Return a rank's operations across replicas: copies, then sums in the order of `buckets`.
 

@@ -38,8 +38,9 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import Label, StepKind
+from megatron_recover.core.plan import microbatches_of
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.values import Apply, MicrobatchId, Plan, Work
+from megatron_recover.core.values import Apply, Plan, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
@@ -336,7 +337,7 @@ class CommitLoop:
         overlap = Overlap(reduction, lambda: queue.plan)
         # What is dealt after a loss is read when it is due: `trainer/read_ahead.py`,
         # Note [What is not read ahead].
-        ahead = _microbatches(plan) if plan.generation == self._settled_generation else ()
+        ahead = microbatches_of(plan) if plan.generation == self._settled_generation else ()
         try:
             with overlap, self._cursor.reading_ahead(ahead):
                 microbatches.begin_pass(overlap)
@@ -367,7 +368,7 @@ class CommitLoop:
 
     def _extended(self, plan: Plan) -> None:
         if self._driver.rank == 0:
-            self._record(trace.Extended, generation=plan.generation, step=plan.step, microbatches=_microbatches(plan))
+            self._record(trace.Extended, generation=plan.generation, step=plan.step, microbatches=microbatches_of(plan))
 
     def _apply(
         self, order: Apply, reduction: Reduction, chunks: list[Any], arguments: dict[str, Any]
@@ -466,11 +467,6 @@ class CommitLoop:
             return str(Label(StepKind.TRAIN, self._iteration()))
         self._num_evaluations += 1
         return str(Label(StepKind.EVALUATE, self._iteration(), self._num_evaluations))
-
-
-def _microbatches(plan: Plan) -> tuple[MicrobatchId, ...]:
-    """Return the microbatches that a plan orders, in their order."""
-    return tuple(microbatch for compute in plan.computes for microbatch in compute.microbatches)
 
 
 def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> None:

@@ -37,7 +37,7 @@ def told(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Sizes]:
     """Have the verb find the sizes of a model of 8 billion parameters; a test may put others in the list."""
     sizes = [eight_billion()]
-    monkeypatch.setattr(plan, "measured", lambda script, flags: sizes[0])
+    monkeypatch.setattr(plan, "read_sizes", lambda script, flags: sizes[0])
     return sizes
 
 
@@ -188,7 +188,7 @@ def test_a_real_script_is_measured_without_training_it() -> None:
         "--vocab-size 128256 --make-vocab-size-divisible-by 1 --micro-batch-size 1 --global-batch-size 128 --train-iters 1 "
         "--lr 1e-4 --bf16 --use-distributed-optimizer --sequence-parallel --recompute-activations --mock-data"
     )  # fmt: skip
-    found = plan.measured(SCRIPT, [*flags.split(), "--tensor-model-parallel-size", "2"])
+    found = plan.read_sizes(SCRIPT, [*flags.split(), "--tensor-model-parallel-size", "2"])
     expected = eight_billion(sequence_parallel=True)
     assert found.model == expected.model
     assert found.numerics == expected.numerics
@@ -203,7 +203,7 @@ def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
         "--mock-data --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 "
         "--exp-avg-sq-dtype bf16 --apply-layernorm-1p"
     )  # fmt: skip
-    assert plan.measured(SCRIPT, flags.split()).numerics.optimizer == 2 + 2 + 2
+    assert plan.read_sizes(SCRIPT, flags.split()).numerics.optimizer == 2 + 2 + 2
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
 def test_what_a_script_complains_of_is_told(code: int, errors: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code, "", errors))
     with pytest.raises(ValueError) as raised:
-        plan.measured(SCRIPT, [])
+        plan.read_sizes(SCRIPT, [])
     assert str(raised.value) == expected
 
 
@@ -236,7 +236,7 @@ def test_a_shell_script_is_refused(tmp_path: Path) -> None:
     for name, content in (("train.sh", "python train.py"), ("train", "#!/usr/bin/env bash\npython train.py")):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=f"{name} is a shell script; write the Python script, not the shell script"):
-            plan.measured(str(tmp_path / name), [])
+            plan.read_sizes(str(tmp_path / name), [])
 
 
 def until(condition: Callable[[], bool]) -> None:

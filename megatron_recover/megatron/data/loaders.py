@@ -170,12 +170,14 @@ class MicrobatchIterator:
 
     def read_when_due(self, indices: range) -> dict[str, Tensor]:
         """Return the batch of these samples; find out if reading draws from a shared generator."""
+        if self.may_read_ahead is False:
+            return self.read(indices)
         before = state_of_generators()
         batch = self.read(indices)
         draws = state_of_generators() != before
-        if draws and self.may_read_ahead is not False:
+        if draws:
             logger.warning("reading samples changes the random state of the process: no sample is read before it is due")
-        self.may_read_ahead = self.may_read_ahead is not False and not draws
+        self.may_read_ahead = not draws
         return batch
 
 

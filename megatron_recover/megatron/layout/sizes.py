@@ -6,6 +6,7 @@ Megatron.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import msgspec
@@ -34,14 +35,10 @@ class Elements(msgspec.Struct, frozen=True, kw_only=True):
     def __add__(self, other: Elements) -> Elements:
         """Return the elements of both: sums, and the larger of the largest."""
         joined = {
-            name: (max if name.startswith("largest_") else _sum)(getattr(self, name), getattr(other, name))
+            name: (max if name.startswith("largest_") else operator.add)(getattr(self, name), getattr(other, name))
             for name in self.__struct_fields__
         }
         return Elements(**joined)
-
-
-def _sum(one: int, other: int) -> int:
-    return one + other
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

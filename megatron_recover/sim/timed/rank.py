@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import rank
 from megatron_recover.core.label import StepKind, label_of
-from megatron_recover.core.plan import Operation, operations
+from megatron_recover.core.plan import Operation, microbatches_of, operations
 from megatron_recover.core.request import SAVED
 from megatron_recover.core.values import (
     Apply,
@@ -211,7 +211,7 @@ class TimedRank:
         job = self.job
         job.memory.compute(self, plan)
         self.plans_taken += 1
-        microbatches = [microbatch for compute in plan.computes for microbatch in compute.microbatches]
+        microbatches = microbatches_of(plan)
         if not microbatches:
             if not self.machine.in_pass:
                 self._operate()
