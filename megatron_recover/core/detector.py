@@ -20,7 +20,14 @@ Note [Who may be fenced for a hang]
     (`LEANS_ON_OTHERS`), or that compiles, silence is no evidence before the deadline. The process
     state proves nothing: a copy to the page cache, reading samples and garbage collection all use a
     processor. So an endless loop in such a phase costs the deadline. A rank that waits for others
-    never hangs: the rank that keeps it waiting does.
+    does not hang: the rank that keeps it waiting does.
+
+Note [The last replica waits for itself]
+    A kernel that hangs on a GPU is seen as a wait: the training thread has launched what comes
+    after it, and waits in a sum or for another stage. While other replicas live, they miss the
+    replica in their sums. The last replica is missed by nobody. So while all its ranks wait, none
+    for a tracer or a stopped process, the waits in the replica's own sums and stages count as
+    silence, from the moment at which the last of the ranks began to wait.
 
 Note [Ranks that wait inside their replica]
     Megatron's own collectives join the ranks of a replica inside a computation: one reads samples
@@ -62,6 +69,7 @@ Note [Ranks that a tracer holds]
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Collection, Mapping
 from statistics import median
 from types import MappingProxyType
@@ -119,6 +127,7 @@ class Verdict(enum.Enum):
 
     WORKING = "working"
     WAITING = "waiting"
+    """Kept waiting by another rank of its replica (Note [Ranks that wait inside their replica])."""
     SLOW = "slow"
     """Silent for more than half the time after which it hangs."""
     HUNG = "hung"
@@ -265,7 +274,7 @@ def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
     longest_s = state.figures.longest_s.get(phase)
     if longest_s is None and phase in state.older.longest_s:
         longest_s = OLDER * state.older.longest_s[phase]
-    if phase in WAITS or step_s is None or longest_s is None:
+    if step_s is None or longest_s is None:
         return None
     return max(state.limits.hung_s, HANG_STEPS * step_s, TIMES_LONGEST * longest_s)
 
@@ -409,12 +418,15 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
     accused: dict[ReplicaId, Named] = {}
     silent: set[ReplicaId] = set()
     ranks = dict(state.ranks)
+    idle_s = _idle_s(state, look)
     for sight in look.sights:
         key = sight.replica, sight.rank
         watched = ranks.get(key)
         if watched is None:
             continue
         told = watched.told
+        if watched.progress.phase in WAITS:
+            watched = replace(watched, quiet_s=0.0 if watched.progress.phase is Phase.ORDERS else idle_s)
         verdict, limit_s = _verdict(state, watched, sight.state)
         if watched.reading_s and verdict in (Verdict.WORKING, Verdict.WAITING, Verdict.SLOW):
             watched = replace(watched, progress=_as_reading(watched.progress), quiet_s=watched.reading_s, is_kept=False)
@@ -453,6 +465,22 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
     return state, (*effects, *condemned, *work)
 
 
+def _idle_s(state: DetectorState, look: Look) -> float:
+    """Return the seconds for which all ranks of the only replica have waited, otherwise 0.
+
+    See Note [The last replica waits for itself].
+    """
+    if len({sight.replica for sight in look.sights}) != 1:
+        return 0.0
+    idle_s = math.inf
+    for sight in look.sights:
+        watched = state.ranks.get((sight.replica, sight.rank))
+        if watched is None or watched.progress.phase not in WAITS or sight.state in CANNOT_RUN | {TRACED}:
+            return 0.0
+        idle_s = min(idle_s, watched.quiet_s)
+    return idle_s
+
+
 def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) -> tuple[DetectorState, tuple[SeenAtWork, ...]]:
     """Record which replicas are at work, without the `accused` ones; report a change."""
     still = {sight.replica for sight in look.sights if sight.state in CANNOT_RUN}
@@ -485,8 +513,6 @@ def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verd
         limit_s = stop_limit_s(state)
         return (Verdict.TRACED if watched.traced_s > limit_s else Verdict.WORKING), limit_s
     phase = watched.progress.phase
-    if phase in WAITS:
-        return Verdict.WAITING, state.limits.deadline_s
     limit_s = min(hang_limit_s(state, phase) or state.limits.deadline_s, state.limits.deadline_s)
     if not state.generation:
         return Verdict.WORKING, limit_s  # the coordinator gives replicas their time to start

@@ -52,7 +52,9 @@ BOUNDED_BY_NOTHING_SEEN = LEANS_ON_OTHERS | {Phase.COMPILING}
 AFTER_A_STEP = frozenset({Phase.BETWEEN, Phase.DIGEST, Phase.SAVE})
 """Phases that come after all others of the step that the page shows."""
 
-EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN})
+EVERY_STEP = frozenset(
+    {Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCTION, Phase.OPTIMIZER, Phase.BETWEEN},
+)
 """Phases of every training step. One that no look saw took less than a gap. The step's time would
 be no bound: the first step of a generation contains the hang that led to the generation."""
 

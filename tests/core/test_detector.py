@@ -130,6 +130,53 @@ def test_with_one_replica_left_a_hang_is_named_and_ended_only_after_the_deadline
     assert [each.named.replica for each in watched.condemned] == [0]
 
 
+def waits(
+    watched: Watched, now_s: float, for_s: float, first: Phase, second: Phase, state: str = "S", *, look_s: float = LOOK_S
+) -> float:
+    """The only replica has two ranks that are silent in these phases for so long; returns the time then."""
+    for _ in range(math.ceil(for_s / look_s)):
+        now_s += look_s
+        watched.look(now_s, [Sight(0, 0, page(first, 1000), "S"), Sight(0, 1, page(second, 1000), state)])
+    return now_s
+
+
+def named_as_hung(watched: Watched) -> list[int]:
+    """The ranks, in the order in which they were named."""
+    return [effect.rank for _, effect in watched.said if isinstance(effect, Named) and effect.verdict is Verdict.HUNG]
+
+
+@pytest.mark.parametrize("other", sorted(WAITS))
+def test_a_device_of_the_last_replica_that_never_answers_is_named_and_ended_after_the_deadline(other: Phase) -> None:
+    """Its kernels are launched, so that the pages show waits; nobody misses the replica in a sum."""
+    watched, now_s = trained(phase=Phase.PIPELINE, replicas=1)
+    now_s = waits(watched, now_s, HUNG_S + 0.3, Phase.REDUCTION, other)
+    assert named_as_hung(watched) == ([0] if other is Phase.ORDERS else [0, 1]) and watched.condemned == []
+    now_s = waits(watched, now_s, DEADLINE_S - 10, Phase.REDUCTION, other, look_s=GAP_S)
+    assert watched.condemned == []
+    waits(watched, now_s, 20.0, Phase.REDUCTION, other, look_s=GAP_S)
+    [condemned] = watched.condemned
+    assert condemned.failing is None, "no microbatch is known to have caused it"
+
+
+def test_the_last_replica_waits_for_itself_from_when_the_last_of_its_ranks_waits() -> None:
+    watched, now_s = trained(phase=Phase.PIPELINE, replicas=1)
+    now_s = waits(watched, now_s, 60.0, Phase.REDUCTION, Phase.BETWEEN)
+    assert 0 not in named_as_hung(watched), "a rank at work keeps the other waiting"
+    now_s = waits(watched, now_s, HUNG_S - 0.3, Phase.REDUCTION, Phase.PIPELINE)
+    assert 0 not in named_as_hung(watched), "the time of the rank at work was laid on the one that waited"
+    waits(watched, now_s, 0.6, Phase.REDUCTION, Phase.PIPELINE)
+    assert 0 in named_as_hung(watched)
+
+
+@pytest.mark.parametrize(("other", "state"), [(Phase.ORDERS, "S"), (Phase.REDUCTION, "T"), (Phase.REDUCTION, "t"), (Phase.REDUCTION, "Z")])
+def test_the_last_replica_that_waits_for_an_order_or_for_a_process_that_cannot_run_does_not_hang(
+    other: Phase, state: str
+) -> None:
+    watched, now_s = trained(phase=Phase.PIPELINE, replicas=1)
+    waits(watched, now_s, 60.0, other, other, state)
+    assert named_as_hung(watched) == []
+
+
 def test_a_data_disk_that_stalls_for_all_is_named_and_ends_nobody() -> None:
     watched, now_s = trained(phase=Phase.DATA, replicas=3)
     now_s = silent(watched, now_s, 60.0, dict.fromkeys(range(3), Phase.DATA), dict.fromkeys(range(3), "D"))
