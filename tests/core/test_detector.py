@@ -168,7 +168,9 @@ def test_the_last_replica_waits_for_itself_from_when_the_last_of_its_ranks_waits
     assert 0 in named_as_hung(watched)
 
 
-@pytest.mark.parametrize(("other", "state"), [(Phase.ORDERS, "S"), (Phase.REDUCTION, "T"), (Phase.REDUCTION, "t"), (Phase.REDUCTION, "Z")])
+@pytest.mark.parametrize(
+    ("other", "state"), [(Phase.ORDERS, "S"), (Phase.REDUCTION, "T"), (Phase.REDUCTION, "t"), (Phase.REDUCTION, "Z")]
+)
 def test_the_last_replica_that_waits_for_an_order_or_for_a_process_that_cannot_run_does_not_hang(
     other: Phase, state: str
 ) -> None:

@@ -41,7 +41,12 @@ def test_flight_records_of_two_replicas_have_names_of_their_own(tmp_path: Path, 
     assert OLDER_FILE not in os.environ
 
 
-def test_flight_records_come_into_the_run_directory_unless_a_place_is_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipe", [None, "pipe_"])
+def test_flight_records_come_into_the_run_directory_unless_a_place_is_given(
+    pipe: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pipe is not None:  # it requests records and names no place for them
+        monkeypatch.setenv(PIPE, pipe)
     assert separate_flight_records(None, 0, str(tmp_path)) is None
     assert native(FILE) == f"{tmp_path}/flight-record-replica-0-rank-"
     assert FILE not in os.environ  # where Megatron would see a request

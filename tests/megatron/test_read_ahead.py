@@ -117,6 +117,43 @@ def test_the_first_batch_is_read_when_due_and_the_thread_changes_no_random_state
     assert [thread for thread, _ in dataset.reads][:10] == ["MainThread"] * 8 + [THREAD] * 2
 
 
+def test_all_chunks_of_a_model_are_read_ahead(cursor: MicrobatchCursor) -> None:
+    datasets = [Numbers(), Numbers()]
+    readers = [iterator(each, cursor) for each in datasets]
+    for reader in readers:
+        reader.may_read_ahead = True
+    cursor.begin(readers, 4)
+    with cursor.reading_ahead(range(2)):
+        until(lambda: len(cursor.read_ahead._ready) == 4, "reading ahead")
+    assert [thread for each in datasets for thread, _ in each.reads] == [THREAD] * 8
+
+
+def test_a_batch_is_pinned_for_a_gpu_whichever_thread_reads_it(
+    cursor: MicrobatchCursor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[tuple[str, torch.Tensor]] = []
+
+    def pin(self: torch.Tensor) -> torch.Tensor:
+        pinned.append((threading.current_thread().name, self.clone()))
+        return pinned[-1][1]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    reader = iterator(Numbers(), cursor)
+    for _ in range(2):
+        cursor.begin(reader, 2)
+        with cursor.reading_ahead(range(2)):
+            until(lambda: not reader.may_read_ahead or len(cursor.read_ahead._ready) == 2, "reading ahead")
+            for cursor.microbatch in range(2):
+                batch = next(reader)
+                assert all(any(value is each for _, each in pinned) for value in batch.values())
+    assert {thread for thread, _ in pinned} == {"MainThread", THREAD}
+    assert devices == [3], "the thread pins for the rank's own device"
+
+
 def test_every_generator_of_the_process_counts() -> None:
     for draw in (random.random, numpy.random.random, numpy.random.standard_normal, lambda: torch.rand(1)):  # noqa: NPY002
         before = state_of_generators()
@@ -159,6 +196,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def end(trainer: Trainer) -> None:
     trainer.loop.close()
+    thread = trainer.loop._cursor.read_ahead._thread
+    assert thread is None or not thread.is_alive()
 
 
 MANY = 16

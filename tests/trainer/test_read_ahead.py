@@ -132,6 +132,15 @@ def test_as_many_are_read_ahead_as_were_asked_for_and_the_next_when_one_is_taken
     assert all([index for _, [index] in source.reads] == list(range(len(source.reads))) for source in sources)
 
 
+def test_of_several_sources_the_batch_that_is_due_first_is_read_first(make: Make) -> None:
+    """The chunks of a model take a batch each in turn."""
+    ahead, first, second = make(2), Source(), Source()
+    second.reads = first.reads
+    ahead.expect([first.batch(0), second.batch(0, step=1), first.batch(1), second.batch(1, step=1)])
+    until(lambda: len(ahead._ready) == 4, "reading ahead")
+    assert [indices.start for _, indices in first.reads] == [0, 10, 1, 11]
+
+
 def test_what_is_dropped_is_freed_also_if_it_is_being_read(make: Make) -> None:
     ahead, source = make(2), Source()
     source.stalled = {1}
