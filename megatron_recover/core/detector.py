@@ -296,7 +296,8 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
         state = replace(state, generation=look.generation, figures=Figures(), older=older)
     longest_s, steps_s = dict(state.figures.longest_s), state.figures.steps_s
     held = {sight.replica for sight in look.sights if sight.state == TRACED}
-    kept = _kept(state, _with_readings(state, look))
+    shown = _with_readings(state, look)
+    kept = _kept(state, shown)
     ranks: dict[tuple[ReplicaId, int], Watched] = {}
     for sight in look.sights:
         key = sight.replica, sight.rank
@@ -315,7 +316,7 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
         ranks[key] = watched
     figures = Figures(steps_s, longest_s)
     state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)
-    return _judge(state, look)
+    return _judge(state, look, shown)
 
 
 def _with_readings(state: DetectorState, look: Look) -> Look:
@@ -412,8 +413,11 @@ def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ..
     return ((before.step_s + gap_s) / num,) * min(num, _KEPT_STEPS)
 
 
-def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
-    """Name ranks with a new verdict; condemn replicas by Note [Who may be fenced for a hang]."""
+def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
+    """Name ranks with a new verdict; condemn replicas by Note [Who may be fenced for a hang].
+
+    `shown`: the look as `_with_readings` returns it.
+    """
     effects: list[Effect] = []
     accused: dict[ReplicaId, Named] = {}
     silent: set[ReplicaId] = set()
@@ -461,7 +465,7 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
         if replica not in state.condemned and (others_live or named.seconds >= state.limits.deadline_s)
     )
     gone = state.condemned | {each.named.replica for each in condemned}
-    state, work = _see_work(replace(state, ranks=ranks, condemned=gone), _with_readings(state, look), accused)
+    state, work = _see_work(replace(state, ranks=ranks, condemned=gone), shown, accused)
     return state, (*effects, *condemned, *work)
 
 

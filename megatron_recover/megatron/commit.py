@@ -134,11 +134,11 @@ class CommitLoop:
         self._generation = 0
         """Generation of the newest order; 0 before the first."""
         self._settled_generation = 0
-        """Generation of the newest commit. A pass of a later one follows a fault."""
+        """Generation of the newest commit. A pass of a later one may follow a fault."""
         self._has_given_up = False
 
     def close(self) -> None:
-        """End the thread that reads samples ahead. No step may follow."""
+        """End the thread that reads samples ahead. No step with microbatches may follow."""
         self._cursor.close(self._config.deadlines.close_s)
 
     # --- seams ------------------------------------------------------------------------------------

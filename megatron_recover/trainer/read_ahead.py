@@ -13,15 +13,16 @@ Note [One reading at a time]
 Note [Failures while reading ahead]
     A failed read is forgotten. The training thread reads the batch again when it is due, and raises
     there what reading raises. So the failure is charged to its own microbatch (INV-9), and a
-    microbatch that is never due raises nothing. Each failure is logged. After `_FAILURES` of a
-    source nothing more of it is read ahead: it may be one that no other thread can read.
+    microbatch that is never due raises nothing. Each failure is logged. After `_FAILURES` failures
+    in a row nothing more of the source is read ahead: no other thread may be able to read it.
 
 Note [What is not read ahead]
     - The first pass of a source. Reading may change the state of a random generator, which all
       threads of a process share. The training thread finds that out (`Source.may_read_ahead`).
-    - What is dealt after a loss (`commit.CommitLoop`). If a process dies by a signal while it
-      computes one microbatch and reads another, both are charged. The next replica that gets the
-      guilty one reads it alone, so the two deaths have one microbatch in common.
+    - A pass in a generation that is newer than the last commit (`commit.CommitLoop`): the first of
+      a run, and what is dealt after a loss. If a process dies by a signal while it computes one
+      microbatch and reads another, both are charged. The next replica that gets the guilty one
+      reads it alone, so the two deaths have one microbatch in common.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Batch(NamedTuple):
 class ReadAhead:
     """The batches that a rank reads ahead, and the thread `recover-read` that reads them.
 
-    The training thread calls every method.
+    The training thread calls every public method.
     """
 
     def __init__(self, page: ProgressPage, num_ahead: int) -> None:
@@ -86,7 +87,7 @@ class ReadAhead:
         self._is_due = self._is_closed = False
         """Due: the training thread waits for a batch, so the reading thread begins no other."""
         self._num_failed: dict[Source, int] = {}
-        """Readings ahead that failed, by source."""
+        """Readings ahead that failed since one succeeded, by source."""
         self._thread: threading.Thread | None = None
 
     def expect(self, batches: Iterable[Batch]) -> None:
@@ -175,9 +176,10 @@ class ReadAhead:
             finally:
                 self._page.show_reading(None)
             found.append(source.prepared(read))  # which may wait for the device, and is no reading
+            self._num_failed.pop(source, None)
         except BaseException as error:
-            self._num_failed[source] = self._num_failed.get(source, 0) + 1
-            source.may_read_ahead = self._num_failed[source] < _FAILURES
+            self._num_failed[source] = num_failed = self._num_failed.get(source, 0) + 1
+            source.may_read_ahead = num_failed < _FAILURES
             until = "it is read when it is due" if source.may_read_ahead else "no sample is read before it is due from now on"
             logger.warning("reading microbatch %d ahead failed (%r): %s", batch.microbatch, error, until)
         with self._changed:

@@ -46,6 +46,18 @@ def test_what_is_written_is_read(reader: PageReader) -> None:
     assert after.since_ns >= inside.since_ns
 
 
+def test_a_reading_that_outlives_its_step_is_not_of_the_next_one(reader: PageReader) -> None:
+    """The same id is another microbatch there, which a death would be charged to."""
+    page = writer(reader)
+    for step in (1, 2):
+        page.begin_step(step, f"train {step + 1}")
+        if step == 1:
+            page.show_reading(5)
+        page.enter(Phase.FORWARD, (0,))
+        progress = reader.read()
+        assert progress is not None and progress.ahead == (5 if step == 1 else None)
+
+
 def test_what_is_read_ahead_has_a_record_of_its_own(reader: PageReader) -> None:
     page = writer(reader)
     page.enter(Phase.FORWARD, (0, 1))

@@ -646,23 +646,52 @@ def test_only_readings_longer_than_a_look_delay_that_a_hang_is_found(looks_of_a_
 
 
 @pytest.mark.parametrize("reading", [0, 7])
-def test_a_rank_whose_reading_thread_stalls_is_named_as_reading_and_not_condemned(reading: int) -> None:
-    """The reading thread may hold the interpreter's lock while it waits for a disk: then nothing of the rank moves."""
+@pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.PIPELINE])
+def test_a_rank_whose_reading_thread_stalls_is_named_as_reading_and_not_condemned(phase: Phase, reading: int) -> None:
+    """The reading thread may hold the interpreter's lock while it waits for a disk: then nothing of the rank moves.
+
+    A sibling waits for the rank inside a forward.
+    """
     watched, now_s = trained()
 
-    def stuck(at_s: float, until_s: float, ahead: int | None) -> float:
+    def stuck(at_s: float, until_s: float, ahead: int | None, doing: Phase) -> float:
         while at_s < until_s:
             at_s += LOOK_S
-            computing = replace(page(Phase.BACKWARD, 1000), ahead=ahead)
-            watched.look(at_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, computing, "D")])
+            computing = replace(page(doing, 1000), ahead=ahead)
+            sights = [Sight(1, 0, computing, "D"), Sight(1, 1, page(Phase.FORWARD, 1000), "S")]
+            watched.look(at_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), *sights])
         return at_s
 
-    now_s = stuck(now_s, now_s + 60.0, ahead=reading)
+    now_s = stuck(now_s, now_s + 60.0, reading, phase)
     named = [effect for _, effect in watched.said if isinstance(effect, Named)]
-    assert {(each.replica, each.phase, each.microbatches) for each in named} == {(1, Phase.DATA, (reading,))}
+    assert {(each.replica, each.rank, each.phase, each.microbatches) for each in named} == {(1, 0, Phase.DATA, (reading,))}
     assert named[-1].verdict is Verdict.HUNG and watched.condemned == []
-    assert 1 in watched.at_work, "others wait for it in a sum"
-    stuck(now_s, now_s + 3.0, ahead=None)  # its reading is over, and it still does nothing
+    assert watched.at_work == (1,), "others wait for it in a sum"
+    if phase is Phase.PIPELINE:
+        return
+    stuck(now_s, now_s + 3.0, None, phase)  # its reading is over, and it still does nothing
     [condemned] = watched.condemned
     assert condemned.named.replica == 1 and condemned.named.phase is Phase.BACKWARD
     assert condemned.failing is not None and condemned.failing.microbatches == (3,)
+
+
+def test_a_reading_that_one_look_sees_is_no_work() -> None:
+    """It may have ended right after the look; others that wait for the replica would be told to wait on."""
+    watched, now_s = trained()
+    now_s = silent(watched, now_s, AFTER_WORK_S + 1.0, dict.fromkeys(range(2), Phase.PIPELINE))
+    assert watched.at_work == ()
+    for number in range(20):
+        now_s += LOOK_S
+        sights = [Sight(each, 0, replace(page(Phase.PIPELINE, 1000), ahead=number), "S") for each in (0, 1)]
+        watched.look(now_s, sights)
+        assert watched.at_work == ()
+
+
+def test_of_two_readings_of_a_rank_the_one_that_is_due_is_named() -> None:
+    """Its training thread reads microbatch 3, and another thread reads microbatch 7 ahead."""
+    watched, now_s = trained()
+    for _ in range(100):
+        now_s += LOOK_S
+        reading = replace(page(Phase.DATA, 1000), ahead=7)
+        watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, reading, "D")])
+    assert {effect.microbatches for _, effect in watched.said if isinstance(effect, Named)} <= {(3,)}

@@ -123,8 +123,9 @@ def test_all_chunks_of_a_model_are_read_ahead(cursor: MicrobatchCursor) -> None:
     for reader in readers:
         reader.may_read_ahead = True
     cursor.begin(readers, 4)
-    with cursor.reading_ahead(range(2)):
+    with cursor.reading_ahead(range(3)):
         until(lambda: len(cursor.read_ahead._ready) == 4, "reading ahead")
+    assert not cursor.read_ahead._ready and not cursor.read_ahead._expected, "it reads on behind the pass"
     assert [thread for each in datasets for thread, _ in each.reads] == [THREAD] * 8
 
 

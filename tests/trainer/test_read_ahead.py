@@ -32,6 +32,7 @@ class Found:
 
     def __init__(self, source: Source, indices: range) -> None:
         self.source, self.indices = source, indices
+        self.num_prepared = 0
 
 
 class Source:
@@ -65,6 +66,7 @@ class Source:
             self._at_once -= 1
 
     def prepared(self, batch: Found) -> Found:
+        batch.num_prepared += 1
         return batch
 
     def read_when_due(self, indices: range) -> Found:
@@ -115,7 +117,7 @@ def test_what_is_taken_is_what_was_due_in_any_order(make: Make, seed: int) -> No
                     ahead.take(batch)
             else:
                 found = ahead.take(batch)
-                assert (found.source, found.indices) == (batch.source, batch.indices)
+                assert (found.source, found.indices, found.num_prepared) == (batch.source, batch.indices, 1)
     assert all(source.most_at_once == 1 for source in sources), "two threads have read one source at the same time"
 
 
@@ -225,11 +227,16 @@ def test_one_failure_is_logged_and_the_others_are_read_ahead(make: Make, caplog:
 
 
 def test_a_batch_that_cannot_be_prepared_keeps_nobody_waiting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, source = make(1), Source()
-    original = source.prepared
+    """To prepare a batch is no reading: a device that hangs in it is not excused as a slow disk."""
+    reader = PageReader("test")
+    ahead, source = make(1, ProgressPage(os.dup(reader.descriptor))), Source()
+    original, shown = source.prepared, list[int | None]()
 
     def prepared(batch: Found) -> Found:
         if threading.current_thread().name == THREAD:
+            progress = reader.read()
+            assert progress is not None
+            shown.append(progress.ahead)
             raise MemoryError("no memory can be pinned")
         return original(batch)
 
@@ -237,6 +244,30 @@ def test_a_batch_that_cannot_be_prepared_keeps_nobody_waiting(make: Make, monkey
     ahead.expect(source.batches(0, 1))
     until(lambda: source.reads, "the reading")
     assert [ahead.take(source.batch(each)).indices.start for each in range(2)] == [0, 1]
+    assert shown and set(shown) == {None}
+    reader.close()
+
+
+def test_failures_that_are_not_in_a_row_do_not_end_reading_ahead(make: Make) -> None:
+    """In weeks, a store fails more than a few times."""
+    ahead, source = make(1), Source(frozenset({0, 2, 4, 6, 8}))
+    ahead.expect(source.batches(*range(10)))
+    for each in range(10):
+        until(lambda: len(source.reads) > 0 and (source.batch(each) in ahead._ready or ahead._reading is None), "reading")  # noqa: B023
+        source.failing -= {each}
+        ahead.take(source.batch(each))
+    assert source.may_read_ahead
+
+
+def test_what_was_read_ahead_of_a_source_that_may_no_longer_be_is_read_again_when_due(make: Make) -> None:
+    """A reading in the training thread has found that the source draws: its batches belong to their random states."""
+    ahead, source = make(2), Source()
+    ahead.expect(source.batches(0, 1))
+    until(lambda: len(ahead._ready) == 2, "reading ahead")
+    source.may_read_ahead = False
+    ahead.take(source.batch(7))
+    ahead.take(source.batch(0))
+    assert [thread for thread, indices in source.reads if indices.start == 0] == [THREAD, threading.current_thread().name]
 
 
 @pytest.mark.parametrize("known", [None, False])
