@@ -250,12 +250,14 @@ def test_a_batch_that_cannot_be_prepared_keeps_nobody_waiting(make: Make, monkey
 
 def test_failures_that_are_not_in_a_row_do_not_end_reading_ahead(make: Make) -> None:
     """In weeks, a store fails more than a few times."""
-    ahead, source = make(1), Source(frozenset({0, 2, 4, 6, 8}))
-    ahead.expect(source.batches(*range(10)))
-    for each in range(10):
-        until(lambda: len(source.reads) > 0 and (source.batch(each) in ahead._ready or ahead._reading is None), "reading")  # noqa: B023
-        source.failing -= {each}
-        ahead.take(source.batch(each))
+    ahead, source = make(2), Source()
+    for step in range(5):
+        source.failing = frozenset({10 * step})
+        ahead.expect(source.batches(0, 1, step=step))
+        until(lambda: source.batch(1, step) in ahead._ready, "the reading after the one that fails")  # noqa: B023
+        source.failing = frozenset()
+        assert [ahead.take(source.batch(each, step)).indices.start for each in range(2)] == [10 * step, 10 * step + 1]
+    assert [thread for thread, _ in source.reads].count(threading.current_thread().name) == 5
     assert source.may_read_ahead
 
 
