@@ -94,9 +94,9 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckpointNews(msgspec.Struct, frozen=True, tag=True):
-    """A message from the recorder: the iterations that the run has loaded and saved.
+    """A message from the recorder: `Account.loaded` and `Account.saved`, which mean the same there.
 
-    The launcher does not see these by itself (`Account`).
+    The launcher does not see these by itself.
     """
 
     loaded: int | None

@@ -263,7 +263,7 @@ def _on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
 
 
 def _on_at_work(state: CoordinatorState, news: AtWork) -> Step:
-    """Record which replicas are at work. It matters only when a wait expires."""
+    """Record which replicas are at work, for the next request, generation or timer."""
     return replace(state, at_work=news.replicas), ()
 
 

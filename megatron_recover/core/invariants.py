@@ -4,8 +4,7 @@
 invariant. `check(shape, facts)` observes a whole list.
 
 The explorer feeds what its simulated machines do. The checker of traces has rules of its own
-(`observe/verify/rules.py`), so that one mistake cannot hide in both. A field that a source cannot
-know is None. Facts come in an order in which they can have happened: cause before effect.
+(`observe/verify/rules.py`), so that one mistake cannot hide in both. Facts come in an order in which they can have happened: cause before effect.
 
 - INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`,
   `Applied.counts`).
@@ -26,9 +25,9 @@ know is None. Facts come in an order in which they can have happened: cause befo
 - INV-3, INV-4 and INV-7 have one exception: a step that is made void (`values.Void`) begins anew
   for each member that enters. It is given up only where it was void before, and then committed by
   all without a result.
-- INV-8 bounded waits, INV-9 progress: these are about what does *not* happen, so no single fact
-  breaks them. The explorer raises them at states in which nothing can happen any more. In
-  production the deadline of a driver does.
+- INV-8 bounded waits, INV-9 progress: these are about what does *not* happen. The only fact that
+  breaks one is a generation that gives up a step which was not computed anew. The explorer raises
+  both at states in which nothing can happen any more. In production the deadline of a driver does.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class Held(Value, frozen=True):
     version: Version
     checksum: int
     counts: tuple[int, ...] | None
-    """Number of times that each microbatch is in the result; None if unknown."""
+    """Number of times that each microbatch is in the result; None if the step has none."""
 
 
 class Digested(Value, frozen=True):
@@ -146,9 +145,11 @@ class Applied(Value, frozen=True):
     rank: int
     step: int
     counts: tuple[tuple[BucketId, tuple[int, ...]], ...] | None
-    """(bucket, number of times that each microbatch is in the gradient); None if unknown."""
+    """(bucket, number of times that each microbatch is in the gradient); None if the step does not
+    train."""
     digest: str | None
-    """Digest of the rank's parameters after the step; None if unknown."""
+    """Digest of the rank's parameters after the step; None if the step does not train or is given
+    up."""
 
 
 def formed(new: NewGeneration) -> Formed:

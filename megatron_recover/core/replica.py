@@ -454,7 +454,8 @@ def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
     return rows
 
 
-# One input can lead through several phases: with the last status a replica may plan and vote.
+# One input can lead through several phases: with the last status a replica may plan and vote, and
+# one whose vote is the last commits at once.
 _AFTER_EXCHANGE = (ReplicaPhase.IDLE, ReplicaPhase.WORKING, ReplicaPhase.VOTED)
 
 TABLE: Mapping[ReplicaPhase, Mapping[type, Row]] = {

@@ -50,7 +50,8 @@ class Microbatches:
         - `enter(microbatch, chunk)` sets samples and random state for the microbatch.
         - `journal`: the driver that records begun and finished microbatches; None except on rank 0.
         - `page` shows what is computed; None: nobody reads it.
-        - `in_work` tracks the work that the device has not finished.
+        - `in_work` tracks the work that the device has not finished; None: work counts as finished
+          when it is issued.
         - `is_first`: the step is one of the process's first, in which everything takes longer.
         """
         self._page, self._in_work = page or ProgressPage(), in_work or InWork(None)

@@ -18,7 +18,9 @@ def page() -> str:
         "# States",
         "Drawn from the tables of the machines by `python -m scripts.draw.diagram > docs/design/states.md`; a test "
         "keeps it current.\n"
-        "Inputs that a table does not list for a phase are dropped: they are late, repeated, or mean nothing there.",
+        "Inputs that a table does not list for a phase are dropped: they are late, repeated, or mean nothing there. "
+        "One input can lead through several phases: a replica whose vote is the last commits at once (working to idle), "
+        "and with the last status it may plan and vote.",
         "## One replica (`core/replica.py`)",
         _phases(),
         _replica_diagram(),

@@ -11,8 +11,8 @@ Simulated steps, and why they suffice
   independently of the others. A transport promises no more (data_plane/transport.py). A transfer of
   a decided bucket works the same way with `Copy`.
 * Inside a node these are left to chance: when a rank other than the leader's obeys a `Promise`,
-  until which it may still complete a reduction; when a follower begins a step with a digest, or
-  ends; and, if the scenario says so, when a pass ends (`passes_last`) or a training thread takes an
+  until which it may still complete a reduction; when rank 0 begins a step; when another rank begins
+  a step with a digest, or ends; and, if the scenario says so, when a pass ends (`passes_last`) or a training thread takes an
   order (`slow`). Every other step (reports, publishing) follows at once. It is invisible outside
   the node until the next message, commutes with all steps elsewhere, and is undone only by the loss
   of the node. Being early only adds behaviours: a published `Addend` need not be used.

@@ -70,7 +70,7 @@ def _tables() -> dict[str, type[Table]]:
 
 
 def _top(text: str, content: dict[str, object]) -> Iterator[str]:
-    """Yield the mistakes that one table alone can have."""
+    """Yield the mistakes inside a table, and numbers of a fault that `[job]` does not have."""
     tables = _tables()
     fields = {field.name: field for field in msgspec.structs.fields(Scenario)}
     plain = {}
