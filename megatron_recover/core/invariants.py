@@ -4,7 +4,8 @@
 invariant. `check(shape, facts)` observes a whole list.
 
 The explorer feeds what its simulated machines do. The checker of traces has rules of its own
-(`observe/verify/rules.py`), so that one mistake cannot hide in both. Facts come in an order in which they can have happened: cause before effect.
+(`observe/verify/rules.py`), so that one mistake cannot hide in both. Facts come in an order in
+which they can have happened: cause before effect.
 
 - INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`,
   `Applied.counts`).

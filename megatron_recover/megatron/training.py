@@ -382,7 +382,7 @@ def building_cache_once(provider: Callable[..., Any], args: Namespace, page: Pro
     """
     import torch
 
-    from megatron_recover.megatron.data.loaders import building_cache, cache_directory
+    from megatron_recover.megatron.data.index_cache import building_cache, cache_directory
 
     prefixes = [word for word in args.data_path or args.train_data_path or [] if os.path.isfile(f"{word}.idx")]
     directory = cache_directory(args.data_cache_path, prefixes)

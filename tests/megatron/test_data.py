@@ -13,7 +13,8 @@ import numpy
 import pytest
 import torch
 
-from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator, building_cache, cache_directory
+from megatron_recover.megatron.data.index_cache import building_cache, cache_directory
+from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
 
 
 class Numbers:

@@ -1,4 +1,4 @@
-"""Finds the samples of a microbatch, and guards upstream's index cache while it is built.
+"""Finds the samples of a microbatch.
 
 Samples are a pure function of two numbers: how many samples the job has consumed, and the
 microbatch's id. So every replica reads the same samples for an id: exactly the samples that
@@ -26,22 +26,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import MicrobatchId
-from megatron_recover.deadlines import figure
-from megatron_recover.host import lock_file
-from megatron_recover.host.whole_file import replacing
 from megatron_recover.megatron.data.masks import Masks, fill_mask_caches
 from megatron_recover.megatron.data.randomness import state_of_generators
 from megatron_recover.progress_page import ProgressPage
@@ -211,67 +204,3 @@ class Loaders:
             lane=parallel_state.get_data_parallel_rank(),
             num_lanes=parallel_state.get_data_parallel_world_size(),
         )
-
-
-# --- The index cache ------------------------------------------------------------------------------
-
-
-def cache_directory(data_cache_path: str | None, prefixes: Sequence[str]) -> Path | None:
-    """Return the folder of upstream's index cache, or None without data.
-
-    The folder is `--data-cache-path`, else `cache` below the first of `prefixes`.
-    """
-    if data_cache_path is not None:
-        return Path(data_cache_path)
-    return Path(prefixes[0]) / "cache" if prefixes else None
-
-
-@contextlib.contextmanager
-def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
-    """Let one process at a time build upstream's index cache, and expose no partial array.
-
-    Upstream treats a cache as complete if its files exist, and overwrites files that other
-    processes may have mapped. Within this context each array is written beside its final name,
-    synced and renamed. So a killed builder leaves each array complete or absent, and the next
-    builder builds the absent ones. Upstream's description beside them, which nothing reads back,
-    may be partial.
-
-    The lock only saves work. The kernel releases it when its holder ends. A process that has waited
-    for `patience_s` seconds, because the holder is stopped or slow, builds the cache without the
-    lock.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / ".building.lock"
-    with lock_file.opened(path) as lock:
-        try:
-            if lock_file.acquired(lock, patience_s):
-                lock.truncate(0)
-                print(f"pid {os.getpid()}", file=lock, flush=True)
-            else:
-                holder = lock.read().strip() or "another process"
-                _build_unlocked(f"{holder} has held {path} for {figure(patience_s)} s")
-        except OSError as error:  # a file system without locks, or a full one
-            _build_unlocked(f"{path} cannot be locked ({error.strerror})")
-        save = numpy.save
-        numpy.save = _atomic(save)
-        try:
-            yield
-        finally:
-            numpy.save = save
-
-
-def _build_unlocked(why: str) -> None:
-    print(f"{why}: building the index without the lock", file=sys.stderr)
-
-
-def _atomic(save: Callable[..., None]) -> Callable[..., None]:
-    def atomic_save(file: Any, array: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(file, str | os.PathLike):
-            save(file, array, *args, **kwargs)
-            return
-        with replacing(Path(file)) as stream:
-            save(stream, array, *args, **kwargs)
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    return atomic_save

@@ -12,10 +12,11 @@ Simulated steps, and why they suffice
   a decided bucket works the same way with `Copy`.
 * Inside a node these are left to chance: when a rank other than the leader's obeys a `Promise`,
   until which it may still complete a reduction; when rank 0 begins a step; when another rank begins
-  a step with a digest, or ends; and, if the scenario says so, when a pass ends (`passes_last`) or a training thread takes an
-  order (`slow`). Every other step (reports, publishing) follows at once. It is invisible outside
-  the node until the next message, commutes with all steps elsewhere, and is undone only by the loss
-  of the node. Being early only adds behaviours: a published `Addend` need not be used.
+  a step with a digest, or ends; and, if the scenario says so, when a pass ends (`passes_last`) or a
+  training thread takes an order (`slow`). Every other step (reports, publishing) follows at once.
+  It is invisible outside the node until the next message, commutes with all steps elsewhere, and is
+  undone only by the loss of the node. Being early only adds behaviours: a published `Addend` need
+  not be used.
 * The same holds for reductions that overlap the last backward. A bucket is published when the pass
   is closed, earlier than backward can reach it. The node's gradient already has the whole pass.
 """
