@@ -19,6 +19,7 @@ from megatron_recover.core import detector
 from megatron_recover.core.policy import aborted_by_communication, first_to_die, loss_of
 from megatron_recover.core.progress import COMPUTES, WAITS, Phase
 from megatron_recover.core.values import Loss, LossKind, ReplicaFailing
+from megatron_recover.core.verdict import Condemned, Look, Named, SeenAtWork, Sight, Verdict
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.standstills import about_stacks
 
@@ -52,7 +53,7 @@ class Watch:
                 deadlines.deadline_s, deadlines.gap_s, deadlines.stopped_s, deadlines.hung_s, deadlines.after_work_s
             )
         )
-        self._writing: dict[int, tuple[detector.Condemned, float]] = {}
+        self._writing: dict[int, tuple[Condemned, float]] = {}
         """Replicas to fence once their ranks have written their stacks, and the time limit of that
         wait."""
         self._oom_kills = OomKills()
@@ -73,27 +74,27 @@ class Watch:
         now_s = self._clock()
         self._oom_kills.look(now_s)
         sights = tuple(
-            detector.Sight(replica, rank, self._node.page(replica, rank), self._node.state(replica, rank, at_the_poll=True))
+            Sight(replica, rank, self._node.page(replica, rank), self._node.state(replica, rank, at_the_poll=True))
             for replica, rank in self._ranks
             if replica in replicas
         )
         before = self._state.ranks
-        self._state, effects = detector.step(self._state, detector.Look(now_s, generation, sights))
+        self._state, effects = detector.step(self._state, Look(now_s, generation, sights))
         for (replica, rank), watched in self._state.ranks.items():
             if not watched.told and (replica, rank) in before and before[replica, rank].told:
                 self._record(trace.RankMoved(replica=replica, rank=rank, step=watched.progress.step))
-        condemned = {effect.named.replica for effect in effects if isinstance(effect, detector.Condemned)}
+        condemned = {effect.named.replica for effect in effects if isinstance(effect, Condemned)}
         for effect in effects:
-            if isinstance(effect, detector.Named):
+            if isinstance(effect, Named):
                 self._name(effect, is_waited_for=effect.replica not in condemned | self._writing.keys())
-            elif isinstance(effect, detector.SeenAtWork):
+            elif isinstance(effect, SeenAtWork):
                 self._at_work(effect.replicas)
             else:
                 self._node.ask_for_stacks(effect.named.replica, of_all_threads=True)
                 self._writing[effect.named.replica] = (effect, now_s + self._stacks_s)
         return [self._fence(replica, now_s) for replica in self._due(replicas, now_s)]
 
-    def _name(self, named: detector.Named, *, is_waited_for: bool) -> None:
+    def _name(self, named: Named, *, is_waited_for: bool) -> None:
         """Report a finding on a rank to people and to the trace.
 
         `is_waited_for`: the rank's replica is not about to be fenced. The training threads of its
@@ -114,13 +115,13 @@ class Watch:
                 waiting=self._waiting(named.seconds / 2),
             )  # fmt: skip
         )
-        if named.verdict is detector.Verdict.SLOW:
+        if named.verdict is Verdict.SLOW:
             return
         if is_waited_for:
             self._node.ask_for_stacks(named.replica, of_all_threads=False)
         text = f"replica {named.replica}, {named}; {about_stacks(named.verdict.value, named.state)}"
         text += f" ({self._log_of(named.replica, named.rank)})"
-        if named.verdict is detector.Verdict.TRACED and (tracer := self._node.tracer(named.replica, named.rank)):
+        if named.verdict is Verdict.TRACED and (tracer := self._node.tracer(named.replica, named.rank)):
             text += f"; it continues when {tracer} releases it"
         if is_waited_for:
             left_s = max(0.0, self._deadline_s - named.seconds)
@@ -131,7 +132,7 @@ class Watch:
             )
         self._says(text)
 
-    def _idle_s(self, named: detector.Named) -> float | None:
+    def _idle_s(self, named: Named) -> float | None:
         watched = self._state.ranks.get((named.replica, named.rank))
         return None if watched is None else round(max(0.0, self._clock() - watched.progress.since_ns / 1e9), 3)
 

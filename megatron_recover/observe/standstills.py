@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.core.detector import STOPPED, TRACED, UNINTERRUPTIBLE
+from megatron_recover.core.verdict import STOPPED, TRACED, UNINTERRUPTIBLE
 from megatron_recover.observe.files import log_name
 from megatron_recover.observe.history import History
 

@@ -19,8 +19,8 @@ from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.watch import Watch, exception_in
 from megatron_recover.cluster.watched_process import WatchedProcess
 from megatron_recover.core import detector
-from megatron_recover.core.detector import Condemned, Named, Verdict
 from megatron_recover.core.progress import Phase
+from megatron_recover.core.verdict import Condemned, Named, Verdict
 from megatron_recover.deadlines import Deadlines
 
 pytestmark = pytest.mark.timeout(240)

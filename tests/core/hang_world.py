@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_recover.core import detector
-from megatron_recover.core.detector import Condemned, DetectorState, Effect, Look, SeenAtWork, Sight
+from megatron_recover.core.detector import DetectorState
 from megatron_recover.core.progress import Phase, Progress
+from megatron_recover.core.verdict import Condemned, Effect, Look, SeenAtWork, Sight
 from megatron_recover.deadlines import Deadlines
 
 DEADLINE_S = 1800.0

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import detector
-from megatron_recover.core.detector import Named, SeenAtWork, Sight, Verdict
 from megatron_recover.core.progress import COMPUTES, LEANS_ON_OTHERS, WAITS, Phase, Progress
+from megatron_recover.core.verdict import Named, SeenAtWork, Sight, Verdict
 from tests.core.hang_world import AFTER_WORK_S, DEADLINE_S, GAP_S, HUNG_S, Watched, drive, lognormal_steps
 
 LOOK_S = 0.1

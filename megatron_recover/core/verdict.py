@@ -1,0 +1,99 @@
+"""Values that the detector of hangs takes and returns; `core/detector.py` has it, and the Notes."""
+
+from __future__ import annotations
+
+import enum
+
+from megatron_recover.core.progress import Phase, Progress
+from megatron_recover.core.values import Generation, MicrobatchId, ReplicaFailing, ReplicaId, Value
+
+STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
+"""States of a process, as in /proc/PID/stat."""
+CANNOT_RUN = frozenset({STOPPED, "Z", "X", ""})
+"""States of a process that is stopped or gone."""
+
+
+class Sight(Value, frozen=True):
+    """The page and process state of one rank at one look."""
+
+    replica: ReplicaId
+    rank: int
+    progress: Progress | None
+    """Content of the page; None if the page is torn or was never written."""
+    state: str
+    """One letter of /proc/PID/stat; empty if the process is gone."""
+
+
+class Look(Value, frozen=True):
+    """All ranks of the replicas that are in the job, at one instant."""
+
+    now_s: float
+    generation: Generation
+    sights: tuple[Sight, ...]
+
+
+class Verdict(enum.Enum):
+    """The judgement on a rank."""
+
+    WORKING = "working"
+    WAITING = "waiting"
+    """Kept waiting by another rank of its replica (Note [Ranks that wait inside their replica])."""
+    SLOW = "slow"
+    """Silent for more than half the time after which it hangs."""
+    HUNG = "hung"
+    STOPPED = "stopped"
+    """Stopped by SIGSTOP for more than `stop_limit_s`."""
+    TRACED = "traced"
+    """Held by a debugger, gcore or strace (Note [Ranks that a tracer holds])."""
+
+
+class Named(Value, frozen=True):
+    """Effect: report the rank to the user, and have the rank write its stacks unless it is slow."""
+
+    replica: ReplicaId
+    rank: int
+    verdict: Verdict
+    phase: Phase
+    seconds: float
+    limit_s: float
+    state: str
+    step: int
+    label: str
+    microbatches: tuple[MicrobatchId, ...]
+    is_kept: bool = False
+    """True if another rank of its replica is at work, for which the rank may wait."""
+
+    def __str__(self) -> str:
+        """Return one line that describes the silence, without the replica."""
+        what = self.phase.name.lower().replace("_", " ")
+        if self.microbatches:
+            noun = "microbatch" if len(self.microbatches) == 1 else "microbatches"
+            what += f" ({noun} {', '.join(map(str, self.microbatches))})"
+        where = f"{what} of {self.label}" if self.label else what
+        text = f"rank {self.rank}: {self.verdict.value} for {self.seconds:.1f} s in {where}"
+        if self.state == UNINTERRUPTIBLE:
+            text += "; its process is in state D (it waits for a disk or driver, and SIGKILL waits as well)"
+        if self.verdict is Verdict.TRACED:
+            text += "; a tracer holds its process (a debugger, gcore or strace)"
+        if self.is_kept:
+            text += "; another rank of its replica is at work, and it may wait for that one"
+        return text
+
+
+class Condemned(Value, frozen=True):
+    """Effect, once: fence the replica after its ranks had a moment to write their stacks."""
+
+    named: Named
+    """The rank that was silent the longest; a stopped one comes first."""
+    failing: ReplicaFailing | None
+    """The microbatches that the hang is charged to, or None."""
+
+
+class SeenAtWork(Value, frozen=True):
+    """Effect: report all replicas at work to the coordinator, when they change (Note [At work])."""
+
+    replicas: tuple[ReplicaId, ...]
+    """Ascending."""
+
+
+Effect = Named | Condemned | SeenAtWork
