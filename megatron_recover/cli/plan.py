@@ -37,8 +37,8 @@ _ROWS = 12
 """Layouts that are printed without `--all`."""
 _ROWS_OF_NONE = 3
 """Layouts that are printed if none fits."""
-_WIDTH = 160
-"""Columns of the table where the output is no terminal."""
+_WIDTH = 10_000
+"""More columns than any table needs: a narrow terminal wraps its lines, and no figure is lost."""
 _PARTS = ("weights", "gradient", "result", "optimizer", "activations", "sums", "redirected")
 _MEASURE = "megatron_recover.megatron.layout.measure"
 _TRACEBACK = "Traceback (most recent call last):"
@@ -151,7 +151,7 @@ def table(shown: Sequence[Judged]) -> Table:
         found.add_column(title, justify="right", no_wrap=True)
     for title in (*_PARTS, "peak", "recovery", "a death takes", "deaths"):
         found.add_column(title, justify="right", no_wrap=True)
-    found.add_column("")
+    found.add_column("", no_wrap=True)
     for number, judged in enumerate(shown):
         layout, memory = judged.layout, judged.memory
         found.add_row(
@@ -297,15 +297,12 @@ def _print(found: Sequence[Judged], sizes: Sizes, gpus: Gpus, script: str, *, ev
     """Print the layouts, and the chosen one if any fits."""
     fitting = [each for each in found if each.fits]
     shown = found if everything else fitting[:_ROWS] or found[:_ROWS_OF_NONE]
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
     print(
         f"{_parameters(sizes) / _GB:.2f} billion parameters on {_gpus(gpus.number)} of {_gb(gpus.bytes)} GB, of which "
         f"{_gb(int(USABLE * gpus.bytes))} GB may be used. GB of the rank that needs the most:\n",
         flush=True,
     )
-    console.print(table(shown))
+    Console(highlight=False, width=_WIDTH).print(table(shown))
     if len(shown) < len(found):
         print(f"\n{len(fitting)} of {len(found)} layouts fit; --all prints all of them.")
     if fitting:

@@ -83,6 +83,26 @@ def test_all_lists_what_does_not_fit_as_well(measured: list[Sizes], capsys: pyte
     assert code == 0 and "too large" in out and "--all" not in out
 
 
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1", "COLUMNS": "80"}])
+def test_the_table_is_whole_however_narrow_the_terminal_is(
+    environment: dict[str, str], measured: list[Sizes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    sizes = eight_billion(cp=2, expert_tp=1, sequence_parallel=True)
+    measured[0] = msgspec.structs.replace(sizes, model=msgspec.structs.replace(sizes.model, num_experts=8))
+    _, out, _ = told(f"--all --nodes 16 -- {SCRIPT} {BATCH}", capsys)
+    lines = out.splitlines()
+    header = next(number for number, line in enumerate(lines) if "weights" in line)
+    assert lines[header].split() == [
+        *"replicas TP PP CP EP lanes weights gradient result optimizer activations sums redirected peak recovery".split(),
+        "a", "death", "takes", "deaths",
+    ]  # fmt: skip
+    rows = lines[header + 1 : lines.index("", header)]
+    assert len(rows) > 50 and all(re.search(r"GPUs? \(.+%\) +\d+  (fits|too large) *$", row) for row in rows)
+    assert [row for row in rows if row.startswith("* ")] == rows[:1]
+
+
 def test_json_has_the_bytes_of_every_layout(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(f"--json --nodes 2 --gpu-memory 80GiB -- {SCRIPT} {BATCH}", capsys)
     found = json.loads(out)
