@@ -177,6 +177,7 @@ REFUSALS = (
     Refusal("--exit-signal-handler-for-training", _set("exit_signal_handler_for_training"),
             "each replica would stop by itself", "send SIGTERM to megatron-recover run"),
     # Choice of samples.
+    Refusal("--rampup-batch-size", _not("rampup_batch_size"), "Megatron no longer obeys it", "use --step-batch-size-schedule"),
     Refusal("--dataloader-type", _not("dataloader_type", "single"),
             "a microbatch's samples must follow from its id", "use single"),
     Refusal("--dataloader-inter-document-masking", _set("dataloader_inter_document_masking"),

@@ -56,7 +56,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--micro-batch-size": _INT,
     "--global-batch-size": _INT,
     "--step-batch-size-schedule": _TEXT,
-    "--rampup-batch-size": {"nargs": 3, "default": None},
     "--eval-micro-batch-size": _INT,
     "--eval-global-batch-size": _INT,
     # Data.
@@ -77,6 +76,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--tensorboard-dir": _TEXT,
     "--data-cache-path": _TEXT,
     # Flags that may be refused.
+    "--rampup-batch-size": {"nargs": 3, "default": None},
     "--moe-router-enable-expert-bias": _ON,
     "--moe-router-load-balancing-type": {"nargs": "+", "default": "aux_loss"},
     "--fp8-format": {"dest": "fp8", "default": None},
@@ -167,7 +167,7 @@ class Preflight(msgspec.Struct, frozen=True):
     microbatch_samples: int
     """Number of samples of one microbatch, over all lanes."""
     batch_changes: bool = False
-    """True if later steps can have another M, by a ramp-up or a schedule of the batch size."""
+    """True if later steps can have another M, by a schedule of the batch size."""
     train_iters: int | None = None
     """Number of iterations to train; None where `--train-samples` gives the length."""
 
@@ -199,7 +199,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     found += [*wrong, *too_few, *_length(args), *data.mistakes(args), *_saving(args), *_unwritable(args)]
     if found:
         raise ValueError("\n".join(found))
-    batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
+    batch_changes = args.step_batch_size_schedule is not None
     return Preflight(
         layout, settings, args.seed, num_microbatches, args.micro_batch_size * lanes, batch_changes, args.train_iters
     )  # fmt: skip
@@ -375,9 +375,6 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
     if args.step_batch_size_schedule is not None:
         first = re.match(r"\D*\d+\D+(\d+)", args.step_batch_size_schedule)
         batch, flag = (int(first.group(1)) if first else None), "--step-batch-size-schedule"
-    elif args.rampup_batch_size is not None:
-        first_size = args.rampup_batch_size[0]
-        batch, flag = (int(first_size) if first_size.isdecimal() else None), "--rampup-batch-size"
     else:
         batch, flag = args.global_batch_size, "--global-batch-size"
     if batch is None:
