@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser, misplaced
 from megatron_recover.megatron.launch.arguments import recover_flags
-from megatron_recover.megatron.launch.preflight import FLAGS, flag_mistakes
+from megatron_recover.megatron.launch.preflight import FLAGS, Undecided
 from megatron_recover.megatron.layout.choice import USABLE, Gpus, Judged, judge
 from megatron_recover.megatron.layout.sizes import Elements, Layout, Sizes
 
@@ -45,11 +45,21 @@ _TRACEBACK = "Traceback (most recent call last):"
 _WARNING = r"^\S+:\d+: \w*Warning: .*\n?(^  .*\n?)?|^\[rank\d+\]:\[W.*\n?|^\[rank\d+\]: "
 """A warning as Python prints it, with the line of code that it shows, or as torch does; and the
 rank, with which torch begins the lines of a traceback."""
-_ENVIRONMENT = (
-    "\n\n  Before Blackwell, Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment of this command, since its TP\n"
-    "  or CP is above 1."
-)
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
+_OF_RUN = {
+    "--replicas": "plan compares all numbers of replicas",
+    "--lanes": "plan compares all numbers of lanes",
+    **dict.fromkeys(
+        ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet"), "plan starts no rank"
+    ),
+}
+"""Flags of `run`, with the reason why `plan` has no use for them."""
+_MEASURED_REPLICAS = 1000
+"""Largest number of replicas that a measurement in docs/evidence has."""
+
+
+class ScriptError(Exception):
+    """The training script has ended by an error or a signal before it trained."""
 
 
 def _bytes(text: str) -> int:
@@ -76,12 +86,13 @@ class _PlanParser(Parser):
 def _parser() -> Parser:
     parser = _PlanParser(
         prog="megatron-recover plan",
-        description="Compare all layouts of two or more replicas that use all GPUs: the memory that a rank needs, "
+        description="Compare all layouts that use all GPUs and survive at least one death: the memory that a rank needs, "
         "by part, and what a death costs. Nothing is trained, and no GPU is needed.",
         usage="megatron-recover plan [options] -- SCRIPT [Megatron flags]",
         epilog="Flags of Megatron that give tensor-, pipeline- or expert-parallel sizes are ignored: all sizes are compared. "
         "--context-parallel-size and --expert-tensor-parallel-size are kept. "
-        "docs/how_to/choose_a_layout.md explains every column. Exit code 2: bad input, or no layout fits.",
+        "docs/how_to/choose_a_layout.md explains every column. Exit code 1: an error in the script; 2: bad input, or no layout "
+        "fits.",
     )
     parser.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes of the job (default: 1)")
     parser.add_argument(
@@ -97,7 +108,11 @@ def _parser() -> Parser:
 
 
 def read_sizes(script: str, flags: Sequence[str]) -> Sizes:
-    """Return the sizes of the model that a script trains. Raises ValueError for bad input."""
+    """Return the sizes of the model that a script trains.
+
+    Raises ValueError for bad input, ScriptError if the script fails, and OSError if it cannot be
+    read.
+    """
     if _is_shell(script):
         raise ValueError(f"{script} is a shell script; write the Python script, not the shell script, and its flags")
     print("megatron-recover plan: reading the sizes of the model", file=sys.stderr, flush=True)
@@ -110,7 +125,8 @@ def read_sizes(script: str, flags: Sequence[str]) -> Sizes:
         )  # fmt: skip
         if process.returncode == ExitCode.OK and (written := file.read()):
             return msgspec.json.decode(written, type=Sizes)
-    raise ValueError(_complaint(script, process.returncode, process.stderr.splitlines()))
+    complaint = _complaint(script, process.returncode, process.stderr.splitlines())
+    raise (ValueError if process.returncode in (ExitCode.OK, ExitCode.BAD_INPUT) else ScriptError)(complaint)
 
 
 def _is_shell(script: str) -> bool:
@@ -211,8 +227,24 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
         f"The step of the death\n  takes up to {_share(chosen.longer_step)} longer; no step is lost. "
         f"The run survives {chosen.num_deaths} death{'s' if chosen.num_deaths > 1 else ''}.\n\n"
         f"  megatron-recover run {ours} -- {script} <your other flags> {theirs}"
-        f"{_ENVIRONMENT if layout.tp > 1 or layout.cp > 1 else ''}"
+        f"{_environment(layout, is_overlapped=sizes.numerics.is_overlapped)}"
     )
+
+
+def _environment(layout: Layout, *, is_overlapped: bool) -> str:
+    """Return the lines about the environment of the command, or no text."""
+    if layout.tp > 1 or layout.cp > 1:
+        overlap = ". With that,\n  --overlap-grad-reduce overlaps nothing." if is_overlapped else "."
+        return (
+            "\n\n  Before Blackwell, Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment of this command, since "
+            f"its TP\n  or CP is above 1{overlap}"
+        )
+    if is_overlapped and layout.num_ranks > 1:
+        return (
+            "\n\n  --overlap-grad-reduce overlaps nothing on a GPU without CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment "
+            "of this\n  command."
+        )
+    return ""
 
 
 def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
@@ -228,29 +260,53 @@ def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
 
 
-def _reasons(sizes: Sizes, gpus: Gpus, suffices: Callable[[list[Judged]], bool]) -> list[str]:
-    """Return a remedy for each flag without which there would be layouts that suffice."""
+def _lower(sizes: Sizes) -> list[tuple[str, Sizes]]:
+    """Return a remedy for each flag that forbids layouts, with the sizes that it would lead to."""
     given = sizes.flags
-    changes = {"--recover-min-replicas": {"min_replicas": 1}, "--context-parallel-size": {"cp": 1}}
+    changed = {
+        "--recover-min-replicas": msgspec.structs.replace(given, min_replicas=1),
+        "--context-parallel-size": msgspec.structs.replace(given, cp=1),
+    }
+    return [(f"lower {flag}", msgspec.structs.replace(sizes, flags=new)) for flag, new in changed.items() if new != given]
+
+
+def _remedies(sizes: Sizes, gpus: Gpus, job: Undecided, flags: Sequence[str], smallest: int) -> list[str]:
+    """Return each change after which a rank would need less than `smallest`."""
+    words = {word.partition("=")[0] for word in flags}
+    numerics, replace = sizes.numerics, msgspec.structs.replace
+    tried = [("use more GPUs (--nodes)", sizes, replace(gpus, num_nodes=2 * gpus.num_nodes))]
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("share the optimizer among lanes (--use-distributed-optimizer)", {"is_sharded": True})
+    ]
+    if "--bf16" in words and numerics.gradient > 2:
+        changes.append(("keep gradients in 2 bytes (--grad-reduce-in-bf16)", {"gradient": 2, "step_copy": 4}))
+    tried += [(remedy, replace(sizes, numerics=replace(numerics, **change)), gpus) for remedy, change in changes]
+    if sizes.split_activations:
+        recompute = [] if {"--recompute-activations", "--recompute-granularity"} & words else ["--recompute-activations"]
+        missing = ([] if sizes.flags.sequence_parallel else ["--sequence-parallel"]) + recompute
+        split = replace(sizes, activations=sizes.split_activations, flags=replace(sizes.flags, sequence_parallel=True))
+        tried.append((f"split activations among tensor-parallel ranks ({' '.join(missing)})", split, gpus))
+    tried += [(remedy, changed, gpus) for remedy, changed in _lower(sizes)]
     return [
-        f"lower {flag}"
-        for flag, change in changes.items()
-        if (changed := msgspec.structs.replace(given, **change)) != given
-        and suffices(judge(msgspec.structs.replace(sizes, flags=changed), gpus))
+        remedy
+        for remedy, changed, on in tried
+        if any(each.memory.recovery < smallest for each in judge(changed, on, job.allows))
     ]
 
 
-def _remedies(sizes: Sizes, gpus: Gpus, flags: Sequence[str]) -> list[str]:
-    """Return what would lower the memory of a rank and is not given yet."""
-    words = {word.partition("=")[0] for word in flags}
-    found = ["use more GPUs (--nodes)"]
-    if "--use-distributed-optimizer" not in words:
-        found.append("share the optimizer among lanes (--use-distributed-optimizer)")
-    if "--bf16" in words and "--grad-reduce-in-bf16" not in words:
-        found.append("keep gradients in 2 bytes (--grad-reduce-in-bf16)")
-    if not {"--recompute-activations", "--recompute-granularity"} & words:
-        found.append("keep fewer activations (--recompute-activations)")
-    return found + _reasons(sizes, gpus, lambda others: bool(others) and others[0].fits)
+def _nothing_allowed(sizes: Sizes, gpus: Gpus, job: Undecided) -> str:
+    """Return why no layout is allowed, with the remedy."""
+    if refused := [each.layout for each in judge(sizes, gpus)]:
+        least = min(refused, key=lambda layout: layout.replicas * layout.lanes)
+        return "\n".join(
+            [f"run would refuse every layout; that of --replicas {least.replicas} --lanes {least.lanes}, since"]
+            + job.refused(least)
+        )
+    curing = [remedy for remedy, changed in _lower(sizes) if judge(changed, gpus, job.allows)]
+    return (
+        f"the model allows no layout that uses all of {_gpus(gpus.number)} and survives a death: "
+        f"TP x PP x CP x lanes has to divide them; {' and '.join(curing) or 'change --nodes'}"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -259,7 +315,9 @@ def main(argv: list[str]) -> int:
     if "--" not in argv and not {"-h", "--help"} & {*argv}:
         parser.error("-- is missing before the script" if any(map(os.path.isfile, argv)) else _NO_SCRIPT)
     end = argv.index("--") if "--" in argv else len(argv)
-    if found_misplaced := misplaced(argv, parser, [*FLAGS, *recover_flags()], "plan's"):
+    words = {word.partition("=")[0] for word in argv}
+    found_misplaced = [f"{flag} is a flag of run; {reason}: leave it out" for flag, reason in _OF_RUN.items() if flag in words]
+    if found_misplaced := [*found_misplaced, *misplaced(argv, parser, [*FLAGS, *recover_flags()], "plan's")]:
         parser.error("\n".join(found_misplaced))
     arguments = parser.parse_args(argv[:end])
     if not argv[end + 1 :]:
@@ -269,27 +327,28 @@ def main(argv: list[str]) -> int:
         parser.error(f"there is no training script {script}; write its path behind --")
     gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
     try:
-        if mistakes := flag_mistakes(flags):
+        job = Undecided(flags)
+        if mistakes := job.mistakes():
             parser.error("\n".join(mistakes))
         sizes = read_sizes(script, flags)
     except ValueError as error:
         parser.error(str(error))
-    found = judge(sizes, gpus)
+    except ScriptError as error:
+        parser.exit(ExitCode.FAILED, "".join(f"{parser.prog}: {line}\n" for line in str(error).splitlines()))
+    except OSError as error:
+        parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
+    found = judge(sizes, gpus, job.allows)
     if not found:
-        parser.error(
-            f"the model allows no layout of two or more replicas on {_gpus(gpus.number)}: TP x PP x CP x lanes has to divide "
-            "them, and --global-batch-size has to have a microbatch for every replica; "
-            + (" and ".join(_reasons(sizes, gpus, lambda others: bool(others))) or "change --nodes or the batch")
-        )
+        parser.error(_nothing_allowed(sizes, gpus, job))
     if arguments.json:
         print(_json(found, sizes, gpus))
-        return ExitCode.OK if found[0].fits else ExitCode.BAD_INPUT
-    _print(found, sizes, gpus, script, everything=arguments.all)
+    else:
+        _print(found, sizes, gpus, script, everything=arguments.all)
     if not found[0].fits:
-        parser.error(
-            f"no layout fits: the smallest needs {_gb(found[0].memory.recovery)} GB a rank; "
-            + ", or ".join(_remedies(sizes, gpus, flags))
-        )
+        sys.stdout.flush()  # the complaint is the last line
+        smallest = found[0].memory.recovery
+        remedies = _remedies(sizes, gpus, job, flags, smallest) or ["use GPUs with more memory"]
+        parser.error(f"no layout fits: the smallest needs {_gb(smallest)} GB a rank; " + ", or ".join(remedies))
     return ExitCode.OK
 
 
@@ -307,5 +366,7 @@ def _print(found: Sequence[Judged], sizes: Sizes, gpus: Gpus, script: str, *, ev
         print(f"\n{len(fitting)} of {len(found)} layouts fit; --all prints all of them.")
     if fitting:
         print(f"\n{_choice(fitting[0], sizes, script)}")
+        if fitting[0].layout.replicas > _MEASURED_REPLICAS:
+            print(f"\nNo measurement has more than {_MEASURED_REPLICAS:,} replicas (docs/evidence/benchmarks.md).")
     if gpus.num_nodes > 1:
         print("\nmegatron-recover run starts all ranks on one machine, for now: more than one node can only be planned.")

@@ -46,18 +46,17 @@ ENDINGS: Mapping[int, Ending] = {
         can_go_on=False,
     ),
     ExitCode.FAILED: Ending(
-        "a defect; an error in the training script on every replica, or in its dry run; imports or a dry run that outlast "
-        "`--recover-deadline-s`; replicas that do not start alike; no step committed for `--recover-deadline-s`, and no "
-        "evidence which replica is at fault; a fork server that has ended or starts no process; a `--run-dir` "
-        "in which no file can be "
-        "made at the start. Nothing is saved at the end",
+        "a defect; an error in the training script on every replica, in its dry run, or under `plan`; imports or a dry run "
+        "that outlast `--recover-deadline-s`; replicas that do not start alike; no step committed for "
+        "`--recover-deadline-s`, and no evidence which replica is at fault; a fork server that has ended or starts no process; "
+        "a `--run-dir` in which no file can be made at the start. Nothing is saved at the end",
         "follow the message; where it names an error, find the error in the logs of `RUN_DIR` and correct its cause; then "
         "resume",
     ),
     ExitCode.BAD_INPUT: Ending(
         "refused before training began: by `megatron-recover`, by Megatron's own parser in a dry run, by all ranks as they "
         "start, or because the script never calls `megatron_recover.megatron.pretrain`; nothing was trained, and the run "
-        "directory is removed, or emptied if it was there before",
+        "directory is removed, or emptied if it was there before. Of `plan` also: no layout fits",
         "correct what each line names, and give the command again",
         can_go_on=False,
     ),

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from megatron_recover import cli
-from megatron_recover.cli import plan
+from megatron_recover.cli import plan, run
+from megatron_recover.megatron.launch.preflight import preflight
 from megatron_recover.megatron.layout.sizes import Layout, Sizes
 from tests.megatron.test_layout import eight_billion
 
@@ -90,14 +91,14 @@ def test_the_table_is_whole_however_narrow_the_terminal_is(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     sizes = eight_billion(cp=2, expert_tp=1, sequence_parallel=True)
-    measured[0] = msgspec.structs.replace(sizes, model=msgspec.structs.replace(sizes.model, num_experts=8))
-    _, out, _ = told(f"--all --nodes 16 -- {SCRIPT} {BATCH}", capsys)
+    layer = msgspec.structs.replace(sizes.model.layers[0], split=10**14)
+    model = msgspec.structs.replace(sizes.model, num_experts=8, layers=(layer,) * 32)
+    measured[0] = msgspec.structs.replace(sizes, model=model)
+    _, out, _ = told(f"--all --nodes 16 --gpu-memory 9000000GB -- {SCRIPT} {BATCH}", capsys)
     lines = out.splitlines()
     header = next(number for number, line in enumerate(lines) if "weights" in line)
-    assert lines[header].split() == [
-        *"replicas TP PP CP EP lanes weights gradient result optimizer activations sums redirected peak recovery".split(),
-        "a", "death", "takes", "deaths",
-    ]  # fmt: skip
+    titles = "replicas TP PP CP EP lanes weights gradient result optimizer activations sums redirected peak recovery"
+    assert " ".join(lines[header].split()) == f"{titles} a death takes deaths" and len(lines[header]) > 160
     rows = lines[header + 1 : lines.index("", header)]
     assert len(rows) > 50 and all(re.search(r"GPUs? \(.+%\) +\d+  (fits|too large) *$", row) for row in rows)
     assert [row for row in rows if row.startswith("* ")] == rows[:1]
@@ -141,14 +142,53 @@ def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
         (f"--nodes 0 -- {SCRIPT}", "--nodes: 0 is no number of at least 1"),
         (f"--gpu-per-node 4 -- {SCRIPT}", "--gpu-per-node is unknown; did you mean --gpus-per-node?"),
         (f"--gpus-per-node 1 -- {SCRIPT} {BATCH}",
-         "the model allows no layout of two or more replicas on 1 GPU: TP x PP x CP x lanes "
-         "has to divide them, and --global-batch-size has to have a microbatch for every replica; change --nodes or the batch"),
+         "the model allows no layout that uses all of 1 GPU and survives a death: TP x PP x CP x lanes has to divide them; "
+         "change --nodes"),
+        (f"--lanes 2 --run-dir=x -- {SCRIPT} {BATCH}",
+         "--lanes is a flag of run; plan compares all numbers of lanes: leave it out\n"
+         "--run-dir is a flag of run; plan starts no rank: leave it out"),
+        (f"-- {SCRIPT} {BATCH} --replicas 2",
+         "--replicas is a flag of run; plan compares all numbers of replicas: leave it out"),
+        (f"-- {SCRIPT} --micro-batch-size 1 --global-batch-size 1 --train-iters 1",
+         "run would refuse every layout; that of --replicas 2 --lanes 1, since\n"
+         "--global-batch-size 1 is 1 microbatches of --micro-batch-size 1, fewer than --replicas 2; raise it to at least 2, or "
+         "use fewer replicas"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_the_remedy(
     words: str, expected: str, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(words, capsys) == (2, "", [f"megatron-recover plan: {expected}"])
+    assert told(words, capsys) == (2, "", [f"megatron-recover plan: {line}" for line in expected.splitlines()])
+
+
+@pytest.mark.parametrize(
+    ("cp", "pp", "is_overlapped", "expected"),
+    [
+        (2, 1, True, ["=1 in", "With that,\n  --overlap-grad-reduce overlaps nothing."]),
+        (2, 1, False, ["=1 in"]),
+        (1, 2, True, ["--overlap-grad-reduce overlaps nothing on a GPU without CUDA_DEVICE_MAX_CONNECTIONS=32 in"]),
+        (1, 2, False, []),
+        (1, 1, True, []),
+    ],
+)
+def test_the_environment_in_which_sums_overlap_is_named(cp: int, pp: int, is_overlapped: bool, expected: list[str]) -> None:
+    said = plan._environment(Layout(replicas=2, cp=cp, pp=pp), is_overlapped=is_overlapped)
+    assert all(each in said for each in expected) and bool(said) == bool(expected)
+    assert ("overlap" in said) == (is_overlapped and bool(expected))
+
+
+@pytest.mark.parametrize(("nodes", "is_told"), [(1000, False), (1001, True)])
+def test_more_replicas_than_were_ever_measured_are_told(
+    nodes: int, is_told: bool, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--micro-batch-size 1 --global-batch-size 2000 --train-iters 1"
+    _, out, _ = told(f"--nodes {nodes} --gpus-per-node 1 --gpu-memory 900GB -- {SCRIPT} {flags}", capsys)
+    assert ("No measurement has more than 1,000 replicas" in out) == is_told
+
+
+def test_every_flag_of_run_is_known_to_be_one() -> None:
+    options = {option for action in run._parser()._actions for option in action.option_strings}
+    assert options - {"-h", "--help"} == {*plan._OF_RUN}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +196,6 @@ def test_bad_input_is_refused_with_the_remedy(
     [
         ({"min_replicas": 8}, "; lower --recover-min-replicas"),
         ({"cp": 8}, "; lower --context-parallel-size"),
-        ({"global_batch_size": 1}, "; change --nodes or the batch"),
     ],
 )
 def test_where_no_layout_is_allowed_the_flag_that_is_the_reason_is_named(
@@ -168,18 +207,81 @@ def test_where_no_layout_is_allowed_the_flag_that_is_the_reason_is_named(
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("flags", "shape"),
     [
-        ("--bf16 --recompute-activations --use-distributed-optimizer", ["--nodes", "--grad-reduce-in-bf16"]),
-        ("--bf16 --recompute-granularity=full --grad-reduce-in-bf16", ["--nodes", "--use-distributed-optimizer"]),
-        ("--use-distributed-optimizer", ["--nodes", "--recompute-activations"]),
+        ("--ddp-average-in-collective", "lanes == 1"),
+        ("--eval-global-batch-size 2", "lanes < 4"),
+        ("--global-batch-size 4", "replicas * lanes <= 4"),
+        ("--num-layers 32 --num-layers-per-virtual-pipeline-stage 8", "1 < pp < 8"),
     ],
 )
-def test_only_flags_that_are_not_given_are_offered(
-    flags: str, expected: list[str], measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+def test_no_layout_is_listed_that_run_refuses(
+    flags: str, shape: str, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def listed(words: str) -> list[dict[str, int]]:
+        return json.loads(told(f"--json --gpu-memory 900GB -- {SCRIPT} {words}", capsys)[1])["layouts"]
+
+    everything = listed(BATCH)
+    found = listed(f"{BATCH} {flags}")
+    names = ("replicas", "tp", "pp", "lanes")
+    chosen = [tuple(each[name] for name in names) for each in found]
+    assert sorted(chosen) == sorted(tuple(each[name] for name in names) for each in everything if eval(shape, {}, each))
+    for replicas, tp, pp, lanes in chosen:
+        layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --mock-data"
+        preflight([*BATCH.split(), *flags.split(), *layout.split()], num_replicas=replicas, lanes=lanes)
+
+
+def test_the_batch_of_a_schedule_is_that_of_its_first_step(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--micro-batch-size 1 --train-iters 1 --step-batch-size-schedule 0:4,10:128"
+    code, out, _ = told(f"--json --gpu-memory 900GB -- {SCRIPT} {flags}", capsys)
+    found = json.loads(out)["layouts"]
+    assert code == 0 and max(each["replicas"] * each["lanes"] for each in found) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "splits", "expected"),
+    [
+        ("--bf16 --recompute-activations", False, ["--nodes", "--grad-reduce-in-bf16", "--sequence-parallel"]),
+        ("--bf16 --grad-reduce-in-bf16 --recompute-granularity selective", True, ["--nodes"]),
+        ("--fp16", True, ["--nodes", "--recompute-activations"]),
+        ("", False, ["--nodes", "--sequence-parallel", "--recompute-activations"]),
+    ],
+)
+def test_only_flags_that_would_lower_the_memory_are_offered(
+    flags: str, splits: bool, expected: list[str], measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = eight_billion(sequence_parallel=splits)
+    gradient = 2 if "--grad-reduce-in-bf16" in flags else 4
+    fewer = () if splits and "--recompute" in flags else tuple(
+        msgspec.structs.replace(each, bytes=each.bytes // 2) for each in sizes.activations
+    )  # fmt: skip
+    numerics = msgspec.structs.replace(sizes.numerics, gradient=gradient)
+    measured[0] = msgspec.structs.replace(sizes, split_activations=fewer, numerics=numerics)
     code, _, [line] = told(f"--gpu-memory 20GB -- {SCRIPT} {BATCH} {flags}", capsys)
     assert code == 2 and re.findall(r"--[a-z0-9-]+", line) == expected
+
+
+@pytest.mark.parametrize(("evaluated", "is_offered"), [("128", True), ("1", False)])
+def test_a_shared_optimizer_is_offered_only_where_there_can_be_lanes(
+    evaluated: str, is_offered: bool, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = measured[0]
+    numerics = msgspec.structs.replace(sizes.numerics, is_sharded=False)
+    of_one_rank = tuple(each for each in sizes.activations if each.tp == each.pp == 1)
+    measured[0] = msgspec.structs.replace(sizes, numerics=numerics, activations=of_one_rank)
+    _, _, [line] = told(f"--gpu-memory 20GB -- {SCRIPT} {BATCH} --eval-global-batch-size {evaluated}", capsys)
+    assert ("--use-distributed-optimizer" in line) == is_offered
+
+
+def test_without_a_remedy_larger_gpus_are_named(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = measured[0]
+    measured[0] = msgspec.structs.replace(
+        sizes, activations=tuple(each for each in sizes.activations if each.tp * each.pp == 1)
+    )
+    flags = "--micro-batch-size 1 --global-batch-size 2 --train-iters 1"
+    code, out, [line] = told(f"--json --gpus-per-node 2 --gpu-memory 20GB -- {SCRIPT} {flags}", capsys)
+    assert code == 2 and json.loads(out)["layouts"][0]["fits"] is False
+    assert line.endswith(" GB a rank; use GPUs with more memory")
 
 
 def test_min_replicas_are_named_where_fewer_would_fit(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,14 +318,32 @@ def test_a_real_script_is_measured_without_training_it() -> None:
     assert {(each.tp, each.pp) for each in expected.activations} <= {(each.tp, each.pp) for each in found.activations}
 
 
-def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16 --lr 1e-4 "
+    "--tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 1 --train-iters 1 --mock-data "
+)
+
+
+def test_flags_that_need_transformer_engine_are_planned_without_it_and_so_is_a_schedule_of_the_batch() -> None:
     flags = (
-        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16 --lr 1e-4 "
-        "--tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 "
-        "--mock-data --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 "
-        "--exp-avg-sq-dtype bf16 --apply-layernorm-1p"
+        f"{SMALL} --step-batch-size-schedule 0:8 --use-distributed-optimizer --use-precision-aware-optimizer "
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --apply-layernorm-1p"
     )  # fmt: skip
     assert plan.read_sizes(SCRIPT, flags.split()).numerics.optimizer == 2 + 2 + 2
+
+
+def test_what_a_gpu_refuses_and_what_suits_no_plan_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--global-batch-size 8 --recover-determinism exact --recover-ranks-per-gpu 2"
+    code, _, lines = told(f"-- {SCRIPT} {SMALL} {flags}", capsys)
+    assert code == 2 and lines[1:] == [
+        "megatron-recover plan: --recover-determinism exact needs --deterministic-mode on a GPU, or a microbatch computed "
+        "twice differs; add --deterministic-mode",
+        "megatron-recover plan: --recover-ranks-per-gpu is for trials on few GPUs, and in a plan each rank has its own; "
+        "leave it out",
+    ]
+    flags = "--global-batch-size 8 --recover-determinism exact --deterministic-mode"
+    code, _, _ = told(f"--json -- {SCRIPT} {SMALL} {flags}", capsys)
+    assert code == 0
 
 
 @pytest.mark.parametrize(
@@ -247,9 +367,28 @@ def test_flags_that_need_transformer_engine_are_planned_without_it() -> None:
 )
 def test_what_a_script_complains_of_is_told(code: int, errors: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code, "", errors))
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError if code in (0, 2) else plan.ScriptError) as raised:
         plan.read_sizes(SCRIPT, [])
     assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (plan.ScriptError("it fell"), 1, "it fell"),
+        (ValueError("it is wrong"), 2, "it is wrong"),
+        (PermissionError(13, "Permission denied", "a.py"), 2,
+         "a.py cannot be read (Permission denied); make it readable, or name another"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_script_ends_with_the_exit_code_that_run_has(
+    error: Exception, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(script: str, flags: list[str]) -> Sizes:
+        raise error
+
+    monkeypatch.setattr(plan, "read_sizes", fail)
+    assert told(f"-- {SCRIPT} {BATCH}", capsys) == (code, "", [f"megatron-recover plan: {line}"])
 
 
 def test_a_shell_script_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_recover.megatron.launch.preflight import Undecided
 from megatron_recover.megatron.layout.choice import USABLE, Gpus, divisors, judge, layouts
 from megatron_recover.megatron.layout.memory import Memory, memory, of_rank
 from megatron_recover.megatron.layout.sizes import (
@@ -32,9 +33,9 @@ def eight_billion(**flags: object) -> Sizes:
     layer = Elements(split=218_103_808, whole=8192, largest_split=117_440_512, largest_whole=4096)
     model = Model(
         first=table, layers=(layer,) * 32, last=table + Elements(whole=4096, largest_whole=4096), vocabulary=128256,
-        num_heads=32, num_query_groups=8,
+        num_heads=32, num_query_groups=8, tensor_parts=2048,
     )  # fmt: skip
-    given_flags = Flags(**{"micro_batch_size": 1, "global_batch_size": 128, **flags})
+    given_flags = Flags(**flags)
     activations = tuple(Activations(tp=tp, pp=pp, bytes=8 * GB // tp) for tp in (1, 2, 4, 8) for pp in divisors(32))
     return Sizes(model=model, numerics=BF16, flags=given_flags, activations=activations)
 
@@ -148,7 +149,7 @@ def test_a_tied_output_layer_is_copied_to_the_last_of_several_stages() -> None:
 
 
 def test_embedding_and_loss_may_count_as_layers() -> None:
-    flags = Flags(counts_embedding=True, counts_loss=True, micro_batch_size=1, global_batch_size=1)
+    flags = Flags(counts_embedding=True, counts_loss=True)
     assert [len(each) for each in layers_of_stages(30, 4, flags) or []] == [7, 8, 8, 7]
     assert layers_of_stages(32, 4, flags) is None
 
@@ -166,7 +167,7 @@ def test_the_stages_and_ranks_of_a_replica_hold_every_parameter(
     first: Elements, layers: list[Elements], last: Elements, tp: int, pp: int, ep: int
 ) -> None:
     model = Model(first=first, layers=tuple(layers), last=last, vocabulary=64, num_heads=8, num_query_groups=8)
-    flags = Flags(micro_batch_size=1, global_batch_size=1)
+    flags = Flags()
     layout = Layout(tp=tp, pp=pp, ep=ep, expert_tp=tp, lanes=ep)
     stages = layers_of_stages(8, pp, flags)
     assert stages is not None
@@ -184,10 +185,11 @@ def test_the_stages_and_ranks_of_a_replica_hold_every_parameter(
 def test_every_layout_is_legal_and_the_best_that_fits_is_first(
     nodes: int, per_node: int, batch: int, cp: int, memory_gb: int, chunks: int | None
 ) -> None:
-    sizes = eight_billion(global_batch_size=batch, cp=cp, num_chunks=chunks)
+    sizes = eight_billion(cp=cp, num_chunks=chunks)
     gpus = Gpus(num_nodes=nodes, per_node=per_node, bytes=memory_gb * GB)
-    found = judge(sizes, gpus)
-    assert len({each.layout for each in found}) == len(found) == len(list(layouts(sizes, gpus)))
+    job = Undecided(f"--micro-batch-size 1 --global-batch-size {batch} --train-iters 1".split())
+    found = judge(sizes, gpus, job.allows)
+    assert len({each.layout for each in found}) == len(found) == len(list(filter(job.allows, layouts(sizes, gpus))))
     for judged in found:
         layout = judged.layout
         assert layout.replicas >= 2 and layout.replicas * layout.num_ranks == nodes * per_node
@@ -200,6 +202,29 @@ def test_every_layout_is_legal_and_the_best_that_fits_is_first(
     for other in fitting[1:]:
         best, others = fitting[0].layout, other.layout
         assert (best.num_ranks, best.tp, best.pp) <= (others.num_ranks, others.tp, others.pp)
+
+
+@pytest.mark.parametrize(
+    ("parts", "of_experts", "expert_tp", "expected"),
+    [
+        (0, 0, None, {1, 2, 3, 6}),
+        (28672, 0, None, {1, 2}),
+        (0, 3, None, {1, 3}),
+        (0, 4, 2, {1, 2, 3, 6}),
+        (0, 3, 2, set()),
+    ],
+)
+def test_a_tensor_parallel_size_divides_all_that_it_splits_and_the_gpus_of_a_node(
+    parts: int, of_experts: int, expert_tp: int | None, expected: set[int]
+) -> None:
+    sizes = eight_billion()
+    model = msgspec.structs.replace(
+        sizes.model, num_heads=48, num_query_groups=48, tensor_parts=parts, expert_parts=of_experts
+    )  # fmt: skip
+    activations = tuple(Activations(tp=tp, pp=1, bytes=GB) for tp in divisors(48))
+    changed = msgspec.structs.replace(sizes, model=model, flags=Flags(expert_tp=expert_tp), activations=activations)
+    found = layouts(changed, Gpus(num_nodes=4, per_node=6, bytes=80 * GB))
+    assert {layout.tp for layout in found} == expected
 
 
 @pytest.mark.parametrize("cut", ["lanes", "tp", "pp"])

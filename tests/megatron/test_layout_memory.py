@@ -88,7 +88,7 @@ def test_the_parts_are_those_that_ranks_allocate(layout: Layout) -> None:
         is_exact=layout.determinism == "exact", bucket_elements=3000,
     )  # fmt: skip
     described = sizes.Layout(tp=layout.tp, pp=layout.pp, lanes=layout.lanes, ep=layout.ep, expert_tp=layout.tp)
-    flags = sizes.Flags(micro_batch_size=1, global_batch_size=1)
+    flags = sizes.Flags()
     stages = sizes.layers_of_stages(len(model.layers), layout.pp, flags)
     assert stages is not None
     for rank, found in enumerate(ranks):
@@ -170,9 +170,14 @@ def built(
     return stages
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+PARTS = {"llama": (32, 0), "tied": (64, 0), "mixtral": (64, 96)}
+"""The greatest common divisors of what tensor parallelism splits, dense and in experts."""
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_the_splits_are_those_that_upstream_builds(model: str) -> None:
-    [[(read, real)]] = run(Layout(), (counted, (COMMON + model,)))
+    [[(read, real)]] = run(Layout(), (counted, (COMMON + MODELS[model],)))
+    assert (read.model.tensor_parts, read.model.expert_parts) == PARTS[model]
     assert len(real) >= 9
     for layout, stage, found in real:
         stages = sizes.layers_of_stages(4, layout.pp, read.flags)
@@ -212,6 +217,8 @@ def test_the_flags_of_the_layout_are_taken_out_of_the_command_line() -> None:
     assert others == ["--lr", "1", "--split", "9,1", "--bf16"]
     with pytest.raises(ValueError, match="--decoder-first-pipeline-num-layers suits one pipeline-parallel size"):
         measure.layout_flags(["--decoder-first-pipeline-num-layers", "3"])
+    with pytest.raises(ValueError, match="--tensor-parallel-num-weight-shards suits one tensor-parallel size"):
+        measure.layout_flags(["--tensor-parallel-num-weight-shards", "8"])
 
 
 @pytest.mark.parametrize(
@@ -234,9 +241,9 @@ def test_a_wrong_size_is_refused_in_one_line(words: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 18 * 64 + 4 * 256),
-        ({"swiglu": True}, 18 * 64 + 6 * 256),
-        ({"num_experts": 8, "moe_router_topk": 2}, 18 * 64 + 2 * 4 * 256 + 4 * 64 * 2),
+        ({}, 18 * 64 + 4 * 192),
+        ({"swiglu": True}, 18 * 64 + 6 * 192),
+        ({"num_experts": 8, "moe_router_topk": 2}, 18 * 64 + 2 * 4 * 192 + 4 * 64 * 2),
         (
             {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 96, "swiglu": True},
             18 * 64 + 2 * 6 * 96 + 4 * 64 * 2,
@@ -245,7 +252,7 @@ def test_a_wrong_size_is_refused_in_one_line(words: str, expected: str) -> None:
 )
 def test_gated_units_and_experts_count_in_the_activations_of_a_layer(changes: dict[str, Any], expected: int) -> None:
     args = Namespace(**{
-        "seq_length": 32, "micro_batch_size": 1, "hidden_size": 64, "ffn_hidden_size": 256, "num_layers": 2, "swiglu": False,
+        "seq_length": 32, "micro_batch_size": 1, "hidden_size": 64, "ffn_hidden_size": 192, "num_layers": 2, "swiglu": False,
         "quick_geglu": False, "num_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None,
         "recompute_granularity": "selective", **changes,
     })  # fmt: skip
@@ -254,10 +261,30 @@ def test_gated_units_and_experts_count_in_the_activations_of_a_layer(changes: di
         first=layer, layers=(layer, layer), last=layer, vocabulary=64, num_heads=4, num_query_groups=4,
         num_experts=args.num_experts or 0,
     )  # fmt: skip
-    flags = sizes.Flags(micro_batch_size=1, global_batch_size=4, sequence_parallel=True)
+    flags = sizes.Flags(sequence_parallel=True)
     found = {(each.tp, each.pp): each.bytes for each in measure.activations_of(args, model, flags)}
     beside = 32 * (8 * 2 + 64 * 2)  # of the embedding, for two stages
     assert found[2, 2] == (32 * expected * 2 + beside) // 2
+    # Where sequences are not split, upstream counts 10 + 24 / TP bytes for each of h, and 5 % for more.
+    assert found[1, 2] == int(1.05 * (32 * expected * 2 + beside))
+    unsplit = {(each.tp, each.pp): each.bytes for each in measure.activations_of(args, model, sizes.Flags())}
+    if not args.num_experts:
+        assert unsplit[2, 2] == pytest.approx(1.05 * (32 * expected * 2 * 22 / 34 + beside), abs=2)
+    split = {(each.tp, each.pp): each.bytes for each in measure.split_activations_of(args, model, sizes.Flags())}
+    assert split == found
+    assert not [*measure.split_activations_of(args, model, flags)]
+    args.recompute_granularity = "full"
+    assert not [*measure.split_activations_of(args, model, sizes.Flags())]
+
+
+def test_activations_are_estimated_for_each_tensor_parallel_size_that_the_heads_allow() -> None:
+    args = Namespace(
+        seq_length=32, micro_batch_size=1, hidden_size=96, ffn_hidden_size=384, num_layers=1, swiglu=False, quick_geglu=False,
+        num_experts=None, recompute_granularity=None,
+    )  # fmt: skip
+    layer = sizes.Elements(split=1)
+    model = sizes.Model(first=layer, layers=(layer,), last=layer, vocabulary=64, num_heads=48, num_query_groups=48)
+    assert [each.tp for each in measure.activations_of(args, model, sizes.Flags())] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
 
 
 ARGS = {

@@ -19,6 +19,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron.launch import preflight_data as data
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_config, recover_flags, refusals
+from megatron_recover.megatron.layout.sizes import Layout as Candidate
 from megatron_recover.megatron.seams import seams
 from megatron_recover.trace import Layout
 
@@ -205,28 +206,51 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     )  # fmt: skip
 
 
-def flag_mistakes(argv: Sequence[str]) -> list[str]:
-    """Return one line for each mistake in `argv` that no layout cures, as `preflight` words it.
+class Undecided:
+    """A command line for a job whose replicas and whose shape of a replica are not decided yet.
 
-    For a job whose replicas and sizes of a replica are not known yet, and whose data and folders
-    need not be on this machine.
+    Its data and folders need not be on this machine. All lines are worded as in `preflight`.
     """
-    args, others, unreadable = _read(argv)
-    args.tensor_model_parallel_size = args.pipeline_model_parallel_size = args.expert_model_parallel_size = 1
-    args.tensor_parallel_num_weight_shards = None
-    found = [*unreadable.values(), *_unknown(others), *refusals(args, lanes=1)]
-    try:
-        recover_config(args)
-    except ValueError as error:
-        found += str(error).splitlines()
-    if not unreadable.keys() <= {*recover_flags()}:
-        return found
-    shape = _model(args, tp=1)
-    if not shape and args.num_layers is not None and not _is_uneven(args):
-        sizes = [size for size in range(2, args.num_layers + 1) if args.num_layers % size == 0]
-        in_chunks = [_num_chunks(args, size)[1] for size in sizes]
-        shape = in_chunks[0] if in_chunks and all(in_chunks) else []
-    return [*found, *shape, *_num_microbatches(args, 1, 1)[1], *_length(args), *_saving(args)]
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        """Raise ValueError if `argv` cannot be read."""
+        self._args, self._others, self._unreadable = _read(argv)
+
+    def mistakes(self) -> list[str]:
+        """Return one line for each mistake that no layout cures."""
+        args = self._with(Candidate())
+        args.tensor_parallel_num_weight_shards = None
+        found = [*self._unreadable.values(), *_unknown(self._others), *refusals(args, lanes=1)]
+        try:
+            recover_config(args)
+        except ValueError as error:
+            found += str(error).splitlines()
+        if not self._unreadable.keys() <= {*recover_flags()}:
+            return found
+        shape = _model(args, tp=1)
+        if not shape and args.num_layers is not None and not _is_uneven(args):
+            sizes = [size for size in range(2, args.num_layers + 1) if args.num_layers % size == 0]
+            in_chunks = [_num_chunks(args, size)[1] for size in sizes]
+            shape = in_chunks[0] if in_chunks and all(in_chunks) else []
+        return [*found, *shape, *_num_microbatches(args, 1, 1)[1], *_length(args), *_saving(args)]
+
+    def refused(self, layout: Candidate) -> list[str]:
+        """Return the lines by which `preflight` refuses a layout, if `argv` has no mistakes."""
+        args = self._with(layout)
+        _, in_shape = _layout(args, layout.lanes)
+        _, in_batch = _num_microbatches(args, layout.replicas, layout.lanes)
+        return [*refusals(args, lanes=layout.lanes), *in_shape, *in_batch]
+
+    def allows(self, layout: Candidate) -> bool:
+        """Return whether `preflight` accepts a layout, if `argv` has no mistakes."""
+        return not self.refused(layout)
+
+    def _with(self, layout: Candidate) -> Namespace:
+        """Return the arguments with the sizes of a layout."""
+        return Namespace(**{
+            **vars(self._args), "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+            "context_parallel_size": layout.cp, "expert_model_parallel_size": layout.ep,
+        })  # fmt: skip
 
 
 def _read(argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
@@ -345,19 +369,17 @@ def _model(args: Namespace, tp: int) -> list[str]:
     ]
 
 
-def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
-    """Return the number of model chunks per stage of an even split, and the mistakes in it."""
-    layers, per_chunk, chunks = (
-        args.num_layers,
-        args.num_layers_per_virtual_pipeline_stage,
-        args.num_virtual_stages_per_pipeline_rank,
-    )
+def num_chunks(layers: int, pp: int, per_chunk: int | None, chunks: int | None) -> tuple[int, list[str]]:
+    """Return the number of model chunks per stage of an even split, and the mistakes in it.
+
+    `per_chunk` and `chunks` are the values of the two flags for virtual pipeline stages.
+    """
     if layers % pp:
         return 1, [f"--pipeline-model-parallel-size {pp} does not divide --num-layers {layers}; change one of them"]
     if per_chunk is None and chunks is None:
         return 1, []
     flag = "--num-layers-per-virtual-pipeline-stage" if per_chunk is not None else "--num-virtual-stages-per-pipeline-rank"
-    size, layers_of_stage = (per_chunk if per_chunk is not None else chunks), layers // pp
+    size, layers_of_stage = per_chunk if per_chunk is not None else chunks or 0, layers // pp
     if per_chunk is not None and chunks is not None:
         return 1, ["--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank exclude each other"]
     if pp < 2:
@@ -365,6 +387,11 @@ def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
     if size < 1 or layers_of_stage % size:
         return 1, [f"{flag} {size} does not divide the {layers_of_stage} layers of a pipeline stage; change one of them"]
     return (layers_of_stage // size if per_chunk is not None else size), []
+
+
+def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
+    flags = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    return num_chunks(args.num_layers, pp, *flags)
 
 
 def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[int, list[str]]:

@@ -1,6 +1,6 @@
 """Finds the layouts that a model allows on some GPUs, the cost of a death, and the best layout.
 
-Pure functions of `Sizes` and the numbers of GPUs.
+Pure functions of `Sizes`, the numbers of GPUs, and the layouts that the other flags allow.
 
 Note [Choice]
     Of the layouts that fit, the one whose replicas have the fewest GPUs is chosen: a death takes a
@@ -13,10 +13,11 @@ Note [Choice]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
+from megatron_recover.megatron.launch.preflight import num_chunks
 from megatron_recover.megatron.layout.memory import Memory, memory
 from megatron_recover.megatron.layout.sizes import Flags, Layout, Model, Sizes, layers_of_stages
 
@@ -63,13 +64,14 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
         return 1 / (self.layout.replicas - 1)
 
 
-def judge(sizes: Sizes, gpus: Gpus) -> list[Judged]:
-    """Return all layouts that the model allows on exactly these GPUs, the preferred ones first.
+def judge(sizes: Sizes, gpus: Gpus, allowed: Callable[[Layout], bool] = lambda layout: True) -> list[Judged]:
+    """Return all layouts that are legal on exactly these GPUs, the preferred ones first.
 
-    Layouts that fit come first. Those that do not fit are in the order of the memory they need.
+    `allowed` judges what the model does not decide: the batch and other flags of the job. Layouts
+    that fit come first. Those that do not fit are in the order of the memory they need.
     """
     found = []
-    for layout in layouts(sizes, gpus):
+    for layout in filter(allowed, layouts(sizes, gpus)):
         needed = memory(sizes, layout)
         num_deaths = layout.replicas - sizes.flags.min_replicas
         found.append(Judged(layout=layout, memory=needed, fits=needed.recovery <= USABLE * gpus.bytes, num_deaths=num_deaths))
@@ -85,21 +87,19 @@ def _preference(judged: Judged) -> tuple[object, ...]:
 
 
 def layouts(sizes: Sizes, gpus: Gpus) -> Iterator[Layout]:
-    """Yield every layout of at least two replicas that uses all GPUs and that the model allows."""
+    """Yield every layout that uses all GPUs, survives a death, and that the model allows."""
     model, flags = sizes.model, sizes.flags
     known = {(each.tp, each.pp) for each in sizes.activations}
     for num_ranks in divisors(gpus.number):
         replicas = gpus.number // num_ranks
-        if replicas < max(2, flags.min_replicas + 1):
+        if replicas <= flags.min_replicas:
             continue
-        for tp in tensor_sizes(model, flags, gpus.per_node):
+        for tp in tensor_sizes(model, flags):
             for pp in divisors(num_ranks):
                 vpp = chunks_of_stage(model, flags, pp)
-                if (tp, pp) not in known or vpp is None or num_ranks % (tp * pp * flags.cp):
+                if (tp, pp) not in known or vpp is None or gpus.per_node % tp or num_ranks % (tp * pp * flags.cp):
                     continue
                 lanes = num_ranks // (tp * pp * flags.cp)
-                if not _has_microbatches(flags, replicas, lanes):
-                    continue
                 for ep in _expert_sizes(model, flags, tp, lanes):
                     yield Layout(
                         replicas=replicas, tp=tp, pp=pp, cp=flags.cp, ep=ep, expert_tp=flags.expert_tp or tp, vpp=vpp,
@@ -107,14 +107,15 @@ def layouts(sizes: Sizes, gpus: Gpus) -> Iterator[Layout]:
                     )  # fmt: skip
 
 
-def tensor_sizes(model: Model, flags: Flags, per_node: int) -> list[int]:
-    """Return the tensor-parallel sizes that the model allows inside one node."""
+def tensor_sizes(model: Model, flags: Flags) -> list[int]:
+    """Return the tensor-parallel sizes that the model allows."""
     groups = model.num_query_groups
     return [
         tp
-        for tp in divisors(per_node)
-        if model.num_heads % tp == 0
-        and (groups % tp == 0 or tp % groups == 0)
+        for tp in divisors(model.num_heads)
+        if (groups % tp == 0 or tp % groups == 0)
+        and model.tensor_parts % tp == 0
+        and model.expert_parts % (flags.expert_tp or tp) == 0
         # Upstream trains experts with tensor parallelism only if sequences are split as well.
         and (tp == 1 or not model.num_experts or flags.sequence_parallel)
     ]
@@ -122,24 +123,11 @@ def tensor_sizes(model: Model, flags: Flags, per_node: int) -> list[int]:
 
 def chunks_of_stage(model: Model, flags: Flags, pp: int) -> int | None:
     """Return the model chunks of a pipeline stage; None if the layers cannot be split so."""
-    stages = layers_of_stages(len(model.layers), pp, flags)
-    if stages is None:
+    if layers_of_stages(len(model.layers), pp, flags) is None:
         return None
-    if flags.layers_per_chunk is None and flags.num_chunks is None:
-        return 1
-    if pp == 1:
-        return None  # as `run` judges: virtual stages need a pipeline
-    of_stage = (len(model.layers) + flags.counts_embedding + flags.counts_loss) // pp
-    if flags.layers_per_chunk is not None:
-        return None if of_stage % flags.layers_per_chunk else of_stage // flags.layers_per_chunk
-    assert flags.num_chunks is not None
-    return None if of_stage % flags.num_chunks else flags.num_chunks
-
-
-def _has_microbatches(flags: Flags, replicas: int, lanes: int) -> bool:
-    """Return whether a step has whole microbatches, and at least one for each replica."""
-    samples = flags.micro_batch_size * lanes
-    return flags.global_batch_size % samples == 0 and flags.global_batch_size // samples >= replicas
+    counted = len(model.layers) + flags.counts_embedding + flags.counts_loss
+    found, mistakes = num_chunks(counted, pp, flags.layers_per_chunk, flags.num_chunks)
+    return None if mistakes else found
 
 
 def _expert_sizes(model: Model, flags: Flags, tp: int, lanes: int) -> list[int]:

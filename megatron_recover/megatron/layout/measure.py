@@ -12,6 +12,7 @@ parameters as those of Transformer Engine.
 from __future__ import annotations
 
 import copy
+import math
 import re
 import sys
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
@@ -24,7 +25,7 @@ import torch
 from megatron_recover.core.values import ExitCode
 from megatron_recover.megatron import cpu, training
 from megatron_recover.megatron.launch import dry_run
-from megatron_recover.megatron.launch.arguments import recover_config, refusals
+from megatron_recover.megatron.launch.arguments import gpu_refusals, recover_config, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.megatron.layout import choice
 from megatron_recover.megatron.layout.sizes import Activations, Elements, Flags, Model, Numerics, Sizes, padded
@@ -33,17 +34,17 @@ _LAYOUT: Final = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
     "--expert-model-parallel-size", "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
     "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
-    "--tensor-parallel-num-weight-shards",
 )  # fmt: skip
 _EXPERT_TENSOR: Final = "--expert-tensor-parallel-size"
-_UNEVEN: Final = (
-    "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
-)  # fmt: skip
-"""Flags that suit one pipeline-parallel size only."""
+_OF_ONE_SIZE: Final = {
+    "--pipeline-model-parallel-layout": "pipeline-parallel",
+    "--decoder-first-pipeline-num-layers": "pipeline-parallel",
+    "--decoder-last-pipeline-num-layers": "pipeline-parallel",
+    "--tensor-parallel-num-weight-shards": "tensor-parallel",
+}
+"""Flags that suit one size only, with the name of that size."""
 _KERNELS: Final = ("--apply-layernorm-1p", "--moe-permute-fusion", "--moe-router-fusion")
 """Flags that choose a kernel of Transformer Engine."""
-_MOST_TENSOR_RANKS: Final = 64
-"""Largest tensor-parallel size for which activations are estimated; no node has more GPUs."""
 
 
 def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -52,7 +53,7 @@ def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
     Raises ValueError for a flag that cannot be planned with, with the remedy.
     """
     parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    for flag in (*_LAYOUT, *_UNEVEN):
+    for flag in (*_LAYOUT, *_OF_ONE_SIZE):
         parser.add_argument(flag, **FLAGS[flag])
     parser.add_argument(_EXPERT_TENSOR, type=int)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -68,10 +69,9 @@ def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
     small = [f"{flag} is {size}; it must be at least 1" for flag, size in sizes.items() if type(size) is int and size < 1]
     if small:
         raise ValueError("\n".join(small))
-    uneven = [flag for flag in _UNEVEN if getattr(found, flag[2:].replace("-", "_")) is not None]
-    if uneven:
+    if given := [flag for flag in _OF_ONE_SIZE if getattr(found, flag[2:].replace("-", "_")) is not None]:
         raise ValueError(
-            "\n".join(f"{flag} suits one pipeline-parallel size, and all sizes are compared; leave it out" for flag in uneven)
+            "\n".join(f"{flag} suits one {_OF_ONE_SIZE[flag]} size, and all sizes are compared; leave it out" for flag in given)
         )
     return found, others
 
@@ -105,6 +105,20 @@ def _elements(name: str, parameter: Any, vocabulary: int | None) -> Elements:
     return Elements(split=number, largest_split=number) if is_split else Elements(whole=number, largest_whole=number)
 
 
+def parts_of(model: Any, vocabulary: int) -> tuple[int, int]:
+    """Return `Model.tensor_parts` and `Model.expert_parts` of a whole model, built for one rank."""
+    parts, of_experts = 0, 0
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "tensor_model_parallel", False):
+            continue
+        length = parameter.shape[parameter.partition_dim]
+        if ".experts." in name:
+            of_experts = math.gcd(of_experts, length)
+        elif length != vocabulary:  # which is padded to a multiple of each size
+            parts = math.gcd(parts, length)
+    return parts, of_experts
+
+
 def unplannable(args: Namespace) -> list[str]:
     """Return one line for each argument whose memory is not known: the reason and the remedy."""
     found = []
@@ -116,6 +130,8 @@ def unplannable(args: Namespace) -> list[str]:
         found.append("--multi-latent-attention needs layers of Transformer Engine, which need a GPU; leave it out to plan")
     if args.hybrid_layer_pattern:
         found.append("--hybrid-layer-pattern makes layers whose activations upstream does not estimate; leave it out to plan")
+    if recover_config(args).ranks_per_gpu > 1:
+        found.append("--recover-ranks-per-gpu is for trials on few GPUs, and in a plan each rank has its own; leave it out")
     return found
 
 
@@ -161,9 +177,11 @@ def activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Acti
     """
     from megatron.training.theoretical_memory_usage import compute_activation_memory, compute_activation_memory_without_sp
 
-    ratio = _layer_ratio(args)
     counted = len(model.layers) + flags.counts_embedding + flags.counts_loss
-    for tp in choice.tensor_sizes(model, flags, _MOST_TENSOR_RANKS):
+    for tp in choice.tensor_sizes(model, flags):
+        splits = flags.sequence_parallel and tp > 1 and args.recompute_granularity == "selective"
+        estimate = compute_activation_memory if splits else compute_activation_memory_without_sp
+        ratio = _layer_ratio(args, splits=splits)
         for pp in choice.divisors(counted):
             vpp = choice.chunks_of_stage(model, flags, pp)
             if vpp is None:
@@ -172,20 +190,33 @@ def activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Acti
             tried.tensor_model_parallel_size, tried.pipeline_model_parallel_size = tp, pp
             tried.virtual_pipeline_model_parallel_size = vpp if vpp > 1 else None
             tried.padded_vocab_size = padded(model, tp)
-            splits = flags.sequence_parallel and tp > 1 and args.recompute_granularity == "selective"
-            estimate = compute_activation_memory if splits else compute_activation_memory_without_sp
             everything = estimate(tried, None)
             tried.num_layers = 0
             beside = estimate(tried, None)
             yield Activations(tp=tp, pp=pp, bytes=int(beside + ratio * (everything - beside)))
 
 
-def _layer_ratio(args: Namespace) -> float:
+def split_activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Activations]:
+    """Yield the activations with sequences split and activations recomputed.
+
+    Nothing where the flags ask for it already, or for full recomputation.
+    """
+    granularity = args.recompute_granularity
+    if granularity == "full" or (granularity == "selective" and flags.sequence_parallel):
+        return
+    tried = copy.copy(args)
+    tried.recompute_granularity = "selective"
+    yield from activations_of(tried, model, msgspec.structs.replace(flags, sequence_parallel=True))
+
+
+def _layer_ratio(args: Namespace, *, splits: bool) -> float:
     """Return the activations of a layer of this model, relative to the layer that upstream counts.
 
-    Upstream's layer has 18 h bytes a token, and 4 for each of its feed-forward units: the input and
-    the output of their non-linearity. A gated unit has one input more. With experts, a token passes
-    those that its router chooses, and is copied on its way to each and back.
+    With split sequences (`splits`) upstream's layer has 18 h bytes a token, and 4 for each of its
+    feed-forward units: the input and the output of their non-linearity. Without, upstream's layer
+    has 34 h bytes, that of 4 h units, whatever their number is. A gated unit has one input more.
+    With experts, a token passes those that its router chooses, and is copied on its way to each and
+    back.
     """
     hidden, feed_forward = args.hidden_size, args.ffn_hidden_size
     unit = 6 if args.swiglu or args.quick_geglu else 4
@@ -194,31 +225,34 @@ def _layer_ratio(args: Namespace) -> float:
         layer = 18 * hidden + args.moe_router_topk * of_expert
     else:
         layer = 18 * hidden + unit * feed_forward
-    return float(layer / (18 * hidden + 4 * feed_forward))
+    return float(layer / (18 * hidden + 4 * (feed_forward if splits else 4 * hidden)))
 
 
 def measured(args: Namespace, asked: Namespace, model: Any) -> Sizes:
     """Return the sizes of `model`, built on the meta device, with `asked`, the layout's flags."""
     first, layers, last = elements_of(model, args.padded_vocab_size)
+    tensor_parts, expert_parts = parts_of(model, args.padded_vocab_size)
+    if asked.sequence_parallel:
+        tensor_parts = math.gcd(tensor_parts, args.seq_length // asked.context_parallel_size)
     described = Model(
         first=first, layers=layers, last=last,
         is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)),
         vocabulary=args.padded_vocab_size, vocabulary_step=args.make_vocab_size_divisible_by,
         num_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        num_experts=args.num_experts or 0,
+        num_experts=args.num_experts or 0, tensor_parts=tensor_parts, expert_parts=expert_parts,
     )  # fmt: skip
     flags = Flags(
         cp=asked.context_parallel_size, expert_tp=asked.expert_tensor_parallel_size,
         layers_per_chunk=asked.num_layers_per_virtual_pipeline_stage, num_chunks=asked.num_virtual_stages_per_pipeline_rank,
         counts_embedding=asked.account_for_embedding_in_pipeline_split,
         counts_loss=asked.account_for_loss_in_pipeline_split, sequence_parallel=asked.sequence_parallel,
-        micro_batch_size=args.micro_batch_size, global_batch_size=args.global_batch_size,
         min_replicas=recover_config(args).min_replicas,
     )  # fmt: skip
     return Sizes(
-        model=described, numerics=numerics_of(args), flags=flags, activations=tuple(activations_of(args, described, flags))
-    )
+        model=described, numerics=numerics_of(args), flags=flags, activations=tuple(activations_of(args, described, flags)),
+        split_activations=tuple(split_activations_of(args, described, flags)),
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -248,7 +282,8 @@ def main() -> None:
     ) -> None:
         args = training.parse(extra_args_provider, args_defaults or {}, {})
         with training.bad_input_ends():
-            if found := [*refusals(args, lanes=1), *unplannable(args)]:
+            on_gpu = gpu_refusals(recover_config(args), num_ranks=1, num_gpus=1, deterministic=args.deterministic_mode)
+            if found := [*refusals(args, lanes=1), *on_gpu, *unplannable(args)]:
                 raise ValueError("\n".join(found))
             begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
             model = build(configure(without_precision_aware(args)), model_provider)

@@ -60,6 +60,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_query_groups: int
     num_experts: int = 0
+    tensor_parts: int = 0
+    """A number that each tensor-parallel size divides: the greatest common divisor of the lengths
+    that tensor parallelism splits. 0: any size does."""
+    expert_parts: int = 0
+    """The same of experts, for the number of ranks that share one."""
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +106,6 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     """True if the embedding counts as a layer in the split over stages; the loss likewise."""
     counts_loss: bool = False
     sequence_parallel: bool = False
-    micro_batch_size: int
-    global_batch_size: int
     min_replicas: int = 1
 
 
@@ -122,6 +125,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     flags: Flags
     activations: tuple[Activations, ...]
     """One figure for each pair of tensor- and pipeline-parallel size that the model allows."""
+    split_activations: tuple[Activations, ...] = ()
+    """The figures with `--sequence-parallel` and `--recompute-activations`, if they are others."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
