@@ -23,7 +23,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "run": "train with replicas that survive the death of any of them",
     "plan": "compare the layouts of a job: the memory of a rank, and what a death costs",
     "demo": "train on real text, kill real processes, prove that nothing was lost",
-    "check": "verify the invariants of a finished run from its trace",
+    "check": "verify the invariants of a run from its trace",
     "report": "make a page that shows what happened in a run, from its trace",
     "top": "follow a run in one live line",
     "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",

@@ -48,9 +48,9 @@ def _raise(error: OSError) -> None:
 def write_dataset(output: Path, files: Iterable[Path]) -> tuple[int, int]:
     """Write `<output>.bin` and `<output>.idx`; return the number of documents and of tokens.
 
-    The tokens include the end-of-document tokens. Both files appear complete or not at all, and
-    replace former ones. Empty files are left out. Raises OSError if a file cannot be written, and
-    ValueError if a file cannot be read or no text was found.
+    The tokens include the end-of-document tokens. Each file appears complete or not at all. Both
+    replace former ones, `<output>.idx` last. Empty files are left out. Raises OSError if a file
+    cannot be written, and ValueError if a file cannot be read or no text was found.
     """
     import numpy
 

@@ -41,8 +41,8 @@ from megatron_recover.observe.work import Redone, WorkAccount
 from megatron_recover.trace import TraceError
 
 REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 20, 36, 1234
-"""Sizes of the runs. With 36 microbatches a replica is still computing when it learns of a death,
-on fast machines too (below 0.1 s)."""
+"""Sizes of the runs. A replica learns of a death within 0.1 s. With 36 microbatches it is still
+computing then, on fast machines too."""
 PRETRAIN = Path(megatron_recover.__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 DEADLINES = Deadlines.of()
 """Deadlines of the runs that the demo starts, which set no deadline. A run that takes longer than

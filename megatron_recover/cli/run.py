@@ -110,7 +110,7 @@ def _parser() -> Parser:
 def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
     """Return the job, with its new run directory, and the text of its chaos file.
 
-    The text is empty without chaos. Raises ValueError.
+    The text is empty without chaos. Raises ValueError, or OSError for a file that cannot be read.
     """
     if not command:
         raise ValueError(_NO_SCRIPT)
@@ -199,7 +199,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        # The descriptions and the trace, which must exist before anything is trained.
+        # Its descriptions or its trace could not be written; both must exist before training.
         print(
             f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run could not be started. "
             "Make room there, or give another folder.",
@@ -259,7 +259,7 @@ def _empty(folder: Path) -> None:
 
 
 def _report(job: Job, launcher: Launcher) -> None:
-    """Make `summary.json` and the loss plot, and report the exact faults that never struck."""
+    """Make `summary.json` and the loss plot, and report the faults of the run that never struck."""
     run_dir = job.run_dir
     why: str | None = "the end of the trace could not be written"  # no second wait for a disk that did not answer
     if launcher.is_recorded:

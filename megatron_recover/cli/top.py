@@ -90,7 +90,8 @@ def follow(place: Path, stream: TextIO, wait: Callable[[float], None], clock: Ca
 
 
 Kind = Literal["news", "now", "end"]
-"""The kind of a line: a step is done, the state after a read of the trace, the end of the run."""
+"""The kind of a line: something new (a step is done, the run has not started, the trace is silent),
+the state after a read of the trace, or the end of the run."""
 
 
 def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]) -> Iterator[tuple[Kind, str]]:

@@ -46,7 +46,7 @@ def workers(number: int, tasks_each: int | None = None) -> Iterator[Pool]:
     replacements included: all that the pool starts inherits the signal mask of the thread that
     makes it. So do the pool's own threads.
     """
-    resource_tracker.ensure_running()  # if the pool started it, it would unblock SIGINT
+    resource_tracker.ensure_running()  # else the pool would start the tracker, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         # Not forked: a forked child would wait for locks that threads of this process hold.

@@ -7,7 +7,7 @@ The coordinator has evidence only. The explorer knows the truth of its world:
 - which channels are broken;
 - which timer it has fired.
 
-So it judges each removal by its cause, at the instant at which the coordinator makes it.
+So it judges each removal that follows a timer, at the instant at which the coordinator makes it.
 """
 
 from __future__ import annotations

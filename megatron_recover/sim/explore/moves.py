@@ -13,10 +13,12 @@ item are always left out. `reduced=False` tries those of the others, and a test 
 * A vote or status that the receiver only stores, because it still lacks those of two or more
   members, is delivered at once. Such a message has no effect before the last one arrives, and the
   last one may still be lost. A new generation discards it, delivered or not. In a tree the delivery
-  may also make the node forward what it has: one more message, which nobody has to receive.
+  may also make the node forward what it has: one more message, which nobody has to receive. With
+  `links` such a message waits for its turn on its link.
 * A node that no new generation can reach takes its steps at once. Such a node is not in the newest
-  roster, or it has entered the newest generation and no fault is left. Its steps only add messages,
-  none disables another, and nobody has to receive what they send.
+  roster, or it has entered the newest generation and nothing is left that could lead to another
+  one: no fault, save, drift or miscount, and no operation that takes time to fail. Its steps only
+  add messages, none disables another, and nobody has to receive what they send.
 * The coordinator sees a crash at once. Until it does, the dead replica merely does nothing, as any
   replica may at any time. For the same reason a fenced replica is never killed.
 """
@@ -37,7 +39,7 @@ from megatron_recover.sim.explore.node import CarryOut, Complete, Drift, DriftSt
 from megatron_recover.sim.explore.space import Attempt, Space
 
 _PATIENCE = 2
-"""Number of times that the coordinator's timer `trouble` runs out."""
+"""Most times that the coordinator's timer `trouble` can run out (`CoordinatorState.patience`)."""
 
 
 class Moves(Space):

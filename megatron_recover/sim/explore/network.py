@@ -43,7 +43,7 @@ class JobState(NamedTuple):
     nodes: tuple[int, ...]
     """Number of each replica's node; 0: dead."""
     messages: int
-    """Bit set of the numbers of all messages that may arrive."""
+    """Bit set of the numbers of all messages that may arrive; with `links`, of the data alone."""
     history: int
     """Number of the history of facts."""
     faults: Faults
@@ -69,7 +69,7 @@ class JobState(NamedTuple):
     late_saves: tuple[tuple[ReplicaId, int], ...] = ()
     """(replica, generation in which the time for its save ran out) of each overdue save.
 
-    Empty again after a commit or a loss.
+    A save that ends is removed; a commit or a loss removes all.
     """
     blamed: tuple[ReplicaId, ...] = ()
     """Replicas fenced for reports of other members though not overdue, in order of fencing."""
@@ -145,9 +145,9 @@ def needed(message: Message, node: Node, member: bool) -> bool:
 
 
 def reaches(message: Message, leader: replica.ReplicaState) -> bool:
-    """Return whether a message can arrive at a replica at all.
+    """Return whether a message can arrive at a replica in its present state.
 
-    A message that is forwarded in a tree goes to neighbours only.
+    A message that is forwarded in a tree goes to neighbours in its own generation only.
     """
     if not isinstance(message, Statuses | Votes):
         return True

@@ -182,7 +182,7 @@ class TakeUp(Value, frozen=True):
 class AskClose(Value, frozen=True):
     """Rank 0 asks for the end of its pass; its gradient has all known microbatches by then.
 
-    Unless `Threads.passes_last`, this follows `Take` at once.
+    Unless `Threads.passes_last`, this follows at once when rank 0 takes a plan.
     """
 
 
@@ -525,7 +525,7 @@ class _Run:
 
 
 def pending(node: Node) -> list[tuple[int, Operation]]:
-    """Return (rank, operation) of every operation that could complete."""
+    """Return (rank, operation) of every operation at which a rank has arrived."""
     return [(position, one.operations[0]) for position, one in enumerate(node.ranks) if one.operations]
 
 

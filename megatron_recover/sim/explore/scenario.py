@@ -27,8 +27,8 @@ class Scenario(Value, frozen=True):
     drifts: int = 0
     """Replicas whose parameters change silently between two steps."""
     links: bool = False
-    """Send messages over FIFO links that deliver once and may break. If False, any message that was
-    sent may arrive at any time."""
+    """Send all messages but the data of sums and copies over FIFO links that deliver once and may
+    break. If False, any message that was sent may arrive at any time."""
     slow: bool = False
     """Let training threads take an order at any later time, not as soon as they can."""
     passes_last: bool = False
@@ -69,7 +69,8 @@ class Scenario(Value, frozen=True):
     """Let the coordinator's deadline pass before a replica that reads continues. The replica may
     then be fenced already."""
     waits: int = 0
-    """Times that members give up on such a replica before it continues or the deadline passes."""
+    """Times that members give up on a replica that reads, before it continues or the deadline
+    passes."""
     digested: tuple[int, ...] = ()
     """Steps whose record has the state digest."""
     of_last_bucket: tuple[int, ...] = ()

@@ -6,8 +6,9 @@ The network keeps every message that can still matter. It may deliver any of the
 time, repeatedly or never. So messages may be lost, late, repeated or reordered, which is more than
 TCP allows. A message that is forwarded in a tree arrives only at the replicas to which it goes.
 
-Scenarios with `links` have FIFO links instead. A link delivers each message once, and may break and
-lose what is on it. There, a message that the machine ignores is really gone.
+Scenarios with `links` have FIFO links instead, for all messages but data (`Addend`, `Copy`). A link
+delivers each message once, and may break and lose what is on it. There, a message that the machine
+ignores is really gone.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Own(NamedTuple):
     """True while orders are on their way to a rank."""
     stimuli: tuple[Stimulus, ...]
     pending: tuple[tuple[int, Operation], ...]
-    """(rank, operation) of every operation that could complete."""
+    """(rank, operation) of every operation at which a rank has arrived."""
 
 
 class Effect(NamedTuple):
@@ -203,7 +204,7 @@ class Space:
         return number
 
     def post(self, world: JobState, source: int, messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]) -> tuple[int, Links]:
-        """Return the network with more messages: the bit set of all, and the links."""
+        """Return the network with more messages: `JobState.messages` and `JobState.links`."""
         bits = world.messages
         if not self.scenario.links:
             for number, _ in messages:

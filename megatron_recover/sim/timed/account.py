@@ -24,13 +24,14 @@ class RecoveryAccount:
     announced: float = 0.0
     """Time of the announcement."""
     planned: float = 0.0
-    """Time at which the last member had its plan."""
+    """Time at which the last leader had its plan of `step`; 0: no leader has one."""
     step: int | None = None
-    """Step that was planned again."""
+    """First step that was planned in the generation; None: none was."""
     redone: int = 0
-    """Microbatches that were dealt again."""
+    """Microbatches that the common plan deals because no member held them. Those of a member that
+    had not begun the step are among them, although nobody had computed them."""
     in_schedule: int = 0
-    """Microbatches dealt again that were computed in passes still running."""
+    """Microbatches of plans of the generation that were added to passes still running."""
 
 
 @dataclass
@@ -44,4 +45,5 @@ class JobAccount:
     messages: int = 0
     """Messages between leaders, and between leaders and the coordinator."""
     exit_code: int | None = None
+    """None: the job has not ended."""
     reason: str = ""

@@ -1,4 +1,4 @@
-"""Random times for a job of the fuzzer: how long everything takes, and which processes stop."""
+"""Random times for a job of the fuzzer, and a clock that can stop processes of the job."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class RandomTiming(Timing):
         super().__init__(job, ComputeTable(microbatch_s=0.1), NetworkTable(bytes_per_s=1e9, gradient_bytes=1e6))
         self.dice = dice
         self.scale_s = 10 ** dice.uniform(-4, -1)
-        """Mean seconds of a message, 0.0001 to 0.1; a microbatch takes 0.1 on average."""
+        """Mean seconds of a message between leaders, 0.0001 to 0.1, before `_some` lengthens some.
+        The mean of a microbatch is 0.1 in the same sense."""
         self.paces: dict[tuple[ReplicaId, int], float] = {}
         """Seconds of a microbatch, by (replica, step)."""
 
     def _some(self, mean_s: float) -> float:
+        """Return random seconds of that mean; in one case of 50, 20 times as many."""
         return self.dice.expovariate(1 / mean_s) * (20 if self.dice.random() < 0.02 else 1)
 
     def latency_s(self) -> float:

@@ -3,10 +3,11 @@
     python -m megatron_recover.sim.timed.fuzz --seeds 100000 --seed 1 [--jobs 2]
 
 A seed determines a job: its shape, how long everything takes, and what fails when. While the job
-runs, every fact is checked against INV-1..7. After the last fault the job must end, and with a
-permitted result (INV-8, INV-9). The explorer tries everything that can happen to small jobs. The
-fuzzer tries some of what can happen to larger ones, with real timeouts, in order of time. For a
-seed that fails it prints the command that runs the seed again.
+runs, every fact is checked against the invariants that facts can break (`core/invariants.py`).
+After the last fault the job must end, and with a permitted result (INV-8, INV-9). The explorer
+tries everything that can happen to small jobs. The fuzzer tries some of what can happen to larger
+ones, with real timeouts, in order of time. For a seed that fails it prints the command that runs
+the seed again.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ class RandomJob(TimedJob):
     """A job of random timing, with faults, whose messages go over FIFO links that may break."""
 
     def __init__(self, seed: int, faults: Sequence[Callable[[RandomJob], None]] | None = None) -> None:
-        """Draw the job of a seed from `faults`: repeated ones are more likely; None: all."""
+        """Draw the job of a seed.
+
+        Its faults are drawn from `faults`: repeated ones are more likely. None: from all, and a few
+        jobs have replicas that read.
+        """
         self.dice = dice = random.Random(seed)
         ranks, stages = dice.choice(SHAPES)
         table = JobTable(
@@ -119,7 +124,10 @@ class RandomJob(TimedJob):
         return replace(work, digests=work.digests or step % self.digest_interval == 0)
 
     def may_write(self, rank: TimedRank, order: Apply) -> None:
-        """Check that all voters have the state about to be saved (INV-6); kill a writer if due."""
+        """Raise InvariantViolation if a drifted replica saves and a member has not drifted (INV-6).
+
+        If the death of a writer is due, schedule it before the end of this save.
+        """
         step, members = order.record.step, order.roster
         drifted = [number for number in members if self.counts.has_other_state(number, step)]
         if rank.replica.number in drifted and len(drifted) < len(members):
@@ -175,7 +183,10 @@ class RandomJob(TimedJob):
         return any(one.replica.number == number for one in self.reading)
 
     def look(self) -> None:
-        """Report which replicas read, alive and not stopped, more often than any wait is long."""
+        """Report which replicas read, alive and not stopped, if that has changed.
+
+        Look again after 0.5 s while one reads. No member waits so briefly for another (`stall_s`).
+        """
         self.reading = {one: until for one, until in self.reading.items() if one.alive and until > self.clock.now}
         at_work = tuple(sorted({one.replica.number for one in self.reading if not self.freezer.is_frozen(one)}))
         if at_work != self.coordinator.state.at_work:
@@ -295,7 +306,7 @@ def _save(job: RandomJob) -> None:
 
 
 def _kill_in_save(job: RandomJob) -> None:
-    """Let the next writer die during the save on which all have agreed, or just after it."""
+    """Let the next writer die during the save on which all have agreed, or just before it."""
     job.num_deaths_in_saves += 1
 
 

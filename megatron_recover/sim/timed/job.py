@@ -190,7 +190,8 @@ class TimedJob:
         self.account = JobAccount()
         self.num_steps = table.steps
         self.save_interval = 0
-        """Training steps from one checkpoint to the next, with a save at every end; 0: no saves."""
+        """Training steps from one checkpoint to the next, with one more when training ends or is
+        requested to end; 0: no saves."""
         self.save_s = 0.0
         """Seconds that a save takes each rank of the replica that writes."""
         self.durable: set[int] = set()
@@ -218,14 +219,17 @@ class TimedJob:
         """Newest record that was measured, and its bytes."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
         self._num_computing = 0
-        """Members of the newest generation whose plans dealt microbatches."""
+        """Number of members of the newest generation in which a plan dealt microbatches."""
         self._behind: set[ReplicaId] = set()
         """Members that have not committed the newest step that anybody has committed."""
 
     # --- running ---
 
     def run(self, *, max_events: int = 2**62, until_s: float = float("inf")) -> JobAccount:
-        """Run the job to its end. Raise RuntimeError if it does not end within a limit."""
+        """Run the job to its end.
+
+        Raise RuntimeError if it does not end within a limit, or if nothing can happen any more.
+        """
         self.coordinator.feed(coordinator.Launched())
         for one in self.replicas:
             self.coordinator.feed(Hello(one.number, "same"))
@@ -384,7 +388,10 @@ class TimedJob:
         return number in self._dead and position in self._dead[number]
 
     def bury(self, number: ReplicaId, position: int) -> None:
-        """Make a rank dead. Linked leaders notice it; the coordinator does not know of it yet."""
+        """Make a rank dead; the coordinator does not know of it yet.
+
+        The ranks that meet it for a sum or copy notice it, and of rank 0 also the linked leaders.
+        """
         if self.is_dead(number, position):
             return
         self._dead.setdefault(number, set()).add(position)
@@ -400,7 +407,7 @@ class TimedJob:
     # --- what is noted ---
 
     def observe(self, fact: invariants.Fact) -> None:
-        """Check a fact against INV-1..7. Raise InvariantViolation if it breaks one."""
+        """Check a fact, if there is a history. Raise InvariantViolation if it breaks a rule."""
         if self.history is not None:
             self.history = invariants.observe(self.history, fact)
 
@@ -434,7 +441,7 @@ class TimedJob:
             recovery.redone = len(effect.dealt)
 
     def computing(self, plan: Plan, count: int, *, in_schedule: bool) -> None:
-        """Account for microbatches that a rank 0 begins, in a pass that runs or in a new one."""
+        """Account for microbatches that a rank 0 begins, if it adds them to a pass that runs."""
         recovery = self.account.recoveries.get(plan.generation)
         if recovery is not None and in_schedule:
             recovery.in_schedule += count

@@ -35,7 +35,7 @@ class Meeting:
 
 
 class Meetings:
-    """All meetings of a job that are not over."""
+    """The meetings of a job: sums until they are over, copies until `forget`."""
 
     def __init__(self, job: JobParts) -> None:
         self.job = job

@@ -31,7 +31,7 @@ LEDGER_COLUMNS = 64
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Duration = Annotated[float, Meta(gt=0, le=1e9)]
-"""Seconds above 0, at most 30 years, so that sums over a whole job stay finite."""
+"""Seconds above 0, at most 10^9 (32 years), so that sums over a whole job stay finite."""
 Bytes = Annotated[float, Meta(ge=1, le=1e18)]
 Amount = Annotated[float, Meta(gt=0, le=1e9)]
 
@@ -88,9 +88,10 @@ class FailuresTable(Table, frozen=True, kw_only=True):
     """`[failures]`: when replicas are lost, and how long the job waits. It has at most one rate."""
 
     every_steps: Count | None = None
-    """Number n, for a loss in each n-th step that is run."""
+    """Number n, for a loss in each n-th step that is run; None: no such losses."""
     per_gpu_hour: Amount | None = None
-    """Losses of a GPU, and so of its replica, per hour of each GPU, at exponential intervals."""
+    """Losses of a GPU, and so of its replica, per hour of each GPU, at exponential intervals; None:
+    no such losses."""
     at: Literal["reduction", "anywhere"] = "anywhere"
     """Instant of a loss by `every_steps`: while gradients are summed, or at random in the step."""
     until_replicas: Count = 1
@@ -233,9 +234,9 @@ class Timing:
 
 
 class Losses:
-    """Times at which replicas are lost: a pure function of the seed and of the steps that run.
+    """Random losses of replicas: a pure function of the seed and of the steps and seconds that run.
 
-    Every policy gets its own.
+    Every policy gets an object of its own, with the same seed.
     """
 
     def __init__(self, scenario: Scenario) -> None:

@@ -9,7 +9,10 @@ from megatron_recover.sim.timed.models import HOUR_S, PolicyName, Scenario, Timi
 
 @dataclass
 class Outcome:
-    """Time that a policy spent in a scenario, and work that it committed."""
+    """Time that a policy spent in a scenario, and work that it committed.
+
+    None in a field: the policy has no such number, or (`kill_to_plan_s`) nothing was recovered.
+    """
 
     policy: PolicyName
     seconds: float = 0.0
@@ -34,15 +37,16 @@ class Outcome:
     young_daly_steps: tuple[float, float] | None = None
     """The interval by Young's and by Daly's formula, in steps, not rounded."""
     microbatches_redone: int | None = None
-    """Microbatches that were dealt again after losses."""
+    """Microbatches that recoveries dealt because no member held them."""
     in_schedule: int | None = None
-    """Microbatches among these that were computed in a pass that still ran."""
+    """Microbatches among these that were added to a pass that still ran."""
     steps_left_out: int | None = None
     """Steps whose time was only added, since nothing in them could differ from the step before."""
     kill_to_plan_s: tuple[float, float] | None = None
     """Seconds from a death to the last member's plan: median and worst over all recoveries."""
     curve: list[tuple[float, int]] = field(default_factory=list)
-    """(GPU-seconds, microbatches committed) after each step."""
+    """(GPU-seconds, microbatches committed) after each commit of a step. Steps that were left out
+    have one entry together. After a restart the microbatches fall to those of the last save."""
 
     @property
     def goodput_of_ideal(self) -> float:
@@ -57,7 +61,7 @@ class Outcome:
     def microbatches_at(self, gpu_hours: float) -> float | None:
         """Return how many microbatches were committed when `gpu_hours` were spent.
 
-        None if the run is shorter.
+        Interpolate between two entries of `curve`. Return None if the run is shorter.
         """
         before = (0.0, 0)
         for spent, done in self.curve:

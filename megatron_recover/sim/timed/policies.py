@@ -48,7 +48,7 @@ def checkpoint_restart(scenario: Scenario) -> Outcome:
 def checkpoint_restart_equal(scenario: Scenario) -> Outcome:
     """Return the outcome of saves at Daly's interval with equal quotas, as Megatron has them.
 
-    Replicas beyond the largest divisor of M are idle.
+    The largest number of living replicas that divides M computes. The others are idle.
     """
     return _checkpoint_restart(scenario, _interval(scenario), "checkpoint-restart-equal")
 
@@ -168,6 +168,8 @@ def simulate(scenario: Scenario, on_step: Callable[[int], None] | None = None) -
     - The simulated job of `recover` is too slow for its own timeouts.
     - A fault of the scenario takes the last replica.
     - Faults never struck although the job ended; the error has one line for each.
+
+    Raise RuntimeError as `run_recover` does.
     """
     return {
         policy: recover(scenario, on_step) if policy == "recover" else _BASELINES[policy](scenario)

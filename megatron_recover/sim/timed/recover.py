@@ -22,7 +22,8 @@ class RecoverJob(TimedJob):
 
     Steps that cannot differ from the ones before are not simulated again. When two steps have taken
     equally long, the second without a recovery, the steps up to the next loss take as long. Only
-    their time is added. The job's time ends with the last commit.
+    their time is added. All steps are simulated with `every_steps`, while an exact fault may still
+    strike, and near the next loss and the end. The job's time ends with the last commit.
     """
 
     def __init__(self, scenario: Scenario, on_step: Callable[[int], None] | None = None) -> None:
@@ -112,7 +113,7 @@ class RecoverJob(TimedJob):
         victim, position = self._victim(), self.losses.dice.randrange(self.table.ranks)
         if self.failures.at == "reduction":
             bucket = self.losses.dice.choice(self.buckets_of[position])
-            for point in (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE):  # the first one kills the rank
+            for point in (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE):  # it passes one of them first
                 self.add_fault(Fault(replica=victim, rank=position, point=point, step=plan.step, bucket=bucket))
         else:
             seconds = self.meter.ideal_s(len(plan.roster), plan.work.num_microbatches)
@@ -162,8 +163,8 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
 def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> RecoverJob:
     """Run the job of a scenario and return it.
 
-    Raise as `simulate` does, and RuntimeError if the job ended wrongly without a fault of the
-    scenario.
+    Raise as `simulate` does, and RuntimeError if the job ended wrongly without an exact fault of
+    the scenario, or did not end.
     """
     job = RecoverJob(scenario, on_step)
     account = job.run()

@@ -15,7 +15,7 @@ from megatron_recover.sim.timed.policies import best_checkpoint_restart
 RESULT_FILE = "result.json"
 """Name of the file with the JSON object."""
 STEPS_FILE = "throughput.csv"
-"""Name of the file with the work committed after each step."""
+"""Name of the file with the entries of `Outcome.curve`."""
 
 
 def summary(scenario: Scenario, outcomes: Mapping[PolicyName, Outcome]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def make_folder(parser: ArgumentParser, folder: Path) -> None:
 
 
 def throughput(outcomes: Mapping[PolicyName, Outcome]) -> Iterable[tuple[str, float, int]]:
-    """Yield (policy, GPU-hours spent, microbatches committed) after every step."""
+    """Yield (policy, GPU-hours spent, microbatches committed) for each entry of `Outcome.curve`."""
     for policy, outcome in outcomes.items():
         for spent, done in outcome.curve:
             yield policy, round(spent / HOUR_S, 4), done

@@ -27,7 +27,7 @@ SIMULATED = (
 """Fault points that the simulator has."""
 
 Place = tuple[str, str]
-"""Table and key of a mistake."""
+"""Table and key of a mistake; the table is empty for a key before all tables."""
 
 
 def parse(text: str) -> Scenario:
@@ -70,7 +70,10 @@ def _tables() -> dict[str, type[Table]]:
 
 
 def _top(text: str, content: dict[str, object]) -> Iterator[str]:
-    """Yield the mistakes inside a table, and numbers of a fault that `[job]` does not have."""
+    """Yield the mistakes that a key or table has by itself, unknown and missing ones included.
+
+    Numbers of a fault that `[job]` does not have are among them.
+    """
     tables = _tables()
     fields = {field.name: field for field in msgspec.structs.fields(Scenario)}
     plain = {}
