@@ -8,8 +8,11 @@ Note [Judging behind]
     The next bucket's sum begins before the host has judged the last one: each time the host waits
     for a device, the device has nothing to do until the host has enqueued more. So a result is
     judged when its summary has arrived (`ResultSummary.has_arrived`), at the latest when all sums
-    are done. The host waits once for the sums of a plan, whatever the number of buckets; after a
-    fault also once for each transfer.
+    are done. Then the host waits for the newest summary, and the older ones have arrived as well.
+    So it waits once for the sums of a plan, whatever the number of buckets. The looks at a running
+    sum are not counted: `NcclTransport.sum_into` returns when its own sum is complete. After a
+    fault the host waits once more for each transfer, and for each bucket that is left out whose
+    gradient is checked (`Crossing.sum`).
 """
 
 from __future__ import annotations
@@ -150,6 +153,8 @@ class Crossing:
 
     def _judge(self, *, wait: bool) -> None:
         """Judge the sums whose copies have arrived, in their order; with `wait` all of them."""
+        if wait and self._unjudged:
+            self._unjudged[-1].wait()
         while self._unjudged and (wait or self._unjudged[0].has_arrived()):
             judged = self._unjudged.popleft()
             judged.read()
