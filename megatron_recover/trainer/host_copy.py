@@ -7,10 +7,11 @@ device's tensors travels in one copy to pinned memory, behind which an event is 
 
 Note [Who ends a wait]
     `HostCopy.wait` has no deadline of its own. A thread that waits for its device changes nothing,
-    so it may be killed at any time, and SIGKILL ends it. While other replicas live, they miss this
-    one in their next sum and have it removed. The last replica is missed by nobody: the detector
-    names it once all its ranks wait, and fences it after the deadline (`core/detector.py`,
-    Note [The last replica waits for itself]). The same ends every other read from a device.
+    so it may be killed at any time, and SIGKILL ends it. While other replicas live, they miss the
+    rank's sum or its replica's vote and have the replica removed. The last replica is missed by
+    nobody: the detector names it once all its ranks wait, and fences it after the deadline
+    (`core/detector.py`, Note [The last replica waits for itself]). The same holds for every other
+    read from a device.
 """
 
 from __future__ import annotations
