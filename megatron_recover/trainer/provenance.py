@@ -8,8 +8,9 @@ Note [Provenance]
     Each bucket has one float64 tensor beside its elements. It goes through the same sums as the
     gradient, over lanes and replicas:
     - M counts: how often the gradient of each microbatch is in the bucket. A microbatch is counted
-      when its backward has returned. On a GPU the sum comes after the backward's kernels in the
-      order of the device, so a sum that has completed has its whole gradient;
+      when a backward has passed the bucket; without overlap, when the backward has returned. On a
+      GPU the sum comes behind the kernels that write the gradient, in the order of the device. So a
+      sum that has completed has the whole gradient of what it counts;
     - the bound of `exact` (`trainer/exact.py`), else 0;
     - the number of ranks whose gradient is not finite, where a gradient is checked. So the host
       need not know that before the sum begins, and no rank holds a result with such a gradient.
