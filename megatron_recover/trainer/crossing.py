@@ -48,7 +48,8 @@ class Miscounted(TransportError):
 class Crossing:
     """The transfers and sums of one plan on one rank.
 
-    After the first failure the rest is skipped, and the failure is reported once.
+    After the first failure no transfer or sum begins, and only that failure is reported. Sums that
+    the device already has are still judged, and held where nothing is wrong with them.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Crossing:
             raise Revoked("a newer generation was promised while the result was on its way")
 
     def _fail(self, bucket: BucketId | None, error: TransportError) -> None:
-        """Skip the rest of the plan; report the failure, if it is the first."""
+        """Begin no more of the plan; report the failure, if it is the first."""
         if self._transport is not None:
             self._transport = None
             self._report(bucket, error)
