@@ -363,7 +363,7 @@ class Reduction:
                 continue
             bucket_sum.apply()
             bucket_sum.release()
-            if not bucket_sum.is_exact(self._exponent):
+            if not bucket_sum.fits_grid(self._exponent):
                 logger.warning(
                     "step %d is not exact: the gradient of bucket %d outgrew the grid of 2**%d; replicas are bit-identical "
                     "all the same, but the run may differ from one without failures", self._step, bucket_sum.id, self._exponent,
