@@ -26,12 +26,12 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_recover import trace
+from megatron_recover.core.digest import combined
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import BucketId, Held, Plan
 from megatron_recover.data_plane.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer.bucket_sums import BucketSum
-from megatron_recover.trainer.checksum import combined
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.result_summary import ResultSummary
 
