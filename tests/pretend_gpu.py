@@ -8,13 +8,18 @@ Note [What waits]
     - `nonzero`, `unique` and the like, whose result has a size that the device decides;
     - an index that is on the host, or a mask;
     - a copy between host and device that is not `non_blocking`, or whose memory on the host is not pinned;
-    - `Event.synchronize`, on an event that has not completed. It completes at the next wait, so that nobody finds the
-      results early.
+    - `Event.synchronize`, on an event that has not completed.
+
+Note [What has completed]
+    An event has completed once the host has waited for it, or for anything that comes behind it: later work on its stream,
+    or work on a stream that has waited for it since. So nobody finds results early, and a wait for an early event does not
+    complete the late ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -71,23 +76,28 @@ class OnGpu(Tensor):
 
 
 class Event:
-    """An event of the pretended GPU. It has completed once the host has waited for the GPU."""
+    """An event of the pretended GPU; see Note [What has completed]."""
 
     gpu: Gpu
 
     def __init__(self, **_: object) -> None:
-        self._at = -1
+        self.reached: dict[str, int] = {}
+        """For each stream the number of its events that have completed when this one has."""
+        self.name, self._stream = "", ""
 
-    def record(self, stream: object = None) -> None:
-        self._at = self.gpu.num_waits
-        self.gpu.order.append("event")
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.gpu.current
+        stream.reached[stream.name] += 1
+        self.reached, self._stream = dict(stream.reached), stream.name
+        self.name = f"event {stream.reached[stream.name]} on {stream.name}"
+        self.gpu.order.append(self.name)
 
     def query(self) -> bool:
-        return self.gpu.is_quick or self.gpu.num_waits > self._at
+        return self.gpu.is_quick or self.gpu.completed[self._stream] >= self.reached.get(self._stream, 0)
 
     def synchronize(self) -> None:
         if not self.query():
-            self.gpu.wait("Event.synchronize")
+            self.gpu.wait("Event.synchronize", self.reached)
 
     def elapsed_time(self, end: Event) -> float:
         return 1.0
@@ -98,9 +108,16 @@ class Stream:
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu, self.name = gpu, name
+        self.reached = Counter({name: 0})
+        """For each stream the number of its events that come before what is enqueued here now."""
 
     def wait_stream(self, other: Stream) -> None:
         self._gpu.order.append(f"{self.name} waits for {other.name}")
+        self.reached |= other.reached
+
+    def wait_event(self, event: Event) -> None:
+        self._gpu.order.append(f"{self.name} waits for {event.name}")
+        self.reached |= Counter(event.reached)
 
     def record_event(self) -> Event:
         event = torch.cuda.Event()
@@ -119,15 +136,42 @@ class Gpu(TorchFunctionMode):
         """How often the host has waited, by what for."""
         self.order: list[str] = []
         """Waits of streams, copies that nobody waits for, and events, in their order."""
+        self.completed: Counter[str] = Counter()
+        """For each stream the number of its events that have completed."""
         self.pinned: set[int] = set()
         """Addresses of pinned host memory."""
+        self._training, self._num_streams = Stream(self, "training"), 0
+        self._thread, self._of_thread = threading.get_ident(), threading.local()
 
     @property
     def num_waits(self) -> int:
         return self.waits.total()
 
-    def wait(self, why: str) -> None:
+    @property
+    def current(self) -> Stream:
+        """The current stream of this thread."""
+        return getattr(self._of_thread, "stream", self._training)
+
+    def stream(self) -> Stream:
+        """Make a stream. The product makes one, for its reductions."""
+        self._num_streams += 1
+        return Stream(self, "reduction" if self._num_streams == 1 else f"stream {self._num_streams}")
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """Make a stream the current one of this thread. In another thread than the first, also pretend the GPU there."""
+        before = self.current
+        self._of_thread.stream = stream or before
+        try:
+            with contextlib.nullcontext() if threading.get_ident() == self._thread else self:
+                yield
+        finally:
+            self._of_thread.stream = before
+
+    def wait(self, why: str, reached: dict[str, int] | None = None) -> None:
+        """Count a wait: for what is enqueued on the current stream, or until the streams have `reached` these events."""
         self.waits[why] += 1
+        self.completed |= Counter(self.current.reached if reached is None else reached)
 
     def tensor(self, held: Tensor) -> OnGpu:
         """Return a tensor on the GPU with the memory of `held`."""
@@ -184,7 +228,7 @@ class Gpu(TorchFunctionMode):
         if not non_blocking or host is None or host.data_ptr() not in self.pinned:
             self.wait(name)
         else:
-            self.order.append("copy")
+            self.order.append(f"copy on {self.current.name}")
 
 
 def _indices(given: Any) -> list[Tensor]:
@@ -208,10 +252,9 @@ def pretended(*, is_quick: bool = False) -> Iterator[Gpu]:
     with pytest.MonkeyPatch.context() as patch, gpu:
         for name in _FACTORIES:  # another test of the process may have called `megatron.cpu.enable_cpu`
             patch.setattr(torch, name, getattr(getattr(torch, name), "__wrapped__", getattr(torch, name)))
-        stream, other = Stream(gpu, "training"), Stream(gpu, "reduction")
         patch.setattr(torch.cuda, "Event", type("Event", (Event,), {"gpu": gpu}))
-        patch.setattr(torch.cuda, "Stream", lambda *_, **__: other)
-        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        patch.setattr(torch.cuda, "Stream", lambda *_, **__: gpu.stream())
+        patch.setattr(torch.cuda, "stream", gpu.on)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
         yield gpu
     checksum._weights.cache_clear()

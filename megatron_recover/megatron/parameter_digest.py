@@ -17,7 +17,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_recover.trainer.checksum import checksums, combined
+from megatron_recover.core.digest import combined
+from megatron_recover.trainer.checksum import checksums
 
 
 class HeldBy(enum.Enum):

@@ -169,7 +169,7 @@ class Reduced(Event, frozen=True, kw_only=True):
     version: int
     """The generation of the reduction."""
     checksum: int
-    """Checksum of the result's bytes on this rank."""
+    """Checksum of the result on this rank, combined with the newest checksum of the parameters."""
     provenance: Literal["ones"] | tuple[int, ...]
     """Number of times that each microbatch 0..M-1 is in the sum: "ones", or the counts if they are
     not all one."""
@@ -188,6 +188,7 @@ class Transferred(Event, frozen=True, kw_only=True):
     version: int
     source: int
     checksum: int
+    """Checksum of the result on this rank, combined with the newest checksum of the parameters."""
 
 
 class Miscounted(Event, frozen=True, kw_only=True):

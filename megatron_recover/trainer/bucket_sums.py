@@ -181,8 +181,11 @@ class GradientSum(BucketSum):
         """Make the result the gradient, gathered over the lanes if each lane needs all of it."""
         self._bucket.apply(self.result)
 
-    def is_exact(self, exponent: int) -> bool:
-        """Return whether the result is independent of which replica computed what."""
+    def fits_grid(self, exponent: int) -> bool:
+        """Return False if the result outgrew the grid of `exact`, 2**`exponent`.
+
+        It may then depend on which replica computed what. Without `exact` always return True.
+        """
         return self._accumulator is None or exact.fits(self.bound, exponent)
 
     @property

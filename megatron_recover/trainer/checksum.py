@@ -34,10 +34,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_recover.core.digest import combined
 from megatron_recover.trainer.host_copy import HostCopy
-
-__all__ = ["Checksums", "checksum", "checksums", "combined"]
 
 _ROW = 16384
 """Bytes in a row. The sums of the rows (1/512 of the bytes) and the rest of a tensor are copied to

@@ -8,8 +8,11 @@ Note [Judging behind]
     The next bucket's sum begins before the host has judged the last one: each time the host waits
     for a device, the device has nothing to do until the host has enqueued more. So a result is
     judged when its summary has arrived (`ResultSummary.has_arrived`), at the latest when all sums
-    are done. The host waits once for the sums of a plan, whatever the number of buckets; after a
-    fault also once for each transfer.
+    are done. Then the host waits for the newest summary, and the older ones have arrived as well.
+    So it waits once for the sums of a plan, whatever the number of buckets. The looks at a running
+    sum are not counted: `NcclTransport.sum_into` returns when its own sum is complete. After a
+    fault the host waits once more for each transfer, and for each bucket that is left out whose
+    gradient is checked (`Crossing.sum`).
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_recover import trace
+from megatron_recover.core.digest import combined
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import BucketId, Held, Plan
 from megatron_recover.data_plane.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer.bucket_sums import BucketSum
-from megatron_recover.trainer.checksum import combined
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.result_summary import ResultSummary
 
@@ -45,7 +48,8 @@ class Miscounted(TransportError):
 class Crossing:
     """The transfers and sums of one plan on one rank.
 
-    After the first failure the rest is skipped, and the failure is reported once.
+    After the first failure no transfer or sum begins, and only that failure is reported. Sums that
+    the device already has are still judged, and held where nothing is wrong with them.
     """
 
     def __init__(
@@ -150,6 +154,8 @@ class Crossing:
 
     def _judge(self, *, wait: bool) -> None:
         """Judge the sums whose copies have arrived, in their order; with `wait` all of them."""
+        if wait and self._unjudged:
+            self._unjudged[-1].wait()
         while self._unjudged and (wait or self._unjudged[0].has_arrived()):
             judged = self._unjudged.popleft()
             judged.read()
@@ -188,7 +194,7 @@ class Crossing:
             raise Revoked("a newer generation was promised while the result was on its way")
 
     def _fail(self, bucket: BucketId | None, error: TransportError) -> None:
-        """Skip the rest of the plan; report the failure, if it is the first."""
+        """Begin no more of the plan; report the failure, if it is the first."""
         if self._transport is not None:
             self._transport = None
             self._report(bucket, error)

@@ -18,9 +18,9 @@ class Driver(Protocol):
     """The driver of one rank, as its training thread uses it.
 
     The methods are in the order in which a training thread calls them. `RankDriver` documents what
-    each of them does and raises. The training thread calls all of them. The thread
-    `recover-reduce`, which reduces buckets beside the backward, calls only `transport`, `hold` and
-    `blocked`.
+    each of them does and raises. The training thread calls all of them. With
+    `--overlap-grad-reduce` the thread `recover-reduce` calls `transport`, `hold` and `blocked` in
+    its place.
     """
 
     replica: int

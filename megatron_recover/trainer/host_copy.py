@@ -4,6 +4,14 @@ A synchronous copy makes the host wait until the device has done all that is enq
 device has nothing to do until the host has enqueued more. So what the host has to know of a
 device's tensors travels in one copy to pinned memory, behind which an event is asked
 (`HostCopy.has_arrived`). On a CPU there is nothing to copy.
+
+Note [Who ends a wait]
+    `HostCopy.wait` has no deadline of its own. A thread that waits for its device changes nothing,
+    so it may be killed at any time, and SIGKILL ends it. While other replicas live, they miss the
+    rank's sum or its replica's vote and have the replica removed. The last replica is missed by
+    nobody: the detector names it once all its ranks wait, and fences it after the deadline
+    (`core/detector.py`, Note [The last replica waits for itself]). The same holds for every other
+    read from a device.
 """
 
 from __future__ import annotations
@@ -42,10 +50,18 @@ class HostCopy:
         """Return whether `tensors` would return at once."""
         return all(each.event.query() for each in self._arriving)
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors in host memory, with their types and shapes; wait for them."""
+    def wait(self) -> None:
+        """Return when the copies have arrived, and with them all that came before on their streams.
+
+        See Note [Who ends a wait].
+        """
         for arriving in self._arriving:
             arriving.event.synchronize()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors in host memory, with their types and shapes; wait for them."""
+        self.wait()
+        for arriving in self._arriving:
             for index, tensor in arriving.cut(self._tensors):
                 self._tensors[index] = tensor
         self._arriving = []

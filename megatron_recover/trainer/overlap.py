@@ -2,8 +2,8 @@
 
 Decides when a bucket can be reduced: as soon as the last backward of the pass has added its
 gradient to every parameter of which the bucket has a part. Upstream starts its own buckets by the
-same rule (`core/distributed/param_and_grad_buffer.py`). `Reduction.carry_out` then reduces the
-bucket as it does without overlap, but in a thread of its own, `recover-reduce`.
+same rule (`core/distributed/param_and_grad_buffer.py`). The thread `recover-reduce` then reduces
+the bucket as it does without overlap.
 
 Note [Last backward]
     A backward is known to be the last one of the pass only after `Close`. Before `Close` more
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 
@@ -32,7 +33,7 @@ class Abandoned(Exception):
 
 
 class Overlap:
-    """The reduction of one pass's plan, in a thread beside the last backwards if possible.
+    """The reduction of one pass's plan, beside the last backwards if possible.
 
     Otherwise `finish` reduces, when the pass is over. An `Overlap` is a context manager around the
     pass; an exception that leaves the context abandons the reduction.
@@ -45,19 +46,18 @@ class Overlap:
         """
         self._reduction, self._plan = reduction, plan
         self._passed: dict[BucketId, threading.Event] = {}
-        self._stream = reduction.stream
         self._written: dict[BucketId, torch.cuda.Event] = {}
         """On a GPU: for each bucket an event behind the kernels that write its gradient."""
-        self._abandoned = False
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self._started: Future[None] | None = None
+        """The reduction beside the backwards; None: there is none."""
 
     def __enter__(self) -> Overlap:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._abandoned = True
+            self._is_abandoned = True
             self._release()
 
     def last_backward_begins(self, task: Task, chunk: int) -> None:
@@ -67,48 +67,30 @@ class Overlap:
         """
         if not self._reduction.can_watch(task.into):
             return
-        if self._thread is None:
+        if self._started is None:
             plan = self._plan()
             if not self._reduction.may_overlap(plan):
                 return
-            self._reduction.allocate(plan)
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream())
             self._passed = {bucket: threading.Event() for bucket in plan.reduces}
-            self._thread = threading.Thread(target=self._run, args=(plan,), name="recover-reduce", daemon=True)
-            self._thread.start()
+            self._started = self._reduction.start(plan, self._wait_for)
         self._reduction.watch(task, chunk, self._has_passed)
 
     def finish(self, note_finished: Callable[[], object] = lambda: None) -> None:
         """Reduce what is left after the pass; return when the plan is carried out.
 
-        Called by the training thread, which calls `note_finished()` after each of its sums, or when
-        the thread `recover-reduce` has ended. Raises the error of the reduction.
+        Called by the training thread, in which `note_finished()` is called as by
+        `Reduction.reduce`. Raises the error of the reduction.
         """
-        if self._thread is None:
+        if self._started is None:
             self._reduction.reduce(self._plan(), note_finished=note_finished)
             return
         self._release()
-        self._thread.join()
-        note_finished()
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        if self._error is not None:
-            raise self._error
-
-    def _run(self, plan: Plan) -> None:
-        try:
-            with torch.cuda.stream(self._stream):  # also sets the device; does nothing without a GPU
-                self._reduction.carry_out(plan, wait_for=self._wait_for)
-        except Abandoned:
-            pass
-        except BaseException as error:  # `finish` raises it in the training thread
-            self._error = error
+        self._reduction.finish(self._started, note_finished)
 
     def _has_passed(self, bucket: BucketId) -> None:
         if bucket not in self._passed or self._passed[bucket].is_set():
             return
-        if self._stream is not None:
+        if self._reduction.stream is not None:
             self._written[bucket] = torch.cuda.current_stream().record_event()
         self._passed[bucket].set()
 
@@ -120,7 +102,7 @@ class Overlap:
         # The backward sets the event; whatever becomes of the backward, `finish` or `__exit__` sets
         # it (INV-8).
         self._passed[bucket].wait()
-        if self._abandoned:
+        if self._is_abandoned:
             raise Abandoned
-        if self._stream is not None:
-            self._stream.wait_event(self._written[bucket])
+        if self._reduction.stream is not None:
+            self._reduction.stream.wait_event(self._written[bucket])

@@ -8,8 +8,9 @@ Note [Provenance]
     Each bucket has one float64 tensor beside its elements. It goes through the same sums as the
     gradient, over lanes and replicas:
     - M counts: how often the gradient of each microbatch is in the bucket. A microbatch is counted
-      when its backward has returned. On a GPU the sum comes after the backward's kernels in the
-      order of the device, so a sum that has completed has its whole gradient;
+      when a backward has passed the bucket; without overlap, when the backward has returned. On a
+      GPU the sum comes behind the kernels that write the gradient, in the order of the device. So a
+      sum that has completed has the whole gradient of what it counts;
     - the bound of `exact` (`trainer/exact.py`), else 0;
     - the number of ranks whose gradient is not finite, where a gradient is checked. So the host
       need not know that before the sum begins, and no rank holds a result with such a gradient.
@@ -70,16 +71,16 @@ class Counts:
         return found
 
 
-def summary(provenance: Tensor, times: int) -> Tensor:
-    """Return what decides about a result, on its device: float64 of shape (3,).
+def summary(summed: Tensor, num_lanes: int) -> Tensor:
+    """Return what decides about a result with the provenance `summed`, on its device.
 
-    The elements are: 1 if every microbatch is counted exactly `times` (NaN counts as wrong), else
-    0; the bound; the number of ranks whose gradient is not finite. `times` is the number of lanes.
+    The three elements (float64) are: 1 if every microbatch is counted exactly `num_lanes` times
+    (NaN counts as wrong), else 0; the bound; the number of ranks whose gradient is not finite.
     """
-    is_once = (provenance[:-_NUM_OTHERS] == times).all()
-    return torch.cat([is_once.to(provenance.dtype).view(1), provenance[-_NUM_OTHERS:]])
+    is_once = (summed[:-_NUM_OTHERS] == num_lanes).all()
+    return torch.cat([is_once.to(summed.dtype).view(1), summed[-_NUM_OTHERS:]])
 
 
-def counts_of(provenance: Tensor) -> tuple[float, ...]:
+def counts_of(summed: Tensor) -> tuple[float, ...]:
     """Return the counts of a provenance. Waits for its device."""
-    return tuple(provenance[:-_NUM_OTHERS].cpu().tolist())
+    return tuple(summed[:-_NUM_OTHERS].cpu().tolist())

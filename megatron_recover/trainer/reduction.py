@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron_recover.trainer.bucket_sums import BucketSum, GradientSum, LedgerS
 from megatron_recover.trainer.crossing import Crossing
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.ledger import Ledger
+from megatron_recover.trainer.reducing_thread import ReducingThread
 from megatron_recover.trainer.regions import Regions, number
 from megatron_recover.trainer.work_queue import Task
 
@@ -55,9 +57,9 @@ class Reduction:
        first;
     4. `apply`, after which the trainer's buffer holds the gradient of the step.
 
-    `carry_out`, the body of `reduce`, may run beside the last backwards of a pass, in the thread
-    `recover-reduce` (`overlap.Overlap`). It then touches a bucket only after the last backward has
-    *passed* it: every parameter in the bucket has its gradient.
+    `start`, in place of `reduce`, carries out a plan beside the last backwards of a pass, in the
+    thread `recover-reduce` (`overlap.Overlap`). It touches a bucket only after the last backward
+    has *passed* it: every parameter in the bucket has its gradient.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Reduction:
         self._counted: set[BucketId] = set()
         """Buckets that the watched backward has passed."""
         self._first_generation = self._parameters_checksum = 0
+        self._thread = ReducingThread()
         self._refusals: set[str] = set()
         """Reasons against overlap that were logged."""
 
@@ -191,7 +194,7 @@ class Reduction:
             logger.warning("the reduction does not overlap with the backward: %s", refusal)
         return not refusal
 
-    def allocate(self, plan: Plan) -> None:
+    def _allocate(self, plan: Plan) -> None:
         """Allocate the results that a plan makes on this rank.
 
         The training thread does it before it begins to reduce: beside a backward it may wait for
@@ -269,57 +272,76 @@ class Reduction:
     # --- reducing ---------------------------------------------------------------------------------
 
     def reduce(self, plan: Plan, *, note_finished: Callable[[], object] = lambda: None) -> None:
-        """Carry out a plan in the training thread, as `carry_out` does.
+        """Carry out a plan, and return when that is done. Called by the training thread.
 
-        `note_finished()` is called after each sum.
+        `note_finished()` is called in the training thread after each sum. Where passes may overlap
+        it is called once, when the thread `recover-reduce` is done (`reducing_thread`,
+        Note [One thread]). Raises RuntimeError for a gradient that is not finite, if Megatron was
+        set to check. No rank holds a result with such a gradient.
         """
-        self.allocate(plan)
-        if self.stream is None:
-            self.carry_out(plan, note_finished=note_finished)
+        if self._gradients.can_watch:
+            self.finish(self.start(plan), note_finished)
             return
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
+        self._prepare(plan)
         try:
-            with torch.cuda.stream(self.stream):
-                self.carry_out(plan, note_finished=note_finished)
+            self._carry_out(plan, lambda bucket: None, note_finished)
         finally:
-            current.wait_stream(self.stream)
+            self._let_training_wait()
 
-    def carry_out(
-        self,
-        plan: Plan,
-        *,
-        wait_for: Callable[[BucketId], None] = lambda bucket: None,
-        note_finished: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Carry out a plan's transfers, then its sums, bucket by bucket, on the current stream.
+    def start(self, plan: Plan, wait_for: Callable[[BucketId], None] = lambda bucket: None) -> Future[None]:
+        """Start to carry out a plan in the thread `recover-reduce`; `finish` must follow.
 
-        The results that the plan makes are allocated (`allocate`).
-        Sums over lanes are always carried out in full, sums over replicas until one fails.
-        `wait_for(bucket)` returns when the last backward is done with the bucket. Raises
-        RuntimeError for a gradient that is not finite, if Megatron was set to check. No rank holds
-        a result with such a gradient.
+        `wait_for(bucket)` returns when the last backward is done with the bucket.
         """
-        if self._faults is not None:
-            self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
-        sums = {bucket_sum.id: bucket_sum for bucket_sum in sorted(self._sums, key=lambda bucket_sum: bucket_sum.order)}
-        crossing = Crossing(
-            plan, self._driver, num_buckets=self.ledger_bucket + 1, parameters_checksum=self._parameters_checksum,
-            record=self._record, faults=self._faults,
-            sum_fault=FaultPoint.SECOND_REDUCE if self.is_again(plan.generation) else FaultPoint.REDUCE,
-        )  # fmt: skip
-        due = operations(plan, self._driver.replica, sums)
-        for each in due:
-            if each.source is not None:
-                crossing.copy(sums[each.bucket], each)
-        for bucket_sum in (sums[each.bucket] for each in due if each.source is None):
-            wait_for(bucket_sum.id)
-            is_finite = bucket_sum.is_finite() if self._gradients.checks_finite else None
-            self._note_passed(bucket_sum)
-            crossing.sum(bucket_sum, bucket_sum.source(), bucket_sum.source_provenance(is_finite), is_finite)
+        self._prepare(plan)
+        return self._thread.begin(lambda: self._carry_out(plan, wait_for, lambda: None))
+
+    def finish(self, started: Future[None], note_finished: Callable[[], object]) -> None:
+        """Return when a plan is carried out that has started; raise what `reduce` raises.
+
+        `note_finished()` is called then.
+        """
+        try:
+            started.result()
+        finally:
             note_finished()
-        crossing.finish()
-        note_finished()
+            self._let_training_wait()
+
+    def _prepare(self, plan: Plan) -> None:
+        self._allocate(plan)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
+    def _let_training_wait(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _carry_out(self, plan: Plan, wait_for: Callable[[BucketId], None], note_finished: Callable[[], object]) -> None:
+        """Carry out a plan's transfers, then its sums, bucket by bucket, on `stream`.
+
+        Sums over lanes are always carried out in full, sums over replicas until one fails.
+        """
+        with torch.cuda.stream(self.stream):  # also sets the device; does nothing without a GPU
+            if self._faults is not None:
+                self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
+            sums = {bucket_sum.id: bucket_sum for bucket_sum in sorted(self._sums, key=lambda bucket_sum: bucket_sum.order)}
+            crossing = Crossing(
+                plan, self._driver, num_buckets=self.ledger_bucket + 1, parameters_checksum=self._parameters_checksum,
+                record=self._record, faults=self._faults,
+                sum_fault=FaultPoint.SECOND_REDUCE if self.is_again(plan.generation) else FaultPoint.REDUCE,
+            )  # fmt: skip
+            due = operations(plan, self._driver.replica, sums)
+            for each in due:
+                if each.source is not None:
+                    crossing.copy(sums[each.bucket], each)
+            for bucket_sum in (sums[each.bucket] for each in due if each.source is None):
+                wait_for(bucket_sum.id)
+                is_finite = bucket_sum.is_finite() if self._gradients.checks_finite else None
+                self._note_passed(bucket_sum)
+                crossing.sum(bucket_sum, bucket_sum.source(), bucket_sum.source_provenance(is_finite), is_finite)
+                note_finished()
+            crossing.finish()
+            note_finished()
 
     def _note_passed(self, bucket_sum: BucketSum) -> None:
         task, bucket_sum.passed_by = bucket_sum.passed_by, None
@@ -341,7 +363,7 @@ class Reduction:
                 continue
             bucket_sum.apply()
             bucket_sum.release()
-            if not bucket_sum.is_exact(self._exponent):
+            if not bucket_sum.fits_grid(self._exponent):
                 logger.warning(
                     "step %d is not exact: the gradient of bucket %d outgrew the grid of 2**%d; replicas are bit-identical "
                     "all the same, but the run may differ from one without failures", self._step, bucket_sum.id, self._exponent,

@@ -45,6 +45,10 @@ class ResultSummary:
         """Return whether `read` would return at once."""
         return self._copy.has_arrived()
 
+    def wait(self) -> None:
+        """Return when this summary and all older ones have arrived."""
+        self._copy.wait()
+
     def read(self) -> None:
         """Wait for the copy, set the attributes, and give the bucket what it needs."""
         summary, own, *parts = self._copy.tensors()

@@ -33,7 +33,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_recover.trainer.checksum import checksums, combined
+from megatron_recover.core.digest import combined
+from megatron_recover.trainer.checksum import checksums
 
 Scalar = int | float | str | bool | None
 

@@ -18,9 +18,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.digest import combined
 from megatron_recover.megatron import commit
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
-from megatron_recover.trainer.checksum import checksums, combined
+from megatron_recover.trainer.checksum import checksums
 from megatron_recover.trainer.regions import Region
 from megatron_recover.trainer.work_queue import WorkQueue
 from tests.megatron.loopback import Job, LoopbackDriver

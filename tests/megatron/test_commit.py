@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.digest import combined
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.progress import COMPUTES, Phase
 from megatron_recover.core.quota import balanced, share
@@ -35,7 +36,7 @@ from megatron_recover.megatron.losses import gradient_scale, mean_loss
 from megatron_recover.megatron.parameter_digest import HeldBy
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.bucket_sums import BucketSum
-from megatron_recover.trainer.checksum import checksum, combined
+from megatron_recover.trainer.checksum import checksum
 from megatron_recover.trainer.ledger import Ledger
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.work_queue import Task

@@ -14,7 +14,7 @@ from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Plan, Work
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
-from megatron_recover.trainer.overlap import Overlap
+from megatron_recover.trainer.overlap import Abandoned, Overlap
 from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.work_queue import Task
 from tests.megatron.toy import model_config, wrap
@@ -84,10 +84,6 @@ class Job:
         return [item.bucket for item in self.driver.held]
 
 
-def threads() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "recover-reduce"]
-
-
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
 def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it(determinism: str) -> None:
     job = Job(determinism)
@@ -108,11 +104,11 @@ def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it(determin
 
     with job.overlap:
         job.backward(in_the_middle)
-        assert len(threads()) == 1
+        assert job.overlap._started is not None
         job.reduction.count_ledger(0)
         job.overlap.finish()
     assert seen == [[0]], "of the layers only the later one has been passed"
-    assert job.held() == [0, 1, 2] and not threads()
+    assert job.held() == [0, 1, 2]
     results = [bucket_sum.result for bucket_sum in job.reduction._gradient_sums]
     assert [result.tolist() for result in results] == [[6.0] * SIZE] * 2
     # The trace says first what others may get.
@@ -126,7 +122,7 @@ def test_without_the_flag_nothing_is_reduced_before_the_pass_is_over() -> None:
     job.reduction._gradients.can_watch = False
     with job.overlap:
         job.backward(lambda: None)
-        assert not threads() and not job.held()
+        assert job.overlap._started is None and not job.held()
         job.reduction.count_ledger(0)
         job.overlap.finish()
     assert job.held() == [0, 1, 2]
@@ -138,7 +134,7 @@ def test_gradient_that_arrives_at_the_end_of_the_backward_is_waited_for(determin
     job = Job(determinism, PLAN.__class__(0, 1, (1,), PLAN.work, (1,), (), (), (1,)))
     with job.overlap:
         job.backward(into=(1,))
-        assert (job.overlap._thread is not None) == watched
+        assert (job.overlap._started is not None) == watched
         job.overlap.finish()
     assert job.held() == [1]
 
@@ -169,11 +165,10 @@ def test_inv_8_a_pass_that_raises_leaves_no_thread_that_waits() -> None:
 
     with pytest.raises(ArithmeticError), job.overlap:
         job.backward(fail)
-    for thread in threads():
-        thread.join(DEADLINE_S)
-    assert not threads()
+    assert job.overlap._started is not None
+    with pytest.raises(Abandoned):
+        job.overlap._started.result(DEADLINE_S)
     assert 1 not in job.held(), "the earlier layer's gradient is not there"
-    assert job.overlap._error is None, "nor was it looked at"
 
 
 def test_sums_that_must_not_run_beside_other_work_wait_for_the_end_of_the_pass(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +177,7 @@ def test_sums_that_must_not_run_beside_other_work_wait_for_the_end_of_the_pass(c
     job.driver.overlap_refusal = lambda generation, operands: "two queues are needed"
     with job.overlap:
         job.backward(lambda: None)
-        assert job.overlap._thread is None and job.held() == []
+        assert job.overlap._started is None and job.held() == []
         job.reduction.count_ledger(0)
         job.overlap.finish()
     assert job.held() == [0, 1, 2]

@@ -33,7 +33,7 @@ def test_a_copy_to_the_host_is_asked_for_and_waited_for_once() -> None:
     with pretended() as gpu:
         flag, first = gpu.tensor(torch.tensor(True)), gpu.tensor(torch.arange(6.0).view(2, 3))
         copy = HostCopy([flag, first, torch.tensor([7])])
-        assert gpu.order == ["copy", "event"], "the event says nothing of the copy"
+        assert gpu.order == ["copy on training", "event 1 on training"], "the event says nothing of the copy"
         assert not copy.has_arrived() and not gpu.waits
         tensors = copy.tensors()
         assert [each.tolist() for each in tensors] == [True, [[0, 1, 2], [3, 4, 5]], [7]] and gpu.num_waits == 1
@@ -51,6 +51,23 @@ def test_a_copy_to_the_host_is_asked_for_and_waited_for_once() -> None:
         assert gpu.num_waits == len(reads) + 2
         pinned = {torch.arange(3.0).pin_memory().data_ptr()}
         assert not pinned & gpu.pinned, "memory that was given back counts as pinned"
+
+
+def test_the_event_of_a_copy_is_on_the_stream_of_the_copy() -> None:
+    """On another stream it has completed before the copy, and the host reads what was there before."""
+    with pretended() as gpu:
+        early, late = gpu.tensor(torch.ones(1)), gpu.tensor(torch.ones(2))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            first = HostCopy([early])
+        second, third = HostCopy([late]), HostCopy([late])
+        assert gpu.order == ["copy on reduction", "event 1 on reduction", *["copy on training", "event 1 on training"]] + [
+            "copy on training", "event 2 on training",
+        ]  # fmt: skip
+        second.wait()
+        assert second.has_arrived() and not third.has_arrived() and not first.has_arrived()
+        third.wait()
+        second.tensors()
+        assert gpu.num_waits == 2 and not first.has_arrived()
 
 
 def test_a_microbatch_that_the_device_finishes_after_the_step_is_in_no_later_journal(monkeypatch: pytest.MonkeyPatch) -> None:

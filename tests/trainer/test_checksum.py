@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_recover.core.digest import combined
 from megatron_recover.trainer import checksum as module
-from megatron_recover.trainer.checksum import checksum, checksums, combined
+from megatron_recover.trainer.checksum import checksum, checksums
 
 WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -449,6 +449,14 @@ def test_a_result_with_another_ranks_gradient_that_is_not_finite_is_a_failed_sum
     assert 1 not in [held.bucket for held in driver.held]
 
 
+def test_sums_that_the_device_already_has_are_held_after_a_failure_is_told() -> None:
+    with pretended() as gpu:
+        reduction, driver = begun(gpu=gpu)
+        driver.open.not_finite_at = {0}
+        reduction.reduce(plan())
+    assert driver.told == ["sum", "sum", "sum", "blocked", "held 1", "held 2"]
+
+
 def test_a_result_has_memory_on_a_gpu_until_it_is_applied() -> None:
     with pretended() as gpu:
         reduction, driver = begun(gpu=gpu)

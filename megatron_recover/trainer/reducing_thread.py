@@ -1,0 +1,53 @@
+"""The thread `recover-reduce`, which carries out a rank's plans with `--overlap-grad-reduce`.
+
+Note [One thread]
+    Beside a backward the reduction must not make the device allocate (`data_plane/nccl.py`,
+    Note [Overlap]). The first product of matrices of a thread does: torch gives the thread a cuBLAS
+    handle, and the handle a workspace on the stream. Both are the thread's until it ends. So one
+    thread carries out all plans for the life of a rank, also those that overlap with nothing. No
+    plan of a generation overlaps before its buckets have been summed, and their checksums computed,
+    in this thread and on the same stream.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+
+_Calls = queue.SimpleQueue["tuple[Future[None], Callable[[], None]] | None"]
+
+
+class ReducingThread:
+    """Runs calls one after the other in one thread, which ends with this object.
+
+    The thread starts with the first call. No exit of the process waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._calls = _Calls()
+        self._has_started = False
+
+    def begin(self, call: Callable[[], None]) -> Future[None]:
+        """Run `call()` after all earlier calls; the future has its end, or what it raises."""
+        if not self._has_started:
+            self._has_started = True
+            threading.Thread(target=_run, args=(self._calls,), name="recover-reduce", daemon=True).start()
+            weakref.finalize(self, self._calls.put, None)
+        future = Future[None]()
+        self._calls.put((future, call))
+        return future
+
+
+def _run(calls: _Calls) -> None:
+    while (due := calls.get()) is not None:
+        future, call = due
+        try:
+            call()
+        except BaseException as error:  # the training thread raises it
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del due, future, call  # or this thread would keep the owner of the `ReducingThread`
