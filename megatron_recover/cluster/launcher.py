@@ -27,6 +27,7 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.agent import Agent, descriptors_needed
+from megatron_recover.cluster.environment import environment_of_workers, environment_warnings
 from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
 from megatron_recover.cluster.output import Output
@@ -43,7 +44,7 @@ from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT, INTERFACE
+from megatron_recover.host.addresses import ANY_PORT
 from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1
@@ -148,13 +149,10 @@ class Launcher:
     def _run(self) -> int:
         job = self._job
         num_ranks = job.num_replicas * job.num_ranks
-        environment = _environment_of_workers(settings.inherited_environment(), on_gpus=job.rank_start == "warm")
-        for name, pinned in settings.NCCL_ORDER.items():
-            if environment.get(name, pinned) != pinned:
-                self._recording.says(
-                    f"{name} is {environment[name]} in the environment, not {pinned}: replicas stay bit-identical only if NCCL "
-                    "adds in the same order in each of them"
-                )
+        given = settings.inherited_environment()
+        environment = environment_of_workers(given, self._deadlines, on_gpus=job.rank_start == "warm")
+        for line in environment_warnings(environment, self._deadlines):
+            self._recording.says(line)
         self._node = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
@@ -469,16 +467,3 @@ def raise_descriptor_limit() -> None:
     """Raise the limit of open descriptors, for this process and its children, to the maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _environment_of_workers(environment: dict[str, str], *, on_gpus: bool) -> dict[str, str]:
-    """Return the user's environment with defaults for ranks that are all on this machine.
-
-    By default a rank has one OpenMP thread, and gloo listens on the loopback interface only. On
-    GPUs NCCL adds in a fixed order (`config.NCCL_ORDER`).
-    """
-    if on_gpus:
-        environment = settings.NCCL_ORDER | environment
-    # All ranks of a job are on this machine. By default gloo would listen on the address of the
-    # host name, where remote hosts can connect.
-    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE} | environment
