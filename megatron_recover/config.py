@@ -23,6 +23,8 @@ CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
 _DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
 BAD_ARGUMENTS = "bad arguments: "
 """Prefix of each line in which a rank reports what it refuses; the launcher shows the rest."""
+FOR_CONSOLE = "for the console: "
+"""Prefix of each line of a dry run that the launcher shows, without the prefix."""
 DRY_RUN_PASSED = 100
 """Exit code of a dry run that got to where training begins; 0: the script never got there."""
 

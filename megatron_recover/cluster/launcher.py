@@ -35,7 +35,7 @@ from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
-from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, RankContext
+from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE, RankContext
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
@@ -244,6 +244,10 @@ class Launcher:
             self._end(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
         elif end.status != settings.DRY_RUN_PASSED:
             self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {output.log}")
+        else:
+            for line in output.end().splitlines():
+                if line.startswith(FOR_CONSOLE):
+                    self._recording.says(line.removeprefix(FOR_CONSOLE))
         return end.status == settings.DRY_RUN_PASSED
 
     def _spawn_all(self) -> None:
