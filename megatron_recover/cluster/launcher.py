@@ -193,10 +193,10 @@ class Launcher:
 
     # --- Start ------------------------------------------------------------------------------------
 
-    def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: str) -> Answer | None:
+    def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: Callable[[], str]) -> Answer | None:
         """Return the first truthy result of `answer`, or None if a signal or the deadline is first.
 
-        In both cases of None the run ends. `late` is the reason if the deadline has passed.
+        In both cases of None the run ends. `late()` is the reason if the deadline has passed.
         """
         deadline = self._loop.time() + deadline_s
         while not self._end_request.is_made:
@@ -205,7 +205,7 @@ class Launcher:
             self._wake_server()
             self._recording.poll()
             if self._loop.time() > deadline:
-                self._end(ExitCode.FAILED, late)
+                self._end(ExitCode.FAILED, late())
                 return None
             self._loop.run_once(_POLL_S)
         self._end(ExitCode.INTERRUPTED, "interrupted before training began")
@@ -216,8 +216,21 @@ class Launcher:
 
         False if a signal or the deadline ended the wait. Raises `NodeLost` if an import fails.
         """
-        late = f"importing took more than {self._deadlines.deadline_s:.0f} s"
-        if not self._until(self._node.is_ready, self._deadlines.deadline_s, late):
+        said_at, said = self._loop.time(), ""
+
+        def are_imported() -> bool:
+            nonlocal said_at, said
+            if self._node.is_ready():
+                return True
+            if self._loop.time() - said_at >= self._deadlines.fork_s and (text := self._node.importing()) != said:
+                self._recording.says(f"still importing: {text}")
+                said_at, said = self._loop.time(), text
+            return False
+
+        def late() -> str:
+            return f"importing took more than {self._deadlines.deadline_s:.0f} s: {self._node.importing()}"
+
+        if not self._until(are_imported, self._deadlines.deadline_s, late):
             return False
         self._loop.watch_readable(self._node.fileno(), lambda: None)
         return True
@@ -234,7 +247,7 @@ class Launcher:
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
         self._node.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
         late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
-        ends = self._until(self._node.poll, self._deadlines.deadline_s, late)
+        ends = self._until(self._node.poll, self._deadlines.deadline_s, lambda: late)
         if not ends:
             return False
         [end] = ends
