@@ -292,8 +292,9 @@ class _Server:
     def _lost(self, child: _Child, status: int) -> None:
         """Replace a warm process that ended before it became a rank.
 
-        If it ended before it had imported everything, the server ends: another one would end in the
-        same way.
+        If it ended before it had imported everything, another one may end in the same way. So the
+        server then ends, unless it is ready: then others have imported the same, and may be ranks.
+        `take` starts another one for the next request.
         """
         assert self._warm is not None
         if self._is_over:
@@ -307,9 +308,9 @@ class _Server:
             except OSError as error:  # the next request tries again
                 _say(f"no other one could be started ({error.strerror})")
             return
-        if status < 0:  # else its traceback is the last that was printed
+        if status < 0 or self._is_ready:  # else its traceback is the last that was printed
             _say(f"a warm process ended by {cause_of(status)} while it imported")
-        self._is_over = True
+        self._is_over = not self._is_ready
 
     def _send(self, reply: Reply, descriptors: list[int]) -> None:
         try:

@@ -182,6 +182,26 @@ def test_the_console_names_a_process_that_hangs_while_it_imports(start: str, nam
     assert f"importing took more than 6 s: {what}\n" in done.stdout
 
 
+def test_ranks_outlive_a_warm_process_that_is_killed_while_it_imports(tmp_path: Path) -> None:
+    """The others have imported the same, so the next one may, too. The kernel kills for want of memory, for example."""
+    (tmp_path / "blocks.py").write_text(BLOCKS.format(folder=str(tmp_path)))
+    with agent(tmp_path, 2, "blocks") as made:
+        until_readable(made.fileno(), made.is_ready, "the warm processes")
+        begun = spawn(made, tmp_path, 0, ENDLESS)
+        until_files(lambda: begun.exists() and begun.read_text(), "the rank", tmp_path)
+        (tmp_path / "block").mkdir()
+        [warm] = [each for each in warm_processes(made) if each.pid != made.pid(0, 0)]
+        warm.kill()
+        importing = psutil.Process(until_one_blocks(tmp_path))  # it has taken the place of the other
+        importing.kill()
+        until_ended([importing])
+        result = spawn(made, tmp_path, 1)
+        until_files(result.exists, "the next rank", tmp_path)
+        assert made.state(0, 0) and not made.has_ended(0, 0)
+        made.fence(0)
+        until_readable(made.fileno(), lambda: made.poll() or made.is_fenced(0), "the end of the ranks")
+
+
 def test_more_ranks_than_warm_processes_start_all_the_same(tmp_path: Path) -> None:
     with agent(tmp_path, 1, "decimal") as made:
         until_readable(made.fileno(), made.is_ready, "the warm process")
