@@ -23,8 +23,16 @@ CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
 _DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
 BAD_ARGUMENTS = "bad arguments: "
 """Prefix of each line in which a rank reports what it refuses; the launcher shows the rest."""
+FOR_CONSOLE = "for the console: "
+"""Prefix of each line of a dry run that the launcher shows, without the prefix."""
 DRY_RUN_PASSED = 100
 """Exit code of a dry run that got to where training begins; 0: the script never got there."""
+
+
+def below_one(numbers: Mapping[str, int | None]) -> list[str]:
+    """Return one line for each flag whose number is given and below 1."""
+    given = ((flag, number) for flag, number in numbers.items() if number is not None)
+    return [f"{flag} is {number}; it must be at least 1" for flag, number in given if number < 1]
 
 
 class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,19 +81,18 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise ValueError with a line for each value that cannot work: the flag and the remedy."""
-        found = []
-        if self.min_replicas < 1:
-            found.append(f"--recover-min-replicas is {self.min_replicas}; it must be at least 1")
-        if self.bucket_elements < 1:
-            found.append(f"--recover-bucket-elements is {self.bucket_elements}; it must be at least 1")
+        found = below_one(
+            {
+                "--recover-min-replicas": self.min_replicas,
+                "--recover-bucket-elements": self.bucket_elements,
+                "--recover-tree-above": self.tree_above,
+                "--recover-ranks-per-gpu": self.ranks_per_gpu,
+            }
+        )
         try:
             Deadlines.of(self.deadline_s)
         except ValueError as error:
             found.append(str(error))
-        if self.tree_above < 1:
-            found.append(f"--recover-tree-above is {self.tree_above}; it must be at least 1")
-        if self.ranks_per_gpu < 1:
-            found.append(f"--recover-ranks-per-gpu is {self.ranks_per_gpu}; it must be at least 1")
         if self.digest_interval < 0:
             found.append(f"--recover-digest-interval is {self.digest_interval}; it must be 0 (never) or more")
         if self.state_digest_interval < 1:

@@ -130,7 +130,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     took its SIGKILL. Then the launcher sets the process aside."""
     fork_s: float
     """Longest wait of the launcher for the fork server to start a rank. Then the run ends with code
-    1."""
+    1. Also the time after which the console names a process that still imports."""
     notice_s: float
     """Longest wait of the launcher for stderr to take one of its own lines. Then the launcher
     continues. Fixed: see `trace_s`."""

@@ -101,6 +101,7 @@ class Agent:
         self._forks = not num_warm
         self._server_stat = Stat(self._server.pid)
         self._output = output
+        self._importing: messages.Importing | None = None
         self._pending: deque[messages.Reply] = deque()
         self._processes: dict[tuple[int, int], WatchedProcess] = {}
         self._pages: dict[tuple[int, int], PageReader] = {}
@@ -111,7 +112,23 @@ class Agent:
 
         Raises `NodeLost`, with the log's last line, if an import fails.
         """
-        return isinstance(self._receive(), messages.Ready)
+        while (reply := self._receive()) is not None:
+            if isinstance(reply, messages.Ready):
+                return True
+            if isinstance(reply, messages.Importing):
+                self._importing = reply
+        return False
+
+    def importing(self) -> str:
+        """Return which process still imports, with its state letter in /proc/PID/stat.
+
+        Call this after `is_ready` has returned False.
+        """
+        if (last := self._importing) is None:
+            fields = self._server_stat.read()
+            return f"pid {self._server.pid} is in state {fields[STATE_FIELD].decode() if fields else 'unknown'}"
+        done = f"{last.num_done} of {last.num_processes} processes have imported"
+        return f"{done}; pid {last.pid} has not, and is in state {last.state}"
 
     def spawn(
         self,

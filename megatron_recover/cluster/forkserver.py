@@ -40,6 +40,7 @@ from megatron_recover.cluster.forkserver_messages import (
     REQUEST,
     WARM,
     Exited,
+    Importing,
     Ready,
     Reply,
     Spawn,
@@ -49,7 +50,11 @@ from megatron_recover.cluster.forkserver_messages import (
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.rank_process import become_rank, flush, preload, prepare, set_parent_death_signal
 from megatron_recover.config import importing_without_driver, inherited_environment
-from megatron_recover.host.process_stat import cause_of
+from megatron_recover.host.process_stat import cause_of, state_of
+
+_LOOK_S = 1.0
+"""Seconds between two looks at the warm processes that are no ranks yet."""
+_STOPPED = "T"
 
 
 def _say(text: str) -> None:
@@ -133,9 +138,28 @@ class _WarmProcesses(_Source):
             self.start()
 
     @property
-    def num_importing(self) -> int:
-        """Return the number of processes that have not imported everything yet."""
-        return sum(not each.is_warm for each in self._idle)
+    def has_idle(self) -> bool:
+        """Return whether a process is no rank yet."""
+        return bool(self._idle)
+
+    def importing(self) -> Importing | None:
+        """Return how far the processes are; None if all have imported everything."""
+        left = [each for each in self._idle if not each.is_warm]
+        if not left:
+            return None
+        total, pid = len(self._idle), left[0].pid
+        return Importing(num_done=total - len(left), num_processes=total, pid=pid, state=state_of(pid))
+
+    def wake(self) -> None:
+        """Continue each process that somebody has stopped (SIGSTOP).
+
+        A process that imports would keep the run from its start. One that waits would become a rank
+        that never begins, and nobody could tell that rank from a slow one.
+        """
+        for child in self._idle:
+            if state_of(child.pid) == _STOPPED:
+                _say(f"somebody stopped a warm process (pid {child.pid}): continued it")
+                signal.pidfd_send_signal(child.pidfd, signal.SIGCONT)
 
     def start(self) -> _Child:
         """Start one more process, and watch its end and its socket."""
@@ -161,6 +185,7 @@ class _WarmProcesses(_Source):
             assert child.control is not None
             try:
                 socket.send_fds(child.control, [REQUEST], list(descriptors))
+                signal.pidfd_send_signal(child.pidfd, signal.SIGCONT)  # it may be stopped, or be about to be
                 return child
             except (BrokenPipeError, ConnectionResetError):  # it has just ended, and will be reaped
                 continue
@@ -188,20 +213,33 @@ class _Server:
         self._warm = _WarmProcesses(self._selector, num_warm, modules) if num_warm else None
         self._source: _Source = self._warm or _Forks(self._selector)
         self._is_ready = self._is_over = False
+        self._told: Importing | None = None
+        """Newest of these messages that was sent."""
 
     def run(self) -> None:
         """Serve until the launcher closes its end; then kill every child."""
         if self._warm is None:
             self._say_ready()
         while not self._is_over:
-            for key, _ in self._selector.select():
+            events = self._selector.select(_LOOK_S if self._warm is not None and self._warm.has_idle else None)
+            for key, _ in events:
                 if key.fileobj is self._control:
                     self._is_over = self._is_over or not self._serve()
                 elif isinstance(key.fileobj, int):
                     self._reap(key.data)
                 else:
                     self._hear(key.data)
+            if not events:
+                self._look()
         self._kill_all()
+
+    def _look(self) -> None:
+        """Continue warm processes that are stopped; report how far they are until all are ready."""
+        assert self._warm is not None
+        self._warm.wake()
+        if not self._is_ready and (news := self._warm.importing()) not in (None, self._told):
+            self._told = news
+            self._send(news, [])
 
     def _say_ready(self) -> None:
         self._is_ready = True
@@ -233,7 +271,7 @@ class _Server:
             self._warm.forget(child)
             return
         child.is_warm = True
-        if not (self._is_ready or self._warm.num_importing):
+        if not self._is_ready and self._warm.importing() is None:
             self._say_ready()
 
     def _reap(self, child: _Child) -> None:
@@ -254,8 +292,9 @@ class _Server:
     def _lost(self, child: _Child, status: int) -> None:
         """Replace a warm process that ended before it became a rank.
 
-        If it ended before it had imported everything, the server ends: another one would end in the
-        same way.
+        If it ended before it had imported everything, another one may end in the same way. So the
+        server then ends, unless it is ready: then others have imported the same, and may be ranks.
+        `take` starts another one for the next request.
         """
         assert self._warm is not None
         if self._is_over:
@@ -269,9 +308,9 @@ class _Server:
             except OSError as error:  # the next request tries again
                 _say(f"no other one could be started ({error.strerror})")
             return
-        if status < 0:  # else its traceback is the last that was printed
+        if status < 0 or self._is_ready:  # else its traceback is the last that was printed
             _say(f"a warm process ended by {cause_of(status)} while it imported")
-        self._is_over = True
+        self._is_over = not self._is_ready
 
     def _send(self, reply: Reply, descriptors: list[int]) -> None:
         try:

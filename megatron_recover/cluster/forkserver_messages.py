@@ -44,6 +44,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """A message from the server: the modules are imported."""
 
 
+class Importing(msgspec.Struct, frozen=True, tag=True):
+    """A message from the server before `Ready`: how far the warm processes are.
+
+    The server sends it when something in it has changed, at most once a second.
+    """
+
+    num_done: int
+    num_processes: int
+    pid: int
+    """The process that was started first of those that still import."""
+    state: str
+    """Its state letter in /proc/PID/stat."""
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
     """A message from the server, with the pidfd of a rank that has started.
 
@@ -64,7 +78,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     """Exit code, or minus the signal."""
 
 
-Reply = Ready | Started | Exited
+Reply = Ready | Importing | Started | Exited
 
 
 def write_request(spawn: Spawn) -> int:

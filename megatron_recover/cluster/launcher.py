@@ -27,6 +27,7 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.agent import Agent, descriptors_needed
+from megatron_recover.cluster.environment import environment_of_workers, environment_warnings
 from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
 from megatron_recover.cluster.output import Output
@@ -34,7 +35,7 @@ from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
-from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, RankContext
+from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE, RankContext
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
@@ -43,7 +44,7 @@ from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT, INTERFACE
+from megatron_recover.host.addresses import ANY_PORT
 from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1
@@ -148,13 +149,10 @@ class Launcher:
     def _run(self) -> int:
         job = self._job
         num_ranks = job.num_replicas * job.num_ranks
-        environment = _environment_of_workers(settings.inherited_environment(), on_gpus=job.rank_start == "warm")
-        for name, pinned in settings.NCCL_ORDER.items():
-            if environment.get(name, pinned) != pinned:
-                self._recording.says(
-                    f"{name} is {environment[name]} in the environment, not {pinned}: replicas stay bit-identical only if NCCL "
-                    "adds in the same order in each of them"
-                )
+        given = settings.inherited_environment()
+        environment = environment_of_workers(given, self._deadlines, on_gpus=job.rank_start == "warm")
+        for line in environment_warnings(environment, self._deadlines):
+            self._recording.says(line)
         self._node = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
@@ -195,10 +193,10 @@ class Launcher:
 
     # --- Start ------------------------------------------------------------------------------------
 
-    def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: str) -> Answer | None:
+    def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: Callable[[], str]) -> Answer | None:
         """Return the first truthy result of `answer`, or None if a signal or the deadline is first.
 
-        In both cases of None the run ends. `late` is the reason if the deadline has passed.
+        In both cases of None the run ends. `late()` is the reason if the deadline has passed.
         """
         deadline = self._loop.time() + deadline_s
         while not self._end_request.is_made:
@@ -207,7 +205,7 @@ class Launcher:
             self._wake_server()
             self._recording.poll()
             if self._loop.time() > deadline:
-                self._end(ExitCode.FAILED, late)
+                self._end(ExitCode.FAILED, late())
                 return None
             self._loop.run_once(_POLL_S)
         self._end(ExitCode.INTERRUPTED, "interrupted before training began")
@@ -218,8 +216,21 @@ class Launcher:
 
         False if a signal or the deadline ended the wait. Raises `NodeLost` if an import fails.
         """
-        late = f"importing took more than {self._deadlines.deadline_s:.0f} s"
-        if not self._until(self._node.is_ready, self._deadlines.deadline_s, late):
+        said_at, said = self._loop.time(), ""
+
+        def are_imported() -> bool:
+            nonlocal said_at, said
+            if self._node.is_ready():
+                return True
+            if self._loop.time() - said_at >= self._deadlines.fork_s and (text := self._node.importing()) != said:
+                self._recording.says(f"still importing: {text}")
+                said_at, said = self._loop.time(), text
+            return False
+
+        def late() -> str:
+            return f"importing took more than {self._deadlines.deadline_s:.0f} s: {self._node.importing()}"
+
+        if not self._until(are_imported, self._deadlines.deadline_s, late):
             return False
         self._loop.watch_readable(self._node.fileno(), lambda: None)
         return True
@@ -236,7 +247,7 @@ class Launcher:
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
         self._node.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
         late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
-        ends = self._until(self._node.poll, self._deadlines.deadline_s, late)
+        ends = self._until(self._node.poll, self._deadlines.deadline_s, lambda: late)
         if not ends:
             return False
         [end] = ends
@@ -246,6 +257,10 @@ class Launcher:
             self._end(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
         elif end.status != settings.DRY_RUN_PASSED:
             self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {output.log}")
+        else:
+            for line in output.end().splitlines():
+                if line.startswith(FOR_CONSOLE):
+                    self._recording.says(line.removeprefix(FOR_CONSOLE))
         return end.status == settings.DRY_RUN_PASSED
 
     def _spawn_all(self) -> None:
@@ -469,16 +484,3 @@ def raise_descriptor_limit() -> None:
     """Raise the limit of open descriptors, for this process and its children, to the maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _environment_of_workers(environment: dict[str, str], *, on_gpus: bool) -> dict[str, str]:
-    """Return the user's environment with defaults for ranks that are all on this machine.
-
-    By default a rank has one OpenMP thread, and gloo listens on the loopback interface only. On
-    GPUs NCCL adds in a fixed order (`config.NCCL_ORDER`).
-    """
-    if on_gpus:
-        environment = settings.NCCL_ORDER | environment
-    # All ranks of a job are on this machine. By default gloo would listen on the address of the
-    # host name, where remote hosts can connect.
-    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE} | environment

@@ -63,6 +63,9 @@ class Node(Protocol):
     def is_ready(self) -> bool:
         """Return whether the node can start ranks."""
 
+    def importing(self) -> str:
+        """Return, while the node is not ready, which process still imports, and its state."""
+
     def fileno(self) -> int:
         """Return a descriptor that is readable when `poll` has something to report."""
 

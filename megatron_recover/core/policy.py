@@ -62,6 +62,9 @@ _COMMUNICATION = re.compile(
     r"|NCCL (error|communicator was aborted)"
     r"|Watchdog caught collective operation timeout"
     r"|taking the entire process down"
+    # torch's heartbeat monitor: the watchdog itself hangs, in a call of NCCL or CUDA.
+    r"|ProcessGroupNCCL's watchdog got stuck"
+    r"|Terminating the process after attempting to dump debug info"
 )
 _ASSERT = "device-side assert"
 """Error of a device that the computation has caused, such as an index out of range."""
@@ -89,9 +92,9 @@ def is_computed(device_error: str) -> bool:
 def aborted_by_communication(status: int, said: str) -> bool:
     """Return whether torch's NCCL watchdog ended a process because communication failed.
 
-    The watchdog ends it by SIGABRT. `said`: the newest output of the process.
-    The watchdog also ends a process whose device has failed. Its message then names the error of
-    the device (`is_computed`).
+    The watchdog ends the process by SIGABRT; so does torch's heartbeat monitor where the watchdog
+    hangs. `said`: the newest output of the process. The watchdog also ends a process whose device
+    has failed. Its message then names the error of the device (`is_computed`).
     """
     said = said[-_LAST_WORDS:]
     return status == -_SIGABRT and is_communication_text(said) and _ASSERT not in said

@@ -4,7 +4,7 @@
 
 - Without a launcher (no `RankContext`) it installs no seam: upstream trains. Only the parsing
   differs: `--rerun-mode` is `disabled`, the `--recover-*` flags are known, and bad arguments end
-  with code 2. On a machine without CUDA `cpu.py` is used.
+  with code 2. On a machine without a GPU `cpu.py` is used.
 - With a launcher it installs the seams, lets upstream train, and makes all replicas end together.
 
 Steps, membership and data are decided elsewhere.
@@ -21,7 +21,7 @@ import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from megatron_recover import flags, trace
 from megatron_recover.config import (
     BAD_ARGUMENTS,
     DRY_RUN_PASSED,
+    FOR_CONSOLE,
     RankContext,
     RecoverConfig,
     rank_context,
@@ -48,6 +49,7 @@ from megatron_recover.megatron.launch.arguments import (
     recover_config,
     refusals,
 )
+from megatron_recover.megatron.launch.device import device_line, unseen_gpu
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace import ring
 
@@ -105,6 +107,8 @@ def parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], d
 
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
+        with bad_input_ends():
+            _refuse(unseen_gpu())
         cpu.enable_cpu()
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
@@ -116,17 +120,19 @@ def parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], d
         parser.set_defaults(rerun_mode="disabled", **defaults)
         if extra_args_provider is not None:
             parser = extra_args_provider(parser)
-        unknown = flags.unknown(sys.argv[1:], parser)
-        if unknown:
-            raise ValueError("\n".join(unknown))
+        _refuse(flags.unknown(sys.argv[1:], parser))
         return parser
 
     with bad_input_ends():
         args = parse_and_validate_args(extra_args_provider=provide, args_defaults=args_defaults)
-        found = cpu_refusals(args) if on_cpu else []
-        if found:
-            raise ValueError("\n".join(found))
+        _refuse(cpu_refusals(args) if on_cpu else [])
     return args
+
+
+def _refuse(found: Sequence[str]) -> None:
+    """Raise ValueError with the lines, if there are any."""
+    if found:
+        raise ValueError("\n".join(found))
 
 
 @contextlib.contextmanager
@@ -250,8 +256,10 @@ class _Training:
             num_ranks = self._context.num_ranks * self._context.num_replicas
             num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
             found += gpu_refusals(config, num_ranks=num_ranks, num_gpus=num_gpus, deterministic=args.deterministic_mode)
-            if found:
-                raise ValueError("\n".join(found))
+            _refuse(found)
+            if self._context.dry_run:
+                used = -(-num_ranks // config.ranks_per_gpu)
+                print(f"{FOR_CONSOLE}{device_line(num_gpus=num_gpus, num_used=used)}", flush=True)
             args.flight_recorder_dump_path = separate_flight_records(
                 args.flight_recorder_dump_path, self._context.replica, self._context.run_dir
             )

@@ -19,6 +19,13 @@ nature of CUDA kernels, subsequent GPU operations might run on corrupted/incompl
 [rank0]:[E1123 ProcessGroupNCCL.cpp:755] [Rank 0] To avoid data inconsistency, we are taking the entire process down.
 terminate called after throwing an instance of 'c10::DistBackendError'
 """
+HEARTBEAT = """\
+[rank0]:[E1123 ProcessGroupNCCL.cpp:1870] [PG ID 0 PG GUID 0(default_pg) Rank 0] ProcessGroupNCCL's watchdog got stuck for \
+480 seconds without making progress in monitoring enqueued collectives.
+[rank0]:[F1123 ProcessGroupNCCL.cpp:1554] [PG ID 0 PG GUID 0(default_pg) Rank 0] Terminating the process after attempting to \
+dump debug info, due to ProcessGroupNCCL watchdog hang.
+"""
+"""What torch prints where the watchdog itself hangs, with SIGABRT behind it."""
 
 
 class AbortingToy(Toy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_recover import trace
+from megatron_recover.cluster.environment import HEARTBEAT as HEARTBEAT_VARIABLE
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.cluster.watch import Watch, explaining_first
@@ -21,7 +24,7 @@ from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaFailing
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
-from tests.cluster.aborting_toy import WATCHDOG
+from tests.cluster.aborting_toy import HEARTBEAT, WATCHDOG
 from tests.cluster.jobs import ROOT, Spec, run
 
 pytestmark = pytest.mark.timeout(180)
@@ -72,6 +75,9 @@ def test_links_that_break_inside_two_replicas_while_they_compute_one_microbatch_
     [
         (signal.SIGABRT, Phase.FORWARD, WATCHDOG, False),
         (signal.SIGABRT, Phase.PIPELINE, WATCHDOG, False),
+        (signal.SIGABRT, Phase.FORWARD, HEARTBEAT.splitlines()[0], False),
+        (signal.SIGABRT, Phase.FORWARD, HEARTBEAT.splitlines()[1], False),
+        (signal.SIGABRT, Phase.FORWARD, f"CUDA error: device-side assert triggered\n{HEARTBEAT}", True),
         (signal.SIGSEGV, Phase.FORWARD, WATCHDOG, True),
         (signal.SIGABRT, Phase.BACKWARD, "free(): invalid pointer", True),
         # An index out of range in a kernel: the watchdog finds it first, and it is the microbatch's.
@@ -91,6 +97,17 @@ def test_a_crash_is_charged_only_inside_a_microbatch_and_not_where_communication
     loss, failing = loss_with(number, phase, said)
     assert loss.kind is LossKind.CRASHED
     assert (failing is not None and failing.microbatches == (3,)) if is_charged else failing is None
+
+
+def test_the_installed_torch_ends_a_process_with_these_words() -> None:
+    """Other words would not be recognised, and the microbatch in work would be charged."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    if not library.exists():
+        pytest.skip("a torch without CUDA has no watchdog")
+    words = [b"ProcessGroupNCCL's watchdog got stuck for ", b"Terminating the process after attempting to dump debug info"]
+    words += [b"ProcessGroupNCCL watchdog hang", b"Watchdog caught collective operation timeout", HEARTBEAT_VARIABLE.encode()]
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+        assert [word for word in words if text.find(word) < 0] == []
 
 
 @pytest.mark.parametrize(

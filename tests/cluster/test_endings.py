@@ -116,6 +116,19 @@ def test_what_the_dry_run_refuses_starts_no_rank(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run" / "logs").glob("*.log") if path.name.startswith("replica")] == []
 
 
+def test_what_the_dry_run_has_for_the_console_is_shown_there(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "print('noise\\nfor the console: training on the moon\\nmore noise')\n"
+        "sys.exit(100 if '\"dry_run\":true' in os.environ['MEGATRON_RECOVER_CONTEXT'] else 2)\n"
+    )
+    outcome = run(spec(tmp_path, script=str(script)))
+    assert outcome.exit_code == ExitCode.BAD_INPUT
+    assert len([line for line in outcome.output.splitlines() if line.endswith("] megatron-recover: training on the moon")]) == 1
+    assert "noise" not in outcome.output.replace("more noise", ""), "only that line is shown, and the last as the refusal"
+
+
 def test_a_signal_ends_a_dry_run(tmp_path: Path) -> None:
     script, begun = tmp_path / "script.py", tmp_path / "begun"
     script.write_text(f"import signal\nopen({str(begun)!r}, 'w').close()\nwhile True: signal.pause()\n")

@@ -17,6 +17,7 @@ from megatron_recover.cli.run import PRELOAD
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.node import NodeLost
 from megatron_recover.cluster.output import create
+from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.cluster.jobs import ROOT, Spec, run
 from tests.cluster.waiting import until_ended, until_files, until_readable
@@ -102,6 +103,103 @@ def test_a_warm_process_that_dies_is_replaced_and_the_next_rank_starts(tmp_path:
         assert made.pid(0, 0) != warm.pid
         until_all_ended(made, 1)
         assert result.read_text().startswith(str(made.pid(0, 0)))
+
+
+BLOCKS = """
+import contextlib, os, pathlib, signal
+folder = pathlib.Path({folder!r})
+with contextlib.suppress(FileNotFoundError):
+    (folder / "block").rmdir()
+    (folder / f"blocked-{{os.getpid()}}").touch()
+    signal.pause()
+"""
+"""A module whose import never ends in the one process that removes the folder `block`; a file has that process's pid."""
+
+
+def until_one_blocks(folder: Path) -> int:
+    """Return the pid of the process that blocks in its imports."""
+    until_files(lambda: list(folder.glob("blocked-*")), "a process that imports", folder)
+    [found] = folder.glob("blocked-*")
+    found.unlink()
+    return int(found.name.removeprefix("blocked-"))
+
+
+def test_a_warm_process_that_is_stopped_while_it_imports_is_continued(tmp_path: Path) -> None:
+    (tmp_path / "stops.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
+    with agent(tmp_path, 2, "stops") as made:
+        until_readable(made.fileno(), made.is_ready, "the warm processes", deadline_s=30)
+        assert "somebody stopped a warm process (pid " in made._output.end()
+
+
+def test_a_warm_process_that_is_stopped_while_it_waits_becomes_a_rank_all_the_same(tmp_path: Path) -> None:
+    with agent(tmp_path, 1, "decimal") as made:
+        until_readable(made.fileno(), made.is_ready, "the warm process")
+        [warm] = warm_processes(made)
+        warm.suspend()
+        result = spawn(made, tmp_path, 0)
+        assert made.pid(0, 0) == warm.pid
+        until_files(result.exists, "the rank", tmp_path, deadline_s=30)
+        until_all_ended(made, 1)
+
+
+def test_a_warm_process_that_hangs_while_it_imports_is_named(tmp_path: Path) -> None:
+    (tmp_path / "blocks.py").write_text(BLOCKS.format(folder=str(tmp_path)))
+    (tmp_path / "block").mkdir()
+    with agent(tmp_path, 2, "blocks") as made:
+        hung = until_one_blocks(tmp_path)
+        expected = f"1 of 2 processes have imported; pid {hung} has not, and is in state S"
+        until_readable(made.fileno(), lambda: made.is_ready() or made.importing() == expected, expected, deadline_s=30)
+        assert not made.is_ready()
+
+
+LAUNCHES = """
+import msgspec, sys
+from pathlib import Path
+from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.config import RecoverConfig
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.trace import Layout
+job = Job(argv=("no.py",), num_replicas=1, layout=Layout(tp=1, pp=1), config=RecoverConfig(), preload=("blocks",),
+          run_dir=create_run_dir(Path(sys.argv[1])), rank_start=sys.argv[2])
+sys.exit(Launcher(job, deadlines=msgspec.structs.replace(Deadlines.of(20.0), fork_s=2.0, deadline_s=6.0)).run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "named"), [("warm", "1 of 2 processes have imported; pid {} has not, and"), ("fork", "pid {}")]
+)
+def test_the_console_names_a_process_that_hangs_while_it_imports(start: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "blocks.py").write_text(BLOCKS.format(folder=str(tmp_path)))
+    (tmp_path / "block").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES, str(tmp_path / "run"), start], capture_output=True, text=True, timeout=120,
+        env=dict(os.environ) | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, check=False,
+    )  # fmt: skip
+    what = named.format(until_one_blocks(tmp_path)) + " is in state S"
+    assert done.returncode == ExitCode.FAILED, done.stderr
+    assert done.stdout.count(f"megatron-recover: still importing: {what}\n") == 1, done.stdout
+    assert f"importing took more than 6 s: {what}\n" in done.stdout
+
+
+def test_ranks_outlive_a_warm_process_that_is_killed_while_it_imports(tmp_path: Path) -> None:
+    """The others have imported the same, so the next one may, too. The kernel kills for want of memory, for example."""
+    (tmp_path / "blocks.py").write_text(BLOCKS.format(folder=str(tmp_path)))
+    with agent(tmp_path, 2, "blocks") as made:
+        until_readable(made.fileno(), made.is_ready, "the warm processes")
+        begun = spawn(made, tmp_path, 0, ENDLESS)
+        until_files(lambda: begun.exists() and begun.read_text(), "the rank", tmp_path)
+        (tmp_path / "block").mkdir()
+        [warm] = [each for each in warm_processes(made) if each.pid != made.pid(0, 0)]
+        warm.kill()
+        importing = psutil.Process(until_one_blocks(tmp_path))  # it has taken the place of the other
+        importing.kill()
+        until_ended([importing])
+        result = spawn(made, tmp_path, 1)
+        until_files(result.exists, "the next rank", tmp_path)
+        assert made.state(0, 0) and not made.has_ended(0, 0)
+        made.fence(0)
+        until_readable(made.fileno(), lambda: made.poll() or made.is_fenced(0), "the end of the ranks")
 
 
 def test_more_ranks_than_warm_processes_start_all_the_same(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ INTERVALS = {
     "cluster/agent.py _LOOK_S": "between two looks at the fork server, while `fork_s` runs",
     "cluster/console.py _INTERVAL_S": "between two looks at logs and events",
     "cluster/event_store.py _RETRY_S": "between two tries to write the same batch, which is kept meanwhile",
+    "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
     "cluster/logs.py _INTERVAL_S": "between two copies of what ranks print",
     "cluster/logs.py _SOON_S": "the same at the end of a run",

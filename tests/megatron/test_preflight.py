@@ -324,6 +324,16 @@ def test_ranks_need_gpus() -> None:
     assert "--recover-ranks-per-gpu needs CUDA" in line
 
 
+def test_where_gpus_are_too_few_the_variable_that_hides_some_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, named in ((None, ""), ("0,1", " (CUDA_VISIBLE_DEVICES is 0,1)")):
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        else:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        [line] = on_gpus(num_ranks=3, num_gpus=2)
+        assert f"and there are 2{named}; use fewer" in line
+
+
 def test_exact_needs_deterministic_kernels_on_a_gpu() -> None:
     [line] = on_gpus(num_gpus=6, exact=True)
     assert "add --deterministic-mode" in line

@@ -115,3 +115,5 @@ def test_before_anything_was_trained_there_is_nothing_to_look_at() -> None:
         assert made.lines(code, "SIGTERM before training began") == [
             f"exit code {code} ({ExitCode.words(code)}): SIGTERM before training began"
         ]
+    for code in (ExitCode.FAILED, ExitCode.TOO_FEW_REPLICAS, ExitCode.NO_REPLICA_LEFT):
+        assert made.lines(code, "a defect")[-1].startswith("next: "), "here the logs of the run are kept"

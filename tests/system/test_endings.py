@@ -72,6 +72,7 @@ def test_a_finished_job_that_is_started_again_ends_well(evaluations: int, tmp_pa
     run_job(job, tmp_path / "first", data, save=save).expect(0)
     again = run_job(job, tmp_path / "again", data, save=save).expect(0)
     assert "nothing was left to train: the checkpoint is of iteration 2 of 2" in again.output
+    assert again.output.count("megatron-recover: training on the CPU: ") == 1
     assert (again.summary["steps"], again.summary["evaluation_steps"]) == (0, evaluations)
     assert not again.saves(), "the only checkpoint was written over"
     verdict, report = check(again.run_dir)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import textwrap
 import typing
 from argparse import ArgumentParser, Namespace
@@ -16,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from megatron_recover.config import RecoverConfig
+from megatron_recover.megatron.launch.device import VISIBLE
 
 _PREFIX = "recover_"
 
@@ -278,9 +280,11 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
     found = []
     needed = -(-num_ranks // config.ranks_per_gpu)
     if needed > num_gpus:
+        visible = os.environ.get(VISIBLE)
+        why = "" if visible is None else f" ({VISIBLE} is {visible})"
         found.append(
             f"--replicas and the shape of a replica make {num_ranks} ranks, which need {needed} GPUs, and there are "
-            f"{num_gpus}; use fewer, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
+            f"{num_gpus}{why}; use fewer, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
         )
     if config.determinism == "exact" and not deterministic:
         found.append(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from megatron_recover.config import RecoverConfig
+from megatron_recover.config import RecoverConfig, below_one
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron.launch import preflight_data as data
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_config, recover_flags, refusals
@@ -304,15 +304,9 @@ def _unknown(others: Sequence[str]) -> list[str]:
 
 def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    found = [
-        f"{flag} is {size}; it must be at least 1"
-        for flag, size in (
-            ("--tensor-model-parallel-size", tp),
-            ("--pipeline-model-parallel-size", pp),
-            ("--context-parallel-size", cp),
-        )
-        if size < 1
-    ]
+    found = below_one(
+        {"--tensor-model-parallel-size": tp, "--pipeline-model-parallel-size": pp, "--context-parallel-size": cp}
+    )  # fmt: skip
     if found:
         return Layout(tp=1, pp=1), found
     found, ep = _model(args, tp), args.expert_model_parallel_size
@@ -354,7 +348,7 @@ def _model(args: Namespace, tp: int) -> list[str]:
         "--vocab-size": args.vocab_size,
         "--log-interval": args.log_interval,
     }
-    found = _below_one(numbers)
+    found = below_one(numbers)
     if found or heads is None:
         return found
     pairs = [("--tensor-model-parallel-size", tp, "--num-attention-heads", heads)]
@@ -420,12 +414,7 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
 def _length(args: Namespace) -> list[str]:
     if args.train_iters is None and args.train_samples is None:
         return ["--train-iters is missing; say how many iterations to train (or how many samples, with --train-samples)"]
-    return _below_one({"--train-iters": args.train_iters, "--train-samples": args.train_samples})
-
-
-def _below_one(numbers: Mapping[str, int | None]) -> list[str]:
-    given = ((flag, number) for flag, number in numbers.items() if number is not None)
-    return [f"{flag} is {number}; it must be at least 1" for flag, number in given if number < 1]
+    return below_one({"--train-iters": args.train_iters, "--train-samples": args.train_samples})
 
 
 def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
