@@ -45,12 +45,13 @@ UNEXPECTED_AT_ONCE = 16
 """Connections that a single turn accepts at most while the listener expects nobody. See
 Note [Whom a listener expects]."""
 REST_S = 0.1
-"""Seconds of the pause after such a turn."""
+"""Seconds after such a turn in which the listener accepts nobody, unless it then expects a peer."""
 MANY = 16
 """Fewer closed strangers than this are not reported: a peer that dies or dials again leaves a
 few."""
 TELL_S = 60.0
-"""Least number of seconds between two reports of strangers."""
+"""Least number of seconds between two reports of strangers. The owner of a listener that closes may
+report the last ones earlier."""
 PAUSE_S = 0.05
 """Seconds that a listener pauses if it can accept nothing for lack of descriptors. Also the seconds
 for which it counts strangers before a report."""
@@ -182,8 +183,8 @@ class Admission:
     ) -> None:
         """Begin to admit connections to `listener`.
 
-        `name` is the listener's in reports. A report comes at most every `TELL_S` seconds, and not
-        for fewer than `MANY` connections. `clock` returns seconds.
+        `name` is the listener's in reports. `turn` reports at most every `TELL_S` seconds; `tell`
+        reports at once. Neither reports fewer than `MANY` connections. `clock` returns seconds.
         """
         listener.setblocking(False)
         self._listener, self._key, self._name, self._report, self._clock = listener, key, name, report, clock
@@ -220,7 +221,7 @@ class Admission:
 
     @property
     def rests(self) -> bool:
-        """Return whether the pause after unexpected connections still lasts."""
+        """Return whether the pause (`REST_S`) after a turn that expected nobody still lasts."""
         return self._clock() < self._rests_until
 
     def due_s(self) -> float | None:

@@ -70,7 +70,8 @@ class Reply(enum.IntEnum):
     OLDER = 2
     """Refused: the acceptor is in a newer generation."""
     NO_ROOM = 3
-    """Refused: the acceptor keeps too many connections, or one of the same peer."""
+    """Refused: the acceptor keeps too many connections, has one of the same peer already, or
+    expects none from this peer."""
 
 
 class Party(NamedTuple):
@@ -137,6 +138,7 @@ class Connector(_Side):
         """Begin a handshake over a dialled connection.
 
         `port` is the port that was dialled. `nonce` is fresh and random, of `NONCE_BYTES` bytes.
+        `generation` is the one that the connection is for; 0 if it is for none.
         """
         super().__init__(key, _CHALLENGE.size)
         self.opening = _OPENING.pack(

@@ -1,12 +1,13 @@
 """Beats between the coordinator and the leaders: each end notices that the other is silent.
 
-Each end reports a silence once; a leader also reports that its need of the coordinator changed. No
-member is removed because of a silence.
+Each end reports a silence once; a leader also reports that its need of the coordinator changed. The
+coordinator removes no member because of a silence.
 
 Note [Beats]. The coordinator sends each leader a `Beat` every `Deadlines.beat_s`, and the leader's
 control thread answers. The coordinator sends a beat only if the previous one was answered, so at
-most one beat waits for a stopped process. Any message shows that the process that sent it is alive.
-No message shows that its training thread is.
+most one beat waits for a stopped process. A leader takes any message of the coordinator
+as a sign of life. The coordinator takes only the answer to its beat as a leader's sign of life. No
+message shows that a training thread is alive.
 
 Training needs no coordinator until something fails. From then on the replicas need the coordinator,
 which may be stopped (Ctrl-Z, SIGSTOP of the launcher). A leader then reports what it waits for, and

@@ -28,11 +28,14 @@ class OutgoingLink(Link):
     """
 
     def __init__(self, address: str, key: bytes, me: Party, peer: Party, *, patience_s: float) -> None:
-        """Begin to dial `address` (host:port). Raises `LinkClosed` if nobody listens there.
+        """Begin to dial `address` (host:port).
+
+        Raises `LinkClosed` if the connection is refused at once, since nobody listens there.
 
         `patience_s` limits for how many seconds the link dials again. It does so if a connection
-        ends before the peer was proven, or if this process has no descriptor left. In the second
-        case the link has no connection at first (`fileno()` is -1), and the loop dials again.
+        ends before the peer was proven, unless the other end refused it, or if this end cannot dial
+        (`CannotDial`). In the second case the link has no connection at first (`fileno()` is -1),
+        and the loop dials again.
         """
         self._address, self._key, self._me, self._peer = address, key, me, peer
         self._give_up_at = time.monotonic() + patience_s

@@ -115,7 +115,7 @@ class CoordinatorDriver:
         self._step(machine.AtWork(replicas))
 
     def ask_exit(self, reason: str) -> None:
-        """Have all replicas save and end at a common step."""
+        """Have all replicas save and end at a common step; before generation 1, end the run."""
         self._notice()
         self._step(machine.ExitAsked(reason))
 

@@ -36,7 +36,7 @@ class Gate:
         - `on_link(link, peer)` is called for each proven peer that is admitted.
         - `expects()` returns whether a peer that has not connected yet is needed: see
           Note [Whom a listener expects].
-        - `report(name, number)` is called when strangers were disconnected.
+        - `report(name, number)` is called when many strangers were disconnected (`Admission`).
         """
         self._loop, self._me, self._admits, self._on_link, self._expects = loop, me, admits, on_link, expects
         self.admission = Admission(listener, key, me.name.lower(), report, loop.time)

@@ -2,9 +2,8 @@
 
 It joins the threads of a rank. The control thread reads the links and answers `Promise` at once.
 The training thread begins steps and obeys orders. With overlap, `recover-reduce` reports results.
-All feed the machine under one lock. The lock also makes
-`hold` and `Promise` exclude each other. The driver makes no decision of the protocol and never
-looks into a tensor.
+All feed the machine under one lock. The lock also makes `hold` and `Promise` exclude each other.
+The driver makes no decision of the protocol and never looks into a tensor.
 """
 
 from __future__ import annotations
@@ -75,7 +74,8 @@ class RankDriver:
         """Make the driver of one rank; nothing runs before `join`.
 
         - `key` is the job's (`key.inherited_key`).
-        - `page` shows what the training thread waits for; None: nobody reads a page.
+        - `page` is the rank's progress page; None: nobody reads a page. The driver writes the step,
+          the generation, and the times in which the training thread waits for orders or saves.
         - `end_process(exit_code)` is called in the control thread if the training thread does not
           end in time.
         """
@@ -84,14 +84,14 @@ class RankDriver:
         """Generation of the newest `Plan` or `Apply` that the training thread took; 0 before the
         first."""
         self.roster: tuple[int, ...] = tuple(range(context.num_replicas))
-        """Members of `generation`, ascending."""
+        """Members of `generation`, ascending; before the first, all replicas of the run."""
         self.step = -1
         """The newest step that this rank has begun; -1 before the first."""
         self.quotas: tuple[int, ...] = ()
         """Quotas of the newest `Plan` that the training thread took, in the order of its roster."""
         self.requests: frozenset[str] = frozenset()
-        """All requests that committed records have carried; equal on every replica after the same
-        step."""
+        """All requests in the records of the `Apply` orders that the training thread took; equal on
+        every replica after the same step."""
         self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
         self._record, self._faults, self._end_process = record, faults, end_process
         self._deadlines = deadlines or config.deadlines
@@ -118,7 +118,10 @@ class RankDriver:
         self._control = threading.Thread(target=self._run_control, name="recover-control", daemon=True)
 
     def is_writer(self) -> bool:
-        """Return whether this replica, the roster's lowest, logs, saves and writes TensorBoard."""
+        """Return whether this replica has the lowest id of the roster.
+
+        It then logs, saves and writes TensorBoard.
+        """
         return self.replica == min(self.roster)
 
     # --- The life of a training thread, in order -------------------------------------------------

@@ -49,7 +49,7 @@ from megatron_recover.faults import FaultInjector, FaultPoint
 
 
 def _parts(message: machine.PeerMessage) -> Iterator[machine.PeerMessage]:
-    """Yield the message in parts of bounded size; the receiver accepts several `Statuses`."""
+    """Yield the message; `Statuses` come in parts of at most `STATUSES_A_FRAME` statuses."""
     if not isinstance(message, values.Statuses):
         yield message
         return
@@ -488,7 +488,7 @@ class ReplicaDriver:
     def _record_disagreement(self, report: values.Diverged) -> None:
         """Record what members disagree on, with this replica's own vote: votes carry only digests.
 
-        Without a vote they disagree on what the step is.
+        Without a vote they disagree on what the step is, or on the record of the step before.
         """
         voted, work = self._voted, self._state.work
         label, vote_digest, state_digest = work.label if work else "", "", None

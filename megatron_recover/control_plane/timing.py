@@ -22,7 +22,8 @@ class RecoveryClock:
     The phases, each from the end of the one before:
 
     detect
-        From the coordinator's first sign of the loss to its announcement.
+        From the coordinator's first sign of the loss or request to its announcement of the new
+        generation.
     agree
         Until the status of every member has arrived.
     redeal
@@ -34,8 +35,8 @@ class RecoveryClock:
     commit
         Until the vote of every member has arrived.
 
-    A newer generation ends the measurement. If no member had begun a step, `agree` is the last
-    phase.
+    A newer generation ends the measurement. If this replica has not begun the step by then, or has
+    committed it at once, `agree` is the last phase.
     """
 
     def __init__(self, replica: int, record: Callable[[trace.Event], None]) -> None:
@@ -59,7 +60,7 @@ class RecoveryClock:
         return time.monotonic() - self._announced
 
     def agreed(self, step: int, *, begun: bool) -> None:
-        """Note that all statuses have arrived. `begun`: there is work to do for `step`."""
+        """Note that all statuses have arrived. `begun`: this replica works on `step` now."""
         with self._lock:
             if self._phase == "agree":
                 self._step = step

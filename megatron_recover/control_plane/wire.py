@@ -1,9 +1,10 @@
 """The messages of the control plane, their frames, and the link that carries them.
 
 Ranks, leaders and the coordinator exchange these messages. A frame is a header (magic, format
-version, body length) and one msgpack body of the tagged union `Message`. This module turns bytes
-into messages and rejects bytes that are no message. It never acts on a message and never blocks. It
-opens a connection only when a caller asks for one (`dial`).
+version, body length) and one msgpack body: a message of the tagged union `Message`, large ones in
+a packed form (`control_plane/encoding.py`). This module turns bytes into messages and rejects bytes
+that are no message. It never acts on a message and never blocks. It opens a connection only when a
+caller asks for one (`dial`).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ MAX_BODY_BYTES = 64 * 2**20
 """Largest body of any frame, in bytes. A status, which carries the contributions of every bucket,
 is far smaller at any job size we know of."""
 STATUSES_A_FRAME = 64
-"""Statuses in one frame when a leader forwards several statuses in a tree. A status may have
-an entry for every bucket, and the size of a frame is limited."""
+"""Statuses in one frame, at most, when a leader forwards several statuses in a tree. A status may
+have an entry for every bucket, and the size of a frame is limited."""
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"mr"
 _CHUNK_BYTES = 2**18
@@ -58,14 +59,14 @@ def largest_body(sender: Role, receiver: Role) -> int:
 class LinkClosed(Exception):
     """The other end is gone, or its bytes are not valid frames.
 
-    The link cannot be used any more.
+    The link cannot be used any more, unless it can `redial` (`Link.retry_s`).
     """
 
 
 class CannotDial(LinkClosed):
-    """This end had no descriptor, memory or local port for a connection; try again later.
+    """This end could not begin a connection, and nobody refused one; try again later.
 
-    The error does not concern the other end.
+    For example this end lacks a descriptor, memory, a local port or a route.
     """
 
 
@@ -140,16 +141,16 @@ class Heard(Value, frozen=True):
 
 
 class Beat(Value, frozen=True):
-    """The coordinator's sign of life to a leader, every `Deadlines.beat_s`.
+    """The coordinator's sign of life to a leader.
 
-    It does not cover ranks.
+    The coordinator sends one every `Deadlines.beat_s` if the leader has answered the one before.
     """
 
     pid: int
     """Process id of the coordinator."""
     generation: values.Generation
     step: int
-    """The highest uncommitted step that any leader has reported to the coordinator."""
+    """The highest step that any leader has reported as its first uncommitted one."""
     waiting_for: tuple[ReplicaId, ...]
     """Members that have not entered the generation. Before the first generation: replicas that have
     not sent `Hello`."""
@@ -355,8 +356,8 @@ class Link:
 def dial(address: str) -> socket.socket:
     """Return a non-blocking socket that is connecting to `host:port`.
 
-    Raises `LinkClosed` if the connection is refused at once. Raises `CannotDial` if this end lacks
-    the descriptor, memory or local port for a connection.
+    Raises `LinkClosed` if the connection is refused at once, and `CannotDial` if it fails at once
+    for any other reason.
     """
     host, _, port = address.rpartition(":")
     try:

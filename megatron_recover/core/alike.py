@@ -1,7 +1,8 @@
 """Named properties that all replicas must share at the start, to describe any difference.
 
 Pure functions. Each rank makes its parts (names and values as text), its leader combines those of
-all ranks, and the coordinator compares the replicas.
+all ranks, and the coordinator compares the replicas: first their fingerprints, and if these differ,
+their parts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _ABSENT = "not there"
 def combined(of_ranks: Sequence[Parts]) -> Parts:
     """Return a replica's parts from those of its ranks, in rank order.
 
-    A name has one part where all ranks that have the name agree on its value, else one per rank.
+    A name has one part where all ranks that have the name agree on its value. Otherwise it has one
+    part for each of these ranks.
     """
     values: dict[str, list[tuple[int, str]]] = {}
     for rank, parts in enumerate(of_ranks):
@@ -34,7 +36,10 @@ def combined(of_ranks: Sequence[Parts]) -> Parts:
 
 
 def differences(one: Parts, other: Parts) -> list[tuple[str, str, str]]:
-    """Return (name, value in `one`, value in `other`) of each difference, in the order of `one`."""
+    """Return (name, value in `one`, value in `other`) of each difference, in the order of `one`.
+
+    Names that only `other` has come last.
+    """
     mine, theirs = dict(one), dict(other)
     names = dict.fromkeys([*mine, *theirs])
     return [(name, mine.get(name, _ABSENT), theirs.get(name, _ABSENT)) for name in names if mine.get(name) != theirs.get(name)]

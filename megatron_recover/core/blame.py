@@ -38,7 +38,11 @@ _EXACT_SIZE = 4
 
 
 class Evidence(Value, frozen=True):
-    """Reports that members could not reach each other, since the last committed step or loss."""
+    """The members that accuse each other or themselves, and those that are stuck.
+
+    The coordinator drops evidence after a committed step, a loss, or the end of an overdue save. An
+    excuse drops all but missed deadlines (`core/excuses.py`).
+    """
 
     pairs: tuple[Pair, ...] = ()
     """Sorted, each once."""
@@ -114,7 +118,10 @@ def _smallest_covers(pairs: Iterable[Pair]) -> list[frozenset[ReplicaId]]:
 
 
 def _covers(edges: Sequence[Edge], size: int) -> set[frozenset[ReplicaId]]:
-    """Return the sets of at most `size` members that have an end of every edge."""
+    """Return sets of at most `size` members that have an end of every edge.
+
+    All sets from which no member can be left out are among them.
+    """
     if not edges:
         return {frozenset()}
     if not size:

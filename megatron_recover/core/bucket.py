@@ -63,7 +63,7 @@ def by_version(complete: Iterable[BucketVersion]) -> tuple[HeldVersion, ...]:
 
 
 def decide(statuses: Sequence[Status], buckets: Iterable[BucketId], trusted_from: Generation) -> tuple[Decision, ...]:
-    """Return the decided ones of `buckets`, given all members' statuses for one step, by replica.
+    """Return the decided ones of `buckets`, given the statuses of all members that are at the step.
 
     - Versions below `trusted_from` decide nothing (`NewGeneration.trusted_from`).
     - The highest version wins. Members can hold different versions only if a holder was missing in

@@ -57,13 +57,15 @@ Note [Timers]
       the member that the evidence names, else one that works beyond `excuse`; never the only one.
       If neither of two members is named and `trouble` ran out twice, it removes the higher id. From
       the third fruitless generation on it takes `follow_s`.
-    - `trouble` starts with the first generation that is made without a loss or an excuse. It runs
-      twice, and counts until a step is committed or a replica is lost. It removes nobody by itself.
-    - `excuse` starts with the first generation in which members waited for one at work. It counts
-      until a step is committed or a replica is lost. After it (the user's deadline) work excuses
-      nobody, and `trouble` starts.
-    - `undecided` starts with the first generation for which the evidence names nobody, and counts
-      until a step is committed or a replica is lost. It ends the job after the user's deadline.
+    - `trouble` starts with the first generation that is requested without a save or work to excuse
+      the request. It runs twice, and counts until the evidence is dropped: by a committed step, a
+      loss, an excuse, or the end of an overdue save. It removes nobody by itself.
+    - `excuse` starts with the first generation that is requested while a member is at work, or when
+      `follow` runs out for members at work alone. It counts until a step is committed or a replica
+      is lost. After it (the user's deadline) work excuses nobody, and `trouble` starts with the
+      next request.
+    - `undecided` starts with the first generation, after `trouble` ran out, for which the evidence
+      names nobody. It counts as long as `trouble`. It ends the job after the user's deadline.
     - `save` removes nobody by itself: an overdue save is evidence against the member.
     - `start` removes the replicas that sent no `Hello`, if another did and is not lost. Otherwise
       `load` starts again.
@@ -207,12 +209,16 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
 
 
 def _on_lost(state: CoordinatorState, lost: ReplicaLost) -> Step:
-    """Fence the replica and announce a generation without it, or end the job."""
+    """Fence the replica. Make a generation without it once one can be made, or end the job."""
     return _remove(state, (lost.loss,), lost.loss.kind.value)
 
 
 def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
-    """Remove replicas for good, fence them, and make a generation without them or end the job."""
+    """Remove replicas for good, fence them, and make a generation without them or end the job.
+
+    Ignore replicas that are lost already. Before generation 1, wait until every other replica is
+    ready or lost.
+    """
     gone = {loss.replica for loss in state.losses}
     done = {item.replica for item in state.finished}
     losses = tuple(loss for loss in losses if loss.replica not in gone)
@@ -239,7 +245,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
     if verdict:
         state, effects = _end(state, *verdict)
         return state, fences + effects
-    # A finished replica is no loss: its training is complete. It only leaves the roster.
+    # A replica that has finished is not announced as a loss: its training is complete.
     state, effects = _announce(state, tuple(loss for loss in losses if loss.replica not in done), reason)
     return state, fences + effects
 
@@ -268,12 +274,12 @@ def _on_at_work(state: CoordinatorState, news: AtWork) -> Step:
 
 
 def _on_saving(state: CoordinatorState, busy: ReplicaSaving) -> Step:
-    """Start the timer of a save that begins. When it is over, answer the requests of that time."""
+    """Start the timer of a save that begins. At the end of a save, answer the waiting requests."""
     if busy.replica not in state.roster:
         return state, ()
     others = tuple(save for save in state.saves if save.replica != busy.replica)
     if busy.over:
-        if (busy.replica, busy.replica) in state.evidence.pairs:  # overdue, but over: so are the waits
+        if (busy.replica, busy.replica) in state.evidence.pairs:  # the save was overdue, and what it kept waiting goes on
             state = without_evidence(state)
         return _saved(replace(state, saves=others)) if others != state.saves else (state, ())
     number = state.num_saves + 1
@@ -282,7 +288,7 @@ def _on_saving(state: CoordinatorState, busy: ReplicaSaving) -> Step:
 
 
 def _saved(state: CoordinatorState) -> Step:
-    """Make the requested generation when the last save is over. Its waits are no evidence."""
+    """Make the requested generation when the last save is over. Waits for it are no evidence."""
     if not state.reason or state.saves:
         return state, ()
     state, effects = _announce(state, (), state.reason)
@@ -391,7 +397,7 @@ def _blame(state: CoordinatorState) -> Step:
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
-    """Record that a member entered, its waits for the next generation, and the step reached."""
+    """Record that a member entered, for whom it had waited before, and the step that it reached."""
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     state = _reached(state, entered.step)
@@ -425,13 +431,13 @@ def _on_failing(state: CoordinatorState, failing: ReplicaFailing) -> Step:
 
 
 def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
-    """Fence the minority and withdraw results that it took part in. On a tie, end the job."""
+    """Fence the minority and withdraw results that it took part in. Without one, end the job."""
     if diverged.generation != state.generation or diverged.replica not in state.roster:
         return state, ()
     if not diverged.minority:
         return _end(state, ExitCode.DIVERGED, diverged.reason)
     losses = tuple(Loss(replica, LossKind.DIVERGED, diverged.reason) for replica in diverged.minority)
-    # All later generations repeat it, because two may reach a member at once.
+    # All later generations repeat `trusted_from`, because two may reach a member at once.
     state = replace(state, trusted_from=state.generation + 1)
     return _remove(state, losses, diverged.reason)
 

@@ -48,14 +48,15 @@ class CoordinatorState(Value, frozen=True):
     hellos: tuple[Hello, ...] = ()
     """Greetings of the replicas that are ready and not lost, by replica."""
     losses: tuple[Loss, ...] = ()
-    """All losses of the run, in order."""
+    """All losses of the run, in order; also those of replicas that had finished."""
     entered: tuple[ReplicaId, ...] = ()
     """Members that entered the current generation, ascending."""
     follow: str = ""
     """Name of the `follow` timer of the current generation. Timers of that kind with another name
     are stale."""
     all_late: bool = False
-    """True if `follow` ran out before any member entered the generation. See Note [Timers]."""
+    """True after `follow` ran out before any member had entered the generation, until one enters.
+    See Note [Timers]."""
     reason: str = ""
     """Reason of the first request for a newer generation, while that waits for its grace or for a
     save; else empty."""
@@ -63,8 +64,7 @@ class CoordinatorState(Value, frozen=True):
     """Members that were at work when `reason` was reported. They may have ended their work before
     the grace ends."""
     evidence: Evidence = Evidence()
-    """Reports that members could not reach each other, since the last committed step or loss
-    (`core/blame.py`)."""
+    """All evidence that has not been dropped since (`core/blame.py`)."""
     evidence_from: Generation = 0
     """The first generation whose late reports still count as evidence."""
     waits: tuple[tuple[ReplicaId, tuple[ReplicaId, ...]], ...] = ()
@@ -73,20 +73,21 @@ class CoordinatorState(Value, frozen=True):
     """True if a save, work or a loss explains all waits of the previous generation. Such waits are
     no evidence."""
     trouble: str = ""
-    """Name of the newest `trouble` timer. Empty until generations are made without a loss or a
-    committed step. See Note [Timers]."""
+    """Name of the newest `trouble` timer. Empty until a generation is made that neither a loss nor
+    an excuse explains, and again when the evidence is dropped. See Note [Timers]."""
     patience: int = 0
     """Number of times that `trouble` ran out, 0 to 2."""
     undecided: str = ""
-    """Name of the `undecided` timer. Empty until the evidence names nobody for a long trouble."""
+    """Name of the `undecided` timer. Empty until `trouble` ran out and the evidence names nobody,
+    and again when the evidence is dropped."""
     fruitless: int = 0
-    """Generations in a row without a loss or a committed step. Decides the length of the grace, and
-    is part of messages."""
+    """Generations made on request since the last committed step or loss; those that a save excuses
+    are not counted. Decides the length of the grace, and is part of messages."""
     at_work: tuple[ReplicaId, ...] = ()
     """Replicas of the newest `AtWork`."""
     excuse: str = ""
-    """Name of the `excuse` timer, or empty. While it runs, waits for members at work are no
-    evidence against anybody."""
+    """Name of the `excuse` timer, or empty. While it runs, and while a member is at work, waits are
+    no evidence against anybody."""
     excused_for: tuple[ReplicaId, ...] = ()
     """Members that were announced by `Waits` in that time, so that each is announced once."""
     is_excuse_over: bool = False

@@ -5,8 +5,8 @@ functions are pure and give the same on every machine: msgpack has one encoding 
 
 Note [Outline]
     The record is cut into parts: each field that voters have to agree on except `versions`, then
-    `versions` in at most `MAX_GROUPS` runs of equal length. The digest covers the digests of all
-    parts, so equal digests mean equal records.
+    `versions` in at most `MAX_GROUPS` runs, whose lengths differ by at most one. The digest covers
+    the digests of all parts, so equal digests mean equal records.
 
     The outline has the first bytes of each part's digest. The outline decides nothing. Where
     digests differ, it shows which fields and buckets differ, at a size that does not grow with the
@@ -38,7 +38,7 @@ class RecordSummary(Value, frozen=True):
     digest: bytes
     """Digest of the `bare` record: two digests are equal exactly if the bare records are equal."""
     outline: bytes
-    """Some bytes of the digest of each part, see Note [Outline]."""
+    """The first bytes of the digest of each part, see Note [Outline]."""
 
 
 def bare(record: Record) -> Record:

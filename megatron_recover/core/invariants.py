@@ -3,9 +3,9 @@
 `observe(history, fact) -> history` raises `InvariantViolation` at the first fact that breaks an
 invariant. `check(shape, facts)` observes a whole list.
 
-The explorer feeds what its simulated machines do. The checker of traces has rules of its own
-(`observe/verify/rules.py`), so that one mistake cannot hide in both. Facts come in an order in
-which they can have happened: cause before effect.
+The explorer, the timed simulator and the transcripts feed what their simulated machines do. The
+checker of traces has rules of its own (`observe/verify/rules.py`), so that one mistake cannot hide
+in both. Facts come in an order in which they can have happened: cause before effect.
 
 - INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`,
   `Applied.counts`).
@@ -28,7 +28,7 @@ which they can have happened: cause before effect.
   all without a result.
 - INV-8 bounded waits, INV-9 progress: these are about what does *not* happen. The only fact that
   breaks one is a generation that gives up a step which was not computed anew. The explorer raises
-  both at states in which nothing can happen any more. In production the deadline of a driver does.
+  both at states in which nothing can happen any more. In production every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class Applied(Value, frozen=True):
     rank: int
     step: int
     counts: tuple[tuple[BucketId, tuple[int, ...]], ...] | None
-    """(bucket, number of times that each microbatch is in the gradient); None if the step does not
-    train."""
+    """(bucket, number of times that each microbatch is in the gradient). None or empty if the step
+    does not train or is given up."""
     digest: str | None
     """Digest of the rank's parameters after the step; None if the step does not train or is given
     up."""

@@ -145,10 +145,10 @@ def poisoned(
     Return None otherwise. `samples`: samples per training step and per microbatch, if they are
     known and do not change (`MembershipSettings.samples`).
 
-    - A loss by a signal from outside or by a failed check is charged to no microbatch. What other
-      ranks of the replica then raise does not count.
-    - A loss by a signal of the computation or by a hang is charged to the microbatches that the
-      progress page names.
+    - A loss of kind `PROCESS_ENDED` (such as a signal from outside) or `INVARIANT_VIOLATED` is
+      charged to no microbatch. What other ranks of the replica then raise does not count.
+    - A loss of kind `CRASHED` or `HUNG` is charged to the microbatches that the progress page
+      names. Any other loss is charged to those that a rank named before it ended.
     - Several microbatches may be named (a gradient that is not finite, a device that runs behind).
       Then only what both replicas name counts: a microbatch dealt to one replica is computed by
       another only after the first is lost.

@@ -218,7 +218,12 @@ Step = tuple[RankState, tuple[Effect, ...]]
 
 
 def step(state: RankState, message: Input) -> Step:
-    """Apply one input. Raise InvariantViolation if an order contradicts what this rank holds."""
+    """Apply one input.
+
+    Raises InvariantViolation if an `Apply` names a result that this rank does not hold. `Take`
+    raises ValueError if the queue is empty, if `Close` comes without a pass, or if a plan that
+    voids the step comes into one.
+    """
     return TABLE[type(message)](state, message)
 
 

@@ -86,13 +86,15 @@ class ReplicaState(Value, frozen=True):
     plan: Plan | None = None
     """The plan that the ranks carry out or, in phase IDLE, that waits for the step to begin."""
     statuses: tuple[Status, ...] = ()
-    """Newest status of each member, this replica's own included, by replica."""
+    """Newest status of each member, this replica's own included, by replica. Those of a generation
+    are dropped once its common plan is made."""
     votes: tuple[Ballot, ...] = ()
     """Votes for `step` in `generation`, equal votes in one ballot."""
     committed: Record | None = None
     """Record of `step - 1`; None before the first commit."""
     blocked: bool = False
-    """True once this replica has requested a newer generation, or reported what leads to one."""
+    """True once this replica has requested a newer generation, or reported what leads to one, in
+    `generation`."""
     waited_for: tuple[ReplicaId, ...] = ()
     """Members that the replica waited for when it left a generation, until `Entered` names them."""
     trusted_from: Generation = 0

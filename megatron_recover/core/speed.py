@@ -10,24 +10,25 @@ might round differently on different machines.
 Note [Noise]
     Quotas that follow every measurement would never settle. Three rules prevent that.
 
-    (1) The estimate of a member is the mean of its last measurements (`MEMORY`), which noise moves
-    little.
+    (1) The estimate of a member is a running mean, which noise moves little. The n-th measurement
+    has the weight 1/n in the mean, and all from the `MEMORY`-th on have 1/`MEMORY`.
 
-    (2) A measurement far from the estimate (`FAR`) changes nothing. Two in a row that are near each
-    other replace the estimate. So a pause of one step makes no straggler, and a first step that
-    warms up does not count. A member that slows down twofold is known after two steps.
+    (2) One measurement far from the estimate (`FAR`) changes nothing. Two in a row that are near
+    each other replace the estimate. So a pause of one step makes no straggler, and a first step
+    that warms up does not count. A member that slows down twofold is known after two steps.
 
     (3) Beliefs stay until the estimate of a member differs from the belief by more than
-    `TOLERANCE`. Then the estimates of all members are believed. Members count as alike if all
-    beliefs are within `TOLERANCE` of their median.
+    1/`TOLERANCE` of the belief. Then the estimates of all members are believed. Members count as
+    alike if all their beliefs are within 1/`TOLERANCE` of the median.
 
     `tests/core/test_speed.py` has the figures.
 
 Note [Members that compute nothing]
     A member may be so slow that its quota is 0: its one microbatch would take longer than the whole
     shares of the others. Then nobody measures it. Its estimate shrinks a little with every step
-    (`FORGETTING`), as if the member recovered, until the member gets a microbatch again. One
-    measurement near the old ones then restores the old estimate.
+    (`FORGETTING`), as if the member recovered, until the member gets a microbatch again. If its
+    measurement is then far from the shrunk estimate and near the old one, the new estimate is the
+    mean of the measurement and the old estimate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.values import Record, ReplicaId, Value
 
 MEMORY = 16
-"""Most measurements in the mean."""
+"""A measurement near the estimate has at least the weight 1/MEMORY in the mean."""
 FAR = 4
 """A measurement is far from a number if it differs by more than 1/FAR of the number."""
 TOLERANCE = 12
@@ -57,11 +58,12 @@ class Estimate(Value, frozen=True):
     pace_ns: int = 0
     """Nanoseconds per microbatch; 0 while nothing is known."""
     num: int = 0
-    """Number of measurements in the mean, up to `MEMORY`."""
+    """Number of measurements in the mean; stays at `MEMORY`."""
     odd_ns: int = 0
     """The last measurement if it was far from `pace_ns`, else 0.
 
-    For a member that computes nothing: its estimate before it began to shrink.
+    For a member that computes nothing: its estimate before it began to shrink, unless the last
+    measurement was far.
     """
 
 

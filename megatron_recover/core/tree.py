@@ -1,9 +1,10 @@
 """The routes of statuses and votes: directly between all members, or along a tree above a limit.
 
-The roster (ascending) is a heap: the parent of position i is (i - 1) // k. A member sends the
-messages of itself and all members below it upwards, as one message, once it has all of them. The
-messages of all members come down the same way. So each of n members sends and receives at most
-k + 1 messages instead of n - 1. Everything has reached a member after about 2 log_k(n) hops.
+The roster (ascending) is a heap: the parent of position i is (i - 1) // k, where k is the largest
+number of children of a member. A member sends the messages of itself and all members below it
+upwards, as one message, once it has all of them. The messages of all members come down the same
+way. So each of n members sends and receives at most k + 1 messages instead of n - 1. Everything has
+reached a member after about 2 log_k(n) hops.
 
 Every member derives the same tree from the roster alone. `heard`, the members whose message a
 member has, decides what the member does next; nothing else is remembered. This module never looks

@@ -231,7 +231,7 @@ class Status(Value, frozen=True):
     complete: tuple[HeldVersion, ...]
     """Buckets of `step` whose results the member holds complete, by version."""
     committed: Commitment | None
-    """The record of `step - 1`, for members that have not committed it."""
+    """The record of `step - 1`, for members that have not committed it; None if `step` is 0."""
     journal: Journal = Journal()
     """Journal of `step`, as of the promise of rank 0."""
 
@@ -466,12 +466,13 @@ class NewGeneration(Value, frozen=True):
     generation: Generation
     roster: tuple[ReplicaId, ...]
     losses: tuple[Loss, ...] = ()
-    """Replicas lost since the previous generation."""
+    """Replicas lost since the previous generation, without those that had finished."""
     reason: str = ""
     requests: tuple[str, ...] = ()
     """Job-wide requests that each member adds to all its votes from now on (`core/request.py`)."""
     trusted_from: Generation = 0
-    """Older versions do not count in an uncommitted step: an outvoted replica took part in them."""
+    """Older versions do not count in an uncommitted step: a replica outvoted since may have taken
+    part in them. 0: all count."""
     void: Void | None = None
     """The newest void step. All later generations repeat it: two may reach a member at once."""
 
@@ -521,7 +522,7 @@ class ReplicaSaving(Value, frozen=True):
 
 
 class ReplicaFailing(Value, frozen=True):
-    """Computing a microbatch failed in a replica, which is about to end."""
+    """Computing a microbatch failed in a replica, which is about to end or has ended."""
 
     replica: ReplicaId
     label: str
@@ -571,12 +572,15 @@ class ExitCode(enum.IntEnum):
 
     OK = 0
     FAILED = 1
-    """A defect, an exception on every replica, or no committed step and nobody proven at fault."""
+    """The run failed for a reason that no other code names. Examples: a defect, an exception on
+    every replica, replicas that do not start alike, no committed step and nobody proven at
+    fault."""
     BAD_INPUT = 2
     UNFINISHED = 3
     """`check` only: all that was judged holds, but the trace has no end or lacks events."""
     TOO_FEW_REPLICAS = 10
-    """Fewer than `--recover-min-replicas` are left. A survivor saves if `--save` is set."""
+    """Fewer than `--recover-min-replicas` are left, and a survivor saves if `--save` is set. Or
+    fewer have started, and nothing was trained."""
     POISONED_MICROBATCH = 11
     """Computing one microbatch has ended two replicas. The message names the microbatch."""
     DIVERGED = 12
@@ -585,7 +589,8 @@ class ExitCode(enum.IntEnum):
     INVARIANT_VIOLATED = 14
     """The checker or a rank found a broken invariant, or a step was miscounted twice."""
     INTERRUPTED = 15
-    """A signal or time limit ended all replicas at a common step, which is saved with `--save`."""
+    """A signal or time limit ended all replicas at a common step, which is saved with `--save`, or
+    a signal ended the run before training began."""
     UNSAVED = 16
     """Training ended, but its last checkpoint could not be written."""
 
