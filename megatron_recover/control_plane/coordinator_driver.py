@@ -176,7 +176,8 @@ class CoordinatorDriver:
         """Feed the machine a request. The leader may repeat it, and the machine acts on it once."""
         if self._asked.get(message.replica, 0) < message.generation:
             self._asked[message.replica] = message.generation
-            self._notice()
+            if message.generation == self._state.generation:  # an older one was answered meanwhile
+                self._notice()
         self._step(message)
 
     def _beat(self) -> Beat:

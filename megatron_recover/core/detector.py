@@ -45,8 +45,8 @@ Note [At work]
     wait for it in a sum do not know this. So the coordinator receives all such replicas
     (`SeenAtWork`), and waits are then no evidence (`core/coordinator.py`,
     Note [Waiting for one at work]). A torn or absent page shows no work. A replica with a stopped
-    or dead rank is not at work. Saves do not count, because leaders report them. Work counts for
-    `Limits.after_work_s` longer than it is seen. Between two computations a whole replica may be
+    or dead rank is not seen at work. Saves do not count, because leaders report them. Work counts
+    for `Limits.after_work_s` longer than it is seen. Between two computations a whole replica may be
     idle for an instant. Others may also have requested a generation just before a rank arrives at
     their sum.
 

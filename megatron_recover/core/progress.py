@@ -73,6 +73,7 @@ class Progress(Value, frozen=True):
     begun: int
     """Operations that the training thread has begun since the process started."""
     ended: int
+    """Those of them that have ended."""
     since_ns: int
     """Start of the newest operation, in nanoseconds of CLOCK_MONOTONIC."""
     ahead: MicrobatchId | None = None

@@ -42,13 +42,13 @@ class Verdict(enum.Enum):
     """Silent for more than half the time after which it hangs."""
     HUNG = "hung"
     STOPPED = "stopped"
-    """Stopped by SIGSTOP for more than `stop_limit_s`."""
+    """Stopped by a signal for more than `stop_limit_s`."""
     TRACED = "traced"
     """Held by a debugger, gcore or strace (Note [Ranks that a tracer holds])."""
 
 
 class Named(Value, frozen=True):
-    """Effect: report the rank to the user, and have the rank write its stacks unless it is slow."""
+    """Effect: record the silence; unless the rank is slow, tell the user and have stacks written."""
 
     replica: ReplicaId
     rank: int

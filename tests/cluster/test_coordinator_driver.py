@@ -18,7 +18,7 @@ from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, Peer
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import Hello
+from megatron_recover.core.values import Hello, Loss, LossKind, ReplicaBlocked
 from tests.control_plane.partners import KEY, PATIENCE_S, call
 
 pytestmark = pytest.mark.timeout(240)
@@ -84,6 +84,20 @@ def test_a_greeting_for_another_is_refused_and_the_right_ones_start_the_job(
     town.turn(lambda: len(town.announced()) == 3)
     assert set(town.announced()) == {(0, 1, 2)}
     assert all(link.proven for link in links) and town.closed == [me]
+
+
+def test_a_request_of_a_generation_that_is_over_does_not_start_the_clock_of_the_next_recovery(town: Town) -> None:
+    for replica in range(3):
+        town.call(Party(Role.LEADER, replica), Hello(replica, "f"))
+    town.turn(lambda: len(town.announced()) == 3)
+    town.membership.lost(Loss(2, LossKind.PROCESS_ENDED))
+    town.turn(lambda: len(town.announced()) == 5)
+    town.membership._request(ReplicaBlocked(1, 1, "late"))
+    time.sleep(0.3)
+    town.membership.lost(Loss(1, LossKind.PROCESS_ENDED))
+    town.turn(lambda: len(town.announced()) == 6)
+    *_, (_, last) = town.heard
+    assert isinstance(last, Announcement) and last.noticed_s < 0.2
 
 
 def test_a_coordinator_rests_from_strangers_once_the_job_has_started(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
