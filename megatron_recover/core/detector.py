@@ -46,9 +46,9 @@ Note [At work]
     (`SeenAtWork`), and waits are then no evidence (`core/coordinator.py`,
     Note [Waiting for one at work]). A torn or absent page shows no work. A replica with a stopped
     or dead rank is not seen at work. Saves do not count, because leaders report them. Work counts
-    for `Limits.after_work_s` longer than it is seen. Between two computations a whole replica may be
-    idle for an instant. Others may also have requested a generation just before a rank arrives at
-    their sum.
+    for `Limits.after_work_s` longer than it is seen. Between two computations a whole replica may
+    be idle for an instant. Others may also have requested a generation just before a rank arrives
+    at their sum.
 
 Note [Ranks that read ahead]
     Another thread of a rank may read samples before they are due. While that thread waits for a

@@ -48,7 +48,7 @@ class Verdict(enum.Enum):
 
 
 class Named(Value, frozen=True):
-    """Effect: record the silence; unless the rank is slow, tell the user and have stacks written."""
+    """Effect: record the silence. Unless the rank is slow, tell the user; have stacks written."""
 
     replica: ReplicaId
     rank: int
