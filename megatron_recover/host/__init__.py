@@ -1,1 +1,1 @@
-"""Services of one machine to processes: files in memory, locks, process states, lines on stderr."""
+"""Services of one machine to processes: files, locks, addresses, processes, lines on stderr."""

@@ -13,7 +13,7 @@ start of the process."""
 def fields_of(text: bytes) -> list[bytes]:
     """Return the fields of a stat file at their numbers; an empty list for an empty text.
 
-    The field of the command is left empty.
+    The fields of the process id and of the command are left empty.
     """
     # The second field, the command in parentheses, may contain anything.
     return [b"", b"", b"", *text[text.rindex(b")") + 2 :].split()] if text else []

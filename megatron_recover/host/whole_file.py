@@ -1,4 +1,4 @@
-"""Files that are either complete or absent, even after a full disk or a kill.
+"""Files that are complete, as they were before, or absent, even after a full disk or a kill.
 
 A file is written under another name, and renamed when it is complete.
 """
@@ -19,12 +19,12 @@ def replacing(
     """Yield a file to write, which gets the name `place` once it is complete.
 
     Until then, and if writing fails, the former file at `place` stays as it is. Raises OSError with
-    `place` as its file name if the file cannot be written; the error of a write itself names no
-    file.
+    `place` as its file name if the file cannot be written. That includes the error of a write, in
+    which the system names no file.
 
     - `partial` is the name during the writing, in the same folder; the file then replaces a link at
       `place`. None: a hidden name of this process; the file then replaces the target of a link.
-    - `durable` writes the file to disk before and after it gets its name.
+    - `durable` writes the file to disk before it gets its name, and its folder after that.
     - `before_naming()` is called when the file is complete. What it raises is raised.
     """
     target = place if partial is not None else place.resolve()

@@ -4,9 +4,12 @@ A gap (`trace.Gap`) names the writer of the missing events and a period. It touc
 
 - every step that was under way in that period;
 - the steps from the last one that the writer named before the gap to the first one that it names
-  after the gap.
+  after the gap;
+- for a gap of the launcher, also the step before each step that was under way, and all steps with
+  events of a generation whose announcement is missing.
 
-The missing events can belong to no other step.
+The missing events can concern no other step. A trace with a gap and without any `joined` has all
+steps touched.
 """
 
 from __future__ import annotations

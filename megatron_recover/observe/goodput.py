@@ -1,7 +1,8 @@
 """Measure how long each step of a run took, and how much of that time faults took.
 
-A step lasts from the commit of the step before it to its own commit; the first step begins with its
-first plan. So the steps leave no time out.
+Only steps with microbatches count. A step lasts from the commit of the one before it to its own
+commit; the first step begins with its first plan. So the steps leave no time out: that of an
+agreement is in the next step.
 
 The time of a step without its fault is estimated from the undisturbed steps:
 

@@ -8,7 +8,7 @@ tolerance. Facts keep the line of their event, so that a verdict can cite the li
 Memory holds:
 
 - about 900 bytes for each step;
-- one event for each member that joined, and the announcement of each generation;
+- the events of the types in `KEPT`, such as joins, announcements, faults and checkpoints;
 - for each generation the results that its members held;
 - one digest for each rank.
 
@@ -357,9 +357,10 @@ class History:
 
     @cached_property
     def voids(self) -> dict[int, int]:
-        """Return for each void step the generation from which on it was computed anew.
+        """Return for each void step the generation from which on its attempts count.
 
-        A step is made void if a sum did not count every microbatch once.
+        A step is made void if a sum did not count every microbatch once. It is then computed anew,
+        or given up if it was void before.
         """
         return dict(event.void for _, event in self.of(trace.Generation) if event.void is not None)
 

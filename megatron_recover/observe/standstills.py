@@ -46,7 +46,7 @@ class Standstill(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     rank: int | None = None
     phase: str = ""
-    """Phase of a rank (`core/detector.py`); for others a description of what is waited for."""
+    """Phase of a rank (`core/progress.py`); for others a description of what is waited for."""
     step: int | None = None
     label: str = ""
     microbatches: tuple[int, ...] = ()
@@ -137,7 +137,8 @@ def _of_rank(
     last = verdicts[-1]
     end, lost_in, outcome = _end_of(history, rank, last, moved, commits)
     progress = round(worst.t - (worst.seconds if worst.idle_s is None else worst.idle_s), 6)
-    # The agent counts by looks, so this may be up to one look too early.
+    # The agent counts by looks. So this may be up to one look too early for a stop, and up to one
+    # look too late for a silence. It is later still if the agent was held up.
     begin = round(min(one.t - one.seconds for one in verdicts), 6)
     return Standstill(
         who=f"replica {rank[0]} rank {rank[1]}", replica=rank[0], rank=rank[1], verdict=worst.verdict,
@@ -245,7 +246,7 @@ def _of_silent_coordinator(noticed: list[trace.CoordinatorSilent], end: float | 
 
 
 def _of_job(history: History) -> Iterator[Standstill]:
-    """Yield the periods in which the run waited until a replica answered or ended."""
+    """Yield the periods in which the run waited for replicas (`trace.Waiting`)."""
     stops = [event.t for _, event in history.of(trace.Stopping)]
     generations = sorted([one.t for one in history.generations.values()] + stops)
     losses = [one.t for one in history.generations.values() if one.losses]

@@ -84,12 +84,12 @@ class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
     """Replica -> the microbatches that it was computing when the generation was announced; lost
     replicas are included."""
     detect_s: float | None
-    """Seconds up to the announcement of the generation, from the injected fault if there was one,
-    else from the first sign of a loss."""
+    """Seconds up to the announcement of the generation, from the fault that the generation answers
+    to (`struck_at`), else from the first sign of its cause."""
     agree_s: float | None
     """Seconds until the statuses of all members were there."""
     redeal_s: float | None
-    """Seconds until the new plan was obeyed; a pass under way is finished first."""
+    """Seconds until the training thread took the new plan, inside the running pass or after it."""
     recompute_s: float | None
     """Seconds until the microbatches that were dealt again were computed."""
     reduce_s: float | None
@@ -114,7 +114,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     generations: int
     determinism: str | None
     exit_code: int | None
-    """Exit code of the run; None while the run lasts, or if its launcher was killed."""
+    """Exit code of the run; None while the run lasts, or if the trace lacks its end, as after a
+    killed launcher."""
     seconds: float
     faults: tuple[FaultSummary, ...]
     recoveries: tuple[RecoverySummary, ...]

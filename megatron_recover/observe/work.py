@@ -1,11 +1,13 @@
 """Find the microbatches of a run that were lost, computed again or computed for nothing.
 
-docs/design/guarantees.md defines the words:
+The words mean here:
 
 - *lost*: dealt to a replica that died or was fenced before every bucket of the microbatch was safe
   with others;
-- *redone*: computed after that, or again as the step became void;
+- *redone*: computed although an older plan had dealt them for the same bucket;
 - *wasted*: finished by a replica that committed the step, and part of no committed bucket.
+
+Attempts at a step that were made void are left out (`replay`): none of their microbatches counts.
 """
 
 from __future__ import annotations

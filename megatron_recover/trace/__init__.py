@@ -1,9 +1,9 @@
 """The event log of a run: the type of every event, and how events are written and read.
 
-A trace is one `events.jsonl`, with one JSON object a line. The recorder (`cluster.recorder`) writes
-it from the events that all processes of a run record (`ring`). This package only defines what an
-event looks like. It never judges a history (`observe.verify.check` does) and never formats an event
-for people.
+A trace is `events.jsonl` and its older parts (`event_files`), with one JSON object a line. The
+recorder (`cluster.recorder`) writes it from the events that all processes of a run record (`ring`).
+This package never judges a history (`observe.verify.check` does) and never formats an event for
+people.
 
 Cause comes before effect: an event is recorded before its effect can be seen outside the thread
 that records it. Examples: before the vote is sent, before the result is held, before the fault

@@ -25,13 +25,15 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "only its owner may read it"),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "give the --run-dir of a run"),
 }
-"""Remedies for errors that concern a name. For any other error the remedy is to check the disk."""
+"""Remedies for errors of permissions and of names. For any other error the remedy is to see to the
+disk."""
 
 
 class TraceError(ValueError):
     """A log that cannot be read.
 
-    The message names the file, with either line and field or the remedy.
+    The message names the file. For a line that is no event it has the line and the reason, for most
+    other errors the remedy.
     """
 
 

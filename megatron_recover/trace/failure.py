@@ -17,7 +17,11 @@ def reason_of(error: BaseException) -> str:
 
 
 class Fault(Event, frozen=True, kw_only=True):
-    """Rank: it is about to carry out an injected fault."""
+    """Rank: it is about to carry out an injected fault.
+
+    `step`, `microbatch` and `bucket` are those of the point that the rank passes; None where the
+    point has none. No rank records `generation`.
+    """
 
     replica: int
     rank: int
@@ -58,7 +62,7 @@ class Fenced(Event, frozen=True, kw_only=True):
 class SetAside(Event, frozen=True, kw_only=True):
     """Agent: a rank does not end although it was killed.
 
-    No decision waits for the rank. It runs no more code of its own, and its replica is in no
+    No decision waits for the rank. It runs no more code of its own, and its replica is in no later
     roster. Until its process ends, the rank keeps its file locks, its memory and its device.
     """
 

@@ -1,4 +1,4 @@
-"""The ways in which a process records its events: a log, a log of one file, a rank's recorder."""
+"""The interface of a log, the log for use without a recorder, and the events of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Log(Protocol):
     """Interface of an object that records the events of a process."""
 
     def record(self, event: Event) -> None:
-        """Stamp the event with the time and keep it."""
+        """Stamp the event with the time and keep it, unless this log leaves it out."""
 
 
 class EventLog:

@@ -27,10 +27,11 @@ _decode = msgspec.json.Decoder(AnyEvent).decode
 def parse(line: bytes) -> tuple[AnyEvent | None, str]:
     """Return the event of one line of a log, and the fragment before the event or in its place.
 
-    The line has its newline, if it has one. A process that is killed while it writes can leave the
-    beginning of a line. Such a fragment is at the end of the file, or the next process's event
-    follows it directly. A fragment is neither an event nor an error. Any other line that is no
-    event of this version raises ValueError.
+    The event is None, or the fragment is empty, if the line has none. `line` includes its newline;
+    the last line of a log may lack it, and is then a fragment. A process that is killed while it
+    writes can leave the beginning of a line. Such a fragment is at the end of the file, or the next
+    process's event follows it directly. A fragment is neither an event nor an error. Any other line
+    that is no event of this version raises ValueError.
     """
     whole = line.endswith(b"\n")
     if whole and line.startswith(_START_OF_EVENT):

@@ -108,8 +108,9 @@ class _Ring:
 class RingLog(_Ring):
     """The writer's side of a ring, one for each process. Any thread may record.
 
-    Recording never waits, never raises, and makes no system call except for the clock. An event for
-    which there is no room is dropped and counted.
+    Recording never waits for the reader, never raises, and makes no system call except for the
+    clock, and for a lock while another thread of the process records. An event for which there is
+    no room is dropped and counted.
     """
 
     def __init__(self, descriptor: int, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -197,8 +198,10 @@ class Dropped(msgspec.Struct, frozen=True):
     """Lost events of one ring."""
 
     num_events: int
+    """Number of lost events; all events of a damaged part of the ring count as one."""
     since: int
-    """Stamp of the first lost event."""
+    """No lost event has a smaller stamp. The first one may have a larger stamp if another report of
+    lost events was not yet stored when it was lost."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -318,7 +321,7 @@ class Merge:
         """Make a merge without rings.
 
         - `settle` waits for `_SETTLE_S` (Note [Visibility]).
-        - `after` is the largest stamp that a former merge of these rings has returned.
+        - `after` is the largest stamp of the events of these rings that a former reader has stored.
         - `stuck_s` is the seconds for which all events wait for one that a process has begun to
           record.
         """
@@ -363,7 +366,8 @@ class Merge:
     def drain(self, now: int, limit_bytes: int = 2**62) -> list[Item]:
         """Return in order the events since the last call that no further event can precede.
 
-        - `now` is a time before which every ring that had a writer was added.
+        - `now` is a time in nanoseconds of CLOCK_MONOTONIC. Every ring that had a writer by then is
+          added.
         - `limit_bytes` limits the events of one call; the next call returns the others.
 
         A process may be stopped while it records an event. If later events were returned meanwhile,

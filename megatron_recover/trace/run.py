@@ -76,8 +76,8 @@ class Generation(Event, frozen=True, kw_only=True):
     """Losses since the previous generation."""
     reason: str = ""
     void: tuple[int, int] | None = None
-    """(step, generation): contributions and results of that step from older generations are
-    void."""
+    """(step, generation): contributions and results of that step from generations before this one
+    are void. Later announcements repeat the newest. None if no step was made void."""
     gives_up: bool = False
     """True if that step was miscounted twice: it is committed without a result, and the run
     ends."""
@@ -92,7 +92,7 @@ class Generation(Event, frozen=True, kw_only=True):
 
 
 class Entered(Event, frozen=True, kw_only=True):
-    """Leader: all ranks of its replica have promised not to commit in an older generation."""
+    """Leader: all ranks of its replica have promised to take part in no older generation."""
 
     replica: int
     generation: int
@@ -121,22 +121,24 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     rank: int
     iteration: int
     phase: Literal["loaded", "started", "finished", "failed", "removed_partial"]
-    """Phase of a save; or `loaded`, in a job with `--load`: training begins after `iteration`,
-    which is 0 if nothing was loaded."""
+    """Phase of a save of `iteration`. `removed_partial`: an incomplete checkpoint of `iteration`
+    was removed. `loaded`, with `--load` and without `--finetune`: training begins after
+    `iteration`, which is 0 if nothing was loaded."""
     detail: str = ""
     """Reason, folder and remedy of a failed save; the folder of `loaded`."""
 
 
 class Gap(Event, frozen=True, kw_only=True):
-    """Whoever writes the file: events of a rank were lost before this line.
+    """Recorder: events of a rank were lost before this line.
 
-    The rank's ring was full or gone. `check` vouches for none of the steps that a gap touches.
+    The rank's ring was full or damaged, an event could not be encoded, or the rank was stopped
+    while it recorded one. `check` vouches for none of the steps that a gap touches.
     """
 
     replica: int
     """Replica of the rank; -1: the launcher."""
     rank: int
     num_events: int
-    """Number of lost events."""
+    """Number of lost events; all events of a damaged part of a ring count as one."""
     since: float
-    """Time of the first lost event, in seconds as `Event.t`."""
+    """No lost event is older than this time, in seconds as `Event.t`."""

@@ -36,12 +36,13 @@ class RankSilent(Event, frozen=True, kw_only=True):
     step: int
     label: str
     microbatches: tuple[int, ...] = ()
-    """Microbatches that the rank is computing."""
+    """Microbatches that the rank computes, has enqueued on its device, or reads ahead."""
     state: str = ""
     """State letter of the process in /proc/PID/stat."""
     waiting: tuple[WaitingRank, ...] = ()
-    """Other ranks that have shown nothing new either, the longest wait first. Each is in a phase
-    whose length others decide, or beside a rank of its replica that is at work."""
+    """Other ranks that have shown nothing new for at least half of `seconds` and are not named
+    themselves, at most 64, the longest wait first. Each is in a phase whose length others decide,
+    or beside a rank of its replica that is at work."""
 
 
 class RankMoved(Event, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ class RankMoved(Event, frozen=True, kw_only=True):
 
 
 class LeaderSilent(Event, frozen=True, kw_only=True):
-    """Coordinator: a leader does not answer its beats, or answers again.
+    """Coordinator: a leader does not answer the coordinator's beats, or answers again.
 
     The silence has no consequence for the leader.
     """
@@ -62,6 +63,7 @@ class LeaderSilent(Event, frozen=True, kw_only=True):
     member: int
     """The leader's replica."""
     generation: int
+    """The leader's generation at its last answer; 0 if it has not answered yet."""
     phase: Literal["began", "over"]
     seconds: float
     """Seconds that the silence has lasted."""
@@ -72,7 +74,8 @@ class LeaderSilent(Event, frozen=True, kw_only=True):
 class CoordinatorSilent(Event, frozen=True, kw_only=True):
     """Leader: its coordinator sends nothing, not even beats, or sends again.
 
-    Between its start and its end a replica needs the coordinator only after a failure.
+    Between its start and its end a replica needs the coordinator only after a failure. The event
+    comes again with the phase `began` when `waits` changes during the silence.
     """
 
     replica: int
@@ -109,9 +112,9 @@ class Strangers(Event, frozen=True, kw_only=True):
 class Waiting(Event, frozen=True, kw_only=True):
     """Coordinator: the run waits for these replicas.
 
-    Without `limit_s` until one of them answers or ends, or the run ends. With it they are at work,
-    and waits for them are excused until a step is committed, a replica is lost, or the time is
-    over.
+    Without `limit_s` the run waits until one of them answers or ends, or the run ends. With it they
+    are at work, and no wait is held against anybody until they no longer are, a step is committed,
+    a replica is lost, or the time is over.
     """
 
     replicas: tuple[int, ...]

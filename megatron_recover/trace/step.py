@@ -67,10 +67,10 @@ class Status(Event, frozen=True, kw_only=True):
     committed: int | None
     """The last step that the replica has committed; None before the first."""
     finished: tuple[int, ...] = ()
-    """Microbatches of the step that the replica's first stage has finished, in order: its
-    journal."""
+    """Microbatches of the step that rank 0 had finished when it promised, in the order in which
+    they ended."""
     computing: tuple[int, ...] = ()
-    """Microbatches that the first stage has begun and not finished."""
+    """Microbatches that rank 0 had then begun and not finished."""
 
 
 class Plan(Event, frozen=True, kw_only=True):
@@ -122,14 +122,14 @@ class MicrobatchFinished(Event, frozen=True, kw_only=True):
     seconds: float
     """Seconds of forward and backward together, on this rank."""
     backward_s: float = 0.0
-    """Seconds of the backward alone, which has just ended."""
+    """Seconds of the backward alone, which has just ended; 0 in evaluation."""
     into: tuple[int, ...]
     """Buckets of this rank and chunk that received the gradient, the ledger included. The gradient
     of the other buckets went to a dump."""
 
 
 class BucketPassed(Event, frozen=True, kw_only=True):
-    """Rank: a bucket has all the gradient of the last backward of a pass, which still runs.
+    """Rank: the last backward of a pass adds nothing more to a bucket. The backward may still run.
 
     The event is recorded before any other rank gets a part of the bucket. So a rank that dies
     before `MicrobatchFinished` may have contributed to the bucket.
@@ -159,7 +159,11 @@ class Extended(Event, frozen=True, kw_only=True):
 
 
 class Reduced(Event, frozen=True, kw_only=True):
-    """Rank: the sum of a bucket over the replicas is complete here, and is about to be held."""
+    """Rank: the sum of a bucket over the replicas is complete here.
+
+    The rank is about to hold the sum, unless `provenance` is not "ones" or a newer generation was
+    promised.
+    """
 
     replica: int
     rank: int
@@ -171,10 +175,10 @@ class Reduced(Event, frozen=True, kw_only=True):
     checksum: int
     """Checksum of the result on this rank, combined with the newest checksum of the parameters."""
     provenance: Literal["ones"] | tuple[int, ...]
-    """Number of times that each microbatch 0..M-1 is in the sum: "ones", or the counts if they are
-    not all one."""
+    """The word "ones" if each microbatch 0..M-1 is in the sum exactly once (with lanes: once for
+    each lane). Otherwise the count of each microbatch, over all lanes; -1 if it is not finite."""
     seconds: float = 0.0
-    """Seconds since the sum began on this rank."""
+    """Seconds that `Transport.sum_into` took on this rank. The event may be recorded later."""
 
 
 class Transferred(Event, frozen=True, kw_only=True):
@@ -211,8 +215,8 @@ class Miscounted(Event, frozen=True, kw_only=True):
 class ReductionFailed(Event, frozen=True, kw_only=True):
     """Rank: a sum or transfer over the replicas failed, or its result was refused.
 
-    A result is refused if it counts microbatches wrongly, or if a newer generation was promised. No
-    gradient changed.
+    A result is refused if it counts microbatches wrongly, if another rank's gradient in it is not
+    finite, or if a newer generation was promised. No local gradient changed.
     """
 
     replica: int
@@ -292,7 +296,7 @@ class Committed(Event, frozen=True, kw_only=True):
 
 
 class Applied(Event, frozen=True, kw_only=True):
-    """Rank: the optimizer has run on the committed gradient."""
+    """Rank: the optimizer has run on the committed gradient, or the step has nothing for it."""
 
     replica: int
     rank: int
@@ -303,10 +307,11 @@ class Applied(Event, frozen=True, kw_only=True):
     """Digest of all parameters of this rank; None if not due (`--recover-digest-interval`) or if
     nothing was trained."""
     lane_digest: str | None = None
-    """Digest of the parameters that must be equal on every lane; None if these are all parameters.
-    Experts are spread over lanes."""
+    """Digest of the parameters that must be equal on every lane; None if these are all parameters,
+    or if `parameter_digest` is None. Experts are spread over lanes."""
     replicated_digest: str | None = None
     """Digest of the parameters that must be equal on every tensor-parallel rank of the stage; None
     if `parameter_digest` is."""
     loss: float | None = None
-    """Mean loss over the step's microbatches, on the last stage; None on other stages."""
+    """Mean loss over the step's microbatches, on the last stage; None on other stages, and in a
+    step without a loss."""

@@ -1,6 +1,6 @@
 """Describe the progress of a run in one line, for `top` and the live line of `run`.
 
-The line is made only of the events that the trace holds so far.
+The line is made only of the events that were taken so far.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class RunProgress:
         self._quotas: tuple[int, ...] = ()
         self._recoveries = 0
         self._repairing: tuple[int, str] | None = None
-        """Newest generation that lost a replica, and the lost replicas; None once the step of the
-        loss is committed."""
+        """Newest generation that lost a replica, and the lost replicas; None once a training or
+        evaluation step is committed in this generation or a later one."""
         self._has_steps = True
         """False if the trace leaves steps out; the end of a recovery is then unknown."""
         self._asked = ""
         """Reason why all replicas have been requested to end."""
         self._silent: dict[tuple[int, int], trace.RankSilent] = {}
-        """Ranks that are slow, hang or are stopped, until they show progress, a step is committed
-        or they are lost."""
+        """Ranks that are slow, hang, or are stopped or traced, until they show progress, a training
+        or evaluation step is committed, or they are lost."""
         self._step = -1
         self._since: float | None = None
         self._untold = False

@@ -84,7 +84,7 @@ class Mark:
 
     at: float
     name: str
-    """A number or letter that the page explains, or empty."""
+    """Text beside the line: the number of a fault, or a short name; or empty."""
     text: str
     row: int
     """Row from 0 on. Names of neighbours that would overlap are in different rows."""

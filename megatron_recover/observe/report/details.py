@@ -40,7 +40,7 @@ class Details:
 def collect(history: History, windows: Sequence[Window], struck: Collection[tuple[int, int]]) -> Details:
     """Read a trace once more and keep the events of some windows.
 
-    The most important window comes first.
+    `windows`: the most important one first, since the last one is dropped first.
     """
     keeping = _Keeping(history, list(windows), struck)
     for line, event in history.events:

@@ -260,7 +260,7 @@ def _points(history: History) -> list[tuple[float, float]]:
 
 
 def _loss_chart(history: History, faults: tuple[FaultSummary, ...], reference: History | None) -> charts.Chart | None:
-    """Return the chart of losses; None if no training step was committed."""
+    """Return the chart of losses; None if the trace has no loss of a training step."""
     mine = _points(history)
     if not mine:
         return None

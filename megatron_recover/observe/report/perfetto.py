@@ -48,8 +48,8 @@ def write(history: History, timeline: Timeline, place: Path) -> bool:
 def events(history: History, timeline: Timeline, *, is_whole: bool = True) -> Iterator[dict[str, Any]]:
     """Yield all events of the file.
 
-    Unless `is_whole`, forwards, backwards and sums are only those inside a drawn episode, and ranks
-    have no spans of steps.
+    Unless `is_whole`, forwards, backwards and sums are only those that begin inside a drawn
+    episode, and ranks have no spans of steps.
     """
     labels = {step: facts.label for step, facts in history.steps.items() if facts.label is not None}
     ranks = sorted(timeline.computing.keys() | timeline.reducing.keys() | timeline.still.keys())

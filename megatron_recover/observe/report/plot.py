@@ -1,7 +1,7 @@
 """Draw the loss plot of a run as SVG, from its trace.
 
-The plot shows the loss of the run and of its reference run, every fault, and how many replicas were
-left.
+The plot shows the loss of the run and of its reference run, every fault in a training step, and how
+many replicas were left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _members(history: History) -> tuple[list[int], list[int]]:
 
 
 def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
-    """Draw a line at the step that each fault hit.
+    """Draw a line at the training step that each fault hit.
 
     Texts are on alternating heights, so that neighbours stay readable.
     """

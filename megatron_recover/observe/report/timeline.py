@@ -45,16 +45,16 @@ class Span:
     is_again: bool = False
     """True if an older plan had dealt the microbatch already."""
     is_lost: bool = False
-    """True if the activity never ended."""
+    """True for a forward of a microbatch that the rank never finished."""
 
 
 @dataclass(frozen=True)
 class Episode:
     """The reaction to one or more faults.
 
-    It consists of the generations up to the one that finished the step, or up to the next episode.
-    There is none if nothing had to be agreed on: a rank was slow, or stood still for too short a
-    time.
+    It consists of the generations up to the one in which the step was committed, or up to the last
+    of the run. It has no generation if nothing had to be agreed on: a rank was slow, or stood still
+    for too short a time.
     """
 
     generations: tuple[trace.Generation, ...]
@@ -88,7 +88,10 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Still:
-    """A period in which a rank showed no progress. Times are seconds since the start of the run."""
+    """A period in which a rank showed no progress, or waited for such a rank (`waiting`).
+
+    Times are seconds since the start of the run.
+    """
 
     kind: Literal["slow", "hung", "stopped", "traced", "waiting"]
     begin: float

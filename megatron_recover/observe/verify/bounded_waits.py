@@ -52,7 +52,10 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
 
 
 class EntersTheLast(Rule):
-    """A rule: every member of the last generation enters it, unless the member had finished."""
+    """A rule: every member of the last generation enters it, unless the member had finished.
+
+    A run that has not ended, or that was stopping because of an error, is not judged.
+    """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)

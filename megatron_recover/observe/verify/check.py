@@ -50,7 +50,7 @@ class Verdict:
     summary: Summary
     violations: tuple[Violation, ...]
     problems: tuple[str, ...]
-    """Reasons why the run does not count as proven although no invariant is broken."""
+    """Reasons, other than violations, why the run does not count as proven."""
     not_judged: tuple[str, ...] = ()
     """Parts that the trace does not show: steps with a gap, and rules that need more than was
     recorded."""
@@ -124,7 +124,7 @@ def _judge(history: History, gaps: Gaps, accounts: Iterable[Accounts] = ()) -> _
 
 
 def violations(history: History) -> tuple[Violation, ...]:
-    """Return all violations, by invariant and then by line."""
+    """Return the violations, by invariant and then by line: at most `KEPT_VIOLATIONS` of each."""
     return _judge(history, Gaps(history)).violations()
 
 

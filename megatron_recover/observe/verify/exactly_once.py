@@ -150,7 +150,10 @@ class StartedAndFinished(Rule):
 
 
 def every_iteration(history: History, gaps: Gaps) -> Findings:
-    """Require that training goes through the iterations one by one."""
+    """Require that training goes through the iterations one by one.
+
+    Each step must be committed with the label that it was planned with.
+    """
     last: tuple[int, int] | None = None
     for step, record in history.records.items():
         planned = history.steps[step].label

@@ -22,7 +22,10 @@ def honest_journals(history: History, step: Step) -> Findings:
 
 
 def backed_statuses(history: History, step: Step) -> Findings:
-    """Require that all ranks of a replica held the results of its status before they promised."""
+    """Require that all ranks of a replica held the results of its status when it was sent.
+
+    The results must be of older generations than the status.
+    """
     for line, status in step.statuses:
         for bucket, version in status.complete:
             held = step.results.get((bucket, version))
@@ -36,7 +39,7 @@ def backed_statuses(history: History, step: Step) -> Findings:
 
 
 class Promised(Rule):
-    """A rule: a replica acts in a generation after it has entered and reported its status."""
+    """A rule: a replica acts in a generation only after it has entered and reported its status."""
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)

@@ -81,9 +81,10 @@ def _sums(step: Step, bucket: int, version: int, replica: int, rank: int) -> Ite
 
 
 class ExactSums(Rule):
-    """A rule: in `exact` runs all versions of a bucket are the same sum.
+    """A rule: in `exact` runs all versions of a gradient bucket are the same sum.
 
-    Otherwise a gradient was changed, since the sum does not depend on who computed what.
+    Otherwise a gradient was changed, since the sum does not depend on who computed what. Versions
+    that were withdrawn are left out.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:

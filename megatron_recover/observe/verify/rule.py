@@ -4,8 +4,8 @@ A rule observes a replay of a trace (`replay`). The rule gets the events in the 
 lines, each with its step as it was before the event. It gets each step when the step is whole, and
 then the end. A rule itself holds the little that it needs from one step to the next.
 
-Findings about a step that a gap in the trace touches are dropped (`gaps`). A rule must look for
-gaps itself only if it compares several steps.
+What a rule finds at a step that a gap in the trace touches is dropped (`gaps`). A rule must look
+for gaps itself only if it compares several steps or judges the end of the run.
 """
 
 from __future__ import annotations
