@@ -2,7 +2,8 @@
 
 Members are threads of one process, and a stream is a thread that runs kernels. A kernel writes garbage into its target until
 all members have come, and looks at the abort flag only now and then, as on a device. What must never happen is noted in
-`World.violations`: two kernels that may write the same memory, memory freed under a kernel, a communicator destroyed under one.
+`World.violations`: two kernels that may write the same memory, memory freed under a kernel, a communicator destroyed under one,
+a kernel that is not behind the caller's stream, and scratch that the caller's stream reads without its allocator's knowledge.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Stream:
     def __init__(self) -> None:
         self.cuda_stream = next(self.numbers)
         self.by_number[self.cuda_stream] = self
+        self.behind: dict[HostStream, int] = {}
+        """How much of another stream's work is in front of what is enqueued from now on."""
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -51,8 +54,8 @@ class Stream:
     def enqueue(self, work: Callable[[], None]) -> None:
         self._work.put(work)
 
-    def wait_stream(self, other: object) -> None:
-        """The caller's stream is the host's: nothing is pending on it."""
+    def wait_stream(self, other: HostStream) -> None:
+        self.behind[other] = other.num_works
 
 
 class Event:
@@ -67,18 +70,27 @@ class Event:
 
 
 class HostStream:
-    """The caller's stream: what is enqueued has happened."""
+    """The stream of one calling thread: what is enqueued has happened, and still counts as work that others wait for."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.num_works = 0
+        self.unrecorded: set[int] = set()
+        """Addresses of scratch of this thread's sums that the allocator does not keep for this stream."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
+        self.num_works += 1
         work()
 
-    def __init__(self, lost_device: Exception | None) -> None:
-        self._lost_device = lost_device
-
     def query(self) -> bool:
-        if self._lost_device is not None:
-            raise self._lost_device
+        if self._world.lost_device is not None:
+            raise self._world.lost_device
         return True
+
+
+def record_stream(tensor: torch.Tensor, stream: HostStream) -> None:
+    """As `torch.Tensor.record_stream`, which no processor has."""
+    stream.unrecorded.discard(tensor.data_ptr())
 
 
 class World:
@@ -101,6 +113,7 @@ class World:
         self.made: list[Communicator] = []
         self.devices: dict[threading.Thread, int] = {}
         """The device that a thread has chosen; a new thread has device 0."""
+        self.host_streams: dict[threading.Thread, HostStream] = {}
         self.launch_s = 0.005
         """How long NCCL's own thread takes to enqueue a kernel."""
         self.forgets = False
@@ -134,7 +147,7 @@ class World:
     Event = Event
 
     def current_stream(self) -> HostStream:
-        return HostStream(self.lost_device)
+        return self.host_streams.setdefault(threading.current_thread(), HostStream(self))
 
     def stream(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -202,6 +215,10 @@ class Communicator:
         self.world.count(self.position, "allreduce")
         if self.launching:
             raise NcclError("a call before NCCL was ready")
+        host = self.world.current_stream()
+        if Stream.by_number[stream].behind.get(host) != host.num_works:
+            self.world.violated("a kernel may run before the work of the caller's stream")
+        host.unrecorded.add(target.data_ptr())
         number, self.num_sums = self.num_sums, self.num_sums + 1
         first, num_bytes = target.data_ptr(), target.numel() * target.element_size()
         memory = StorageWeakRef(target.untyped_storage())

@@ -25,7 +25,7 @@ from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, De
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.trainer.communication import is_device_error
 from tests.control_plane.partners import KEY, within
-from tests.data_plane.fake_nccl import REMOTE_ERROR, Communicator, World, sums_of
+from tests.data_plane.fake_nccl import REMOTE_ERROR, Communicator, World, record_stream, sums_of
 from tests.data_plane.threads import at_once
 
 LONG = within(10.0)
@@ -79,8 +79,11 @@ class Pair:
 
 
 def enter(transport: NcclTransport, result: torch.Tensor, *, probe: Callable[[str], None] | None = None) -> None:
-    source, counts = torch.full_like(result, 2.0**transport.me), torch.ones(2, dtype=torch.float64)
+    source, counts = torch.empty_like(result), torch.ones(2, dtype=torch.float64)
+    stream = transport._cuda.current_stream()
+    stream.enqueue(lambda: source.fill_(2.0**transport.me))
     transport.sum_into([source, counts], [result, torch.empty_like(counts)], tag=1, probe=probe)
+    assert not stream.unrecorded, "scratch could be freed below the copy to a result"
 
 
 @pytest.fixture
@@ -492,3 +495,4 @@ def test_the_real_binding_has_what_is_used_and_its_errors_are_transport_errors()
 def on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transport takes tensors of a GPU only."""
     monkeypatch.setattr(nccl, "check_operands", lambda *operands, device: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
