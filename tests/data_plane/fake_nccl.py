@@ -88,6 +88,25 @@ class HostStream:
         return True
 
 
+class Operand:
+    """A tensor as a kernel sees it: an address, and nothing that keeps the memory from being freed."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._place = tensor.storage_offset(), tensor.size()
+        self.dtype, self.first = tensor.dtype, tensor.data_ptr()
+        self.num_bytes = tensor.numel() * tensor.element_size()
+
+    @property
+    def is_freed(self) -> bool:
+        return self._storage.expired()
+
+    def read(self) -> torch.Tensor | None:
+        """A copy of what is in the memory; None if it was freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else torch.empty(0, dtype=self.dtype).set_(storage, *self._place).clone()
+
+
 def record_stream(tensor: torch.Tensor, stream: HostStream) -> None:
     """As `torch.Tensor.record_stream`, which no processor has."""
     stream.unrecorded.discard(tensor.data_ptr())
@@ -109,7 +128,7 @@ class World:
         """What is raised then; None: `NcclError`."""
         self.calls: Counter[tuple[int, str]] = Counter()
         self.arrived: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """(number of the group of communicators, number of its sum) -> position -> source."""
+        """(number of the group of communicators, number of its sum) -> position -> content of the source."""
         self.made: list[Communicator] = []
         self.devices: dict[threading.Thread, int] = {}
         """The device that a thread has chosen; a new thread has device 0."""
@@ -220,35 +239,32 @@ class Communicator:
             self.world.violated("a kernel may run before the work of the caller's stream")
         host.unrecorded.add(target.data_ptr())
         number, self.num_sums = self.num_sums, self.num_sums + 1
-        first, num_bytes = target.data_ptr(), target.numel() * target.element_size()
-        memory = StorageWeakRef(target.untyped_storage())
+        operands = Operand(source), Operand(target)
         with self.world.lock:
             self.running, self.launching = self.running + 1, self.launching + 1
-        dtype = target.dtype
 
         def launch() -> None:
             time.sleep(self.world.launch_s)
-            Stream.by_number[stream].enqueue(lambda: self._kernel(number, source, memory, dtype, first, num_bytes))
+            Stream.by_number[stream].enqueue(lambda: self._kernel(number, *operands))
             with self.world.lock:
                 self.launching -= 1
 
         threading.Thread(target=launch, daemon=True).start()
 
-    def _kernel(
-        self, number: int, source: torch.Tensor, memory: StorageWeakRef, dtype: torch.dtype, first: int, num_bytes: int
-    ) -> None:
-        world, mine = self.world, (first, first + num_bytes)
+    def _kernel(self, number: int, source: Operand, target: Operand) -> None:
+        world, mine, content = self.world, (target.first, target.first + target.num_bytes), source.read()
         with world.lock:
             if any(low < mine[1] and mine[0] < high for low, high in world.writing):
                 world.violated("two kernels may write the same memory")
             world.writing.append(mine)
-            world.arrived.setdefault((self.group, number), {})[self.position] = source
+            if content is not None:
+                world.arrived.setdefault((self.group, number), {})[self.position] = content
         try:
             begun, paused = time.monotonic(), False
             while True:
-                if memory.expired():
+                if source.is_freed or content is None or target.is_freed:
                     return world.violated("memory was freed under a kernel")
-                ctypes.memset(first, GARBAGE, num_bytes)
+                ctypes.memset(target.first, GARBAGE, target.num_bytes)
                 if time.monotonic() - begun >= world.blind_s and self.position not in world.deaf and self.aborted.is_set():
                     return None
                 if self.error and world.ends_on_error:
@@ -256,12 +272,12 @@ class Communicator:
                 sources = world.arrived[self.group, number]
                 if len(sources) == self.size and not (self.error and world.hangs_on_error):
                     if not paused:
-                        world.pause(source)
+                        world.pause(content)
                         paused = True
                         continue
                     total = sum(sources[position] for position in range(self.size))
-                    assert isinstance(total, torch.Tensor) and total.dtype == dtype
-                    ctypes.memmove(first, total.data_ptr(), num_bytes)
+                    assert isinstance(total, torch.Tensor) and total.dtype == target.dtype
+                    ctypes.memmove(target.first, total.data_ptr(), target.num_bytes)
                     return None
                 time.sleep(0.001)
         finally:
