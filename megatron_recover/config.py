@@ -50,8 +50,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     bucket_elements: int = 40_000_000
     """Target size of a reduction bucket, in elements."""
     deadline_s: float = DEFAULT_S
-    """Longest wait of a run in seconds, at least 20. All other waits are fixed or follow from it:
-    `megatron-recover explain timeouts` prints them."""
+    """Longest wait of a run in seconds, at least 20, and at least 250 on a GPU, where NCCL takes
+    longer to connect. All other waits are fixed or follow from it: `megatron-recover explain
+    timeouts` prints them."""
     tree_above: int = TREE_ABOVE
     """Largest number of replicas whose leaders send status and vote directly to each other. With
     more replicas they use a tree: a leader then has links to at most 9 others, and a step takes a
