@@ -211,6 +211,12 @@ same order in each of them. Upstream vouches for Ring, and not for Tree or NVLS,
 on the topology that NCCL finds (megatron/training/determinism.py)."""
 
 
+NCCL_NOT_BY_FILES = {"NCCL_COMM_BLOCKING": ""}
+"""Defaults of a rank's environment on a GPU that keep NCCL's files (/etc/nccl.conf, ~/.nccl.conf,
+NCCL_CONF_FILE) from setting a variable. The environment comes before the files, and NCCL ignores an
+empty value (src/misc/param.cc). 0 would change torch's communicators, whose calls have to block."""
+
+
 def nccl_order() -> dict[str, str]:
     """Return the variables of `NCCL_ORDER` as they are set here; the user may have set them."""
     return {name: os.environ.get(name, "") for name in NCCL_ORDER}

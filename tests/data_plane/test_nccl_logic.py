@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -17,6 +21,7 @@ import torch
 from msgspec.structs import replace
 from nccl.bindings import nccl as nccl4py_bindings
 
+from megatron_recover.config import NCCL_NOT_BY_FILES
 from megatron_recover.data_plane import nccl, nccl_communicator
 from megatron_recover.data_plane.direct import DirectEndpoint
 from megatron_recover.data_plane.endpoints import open_endpoint
@@ -489,6 +494,25 @@ def test_the_real_binding_has_what_is_used_and_its_errors_are_transport_errors()
     inspect.signature(nccl4py.Communicator.allreduce).bind(None, torch.zeros(1), torch.zeros(1), nccl4py.SUM, stream=0)
     with pytest.raises(TransportError, match="ncclCommInitRank failed: UnhandledCudaError"):
         nccl_communicator.Communicator(nccl4py, bytes(128), 2, 0, World())
+
+
+@pytest.mark.parametrize(("environment", "expected"), [({}, "1"), (NCCL_NOT_BY_FILES, "")])
+def test_an_empty_variable_comes_before_nccls_files(
+    environment: dict[str, str], expected: str, tmp_path: pathlib.Path
+) -> None:
+    """NCCL reads its files into the environment at its first call; one of them could make every call block."""
+    file = tmp_path / "nccl.conf"
+    file.write_text("NCCL_COMM_BLOCKING=1\n")
+    code = (
+        "import ctypes, nccl.core as nccl; nccl.get_unique_id(); c = ctypes.CDLL(None); c.getenv.restype = ctypes.c_char_p; "
+        "print('value:', c.getenv(b'NCCL_COMM_BLOCKING').decode())"
+    )
+    inherited = {name: value for name, value in os.environ.items() if name != "NCCL_COMM_BLOCKING"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=inherited | {"NCCL_CONF_FILE": str(file)} | environment,
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == f"value: {expected}\n"
 
 
 @pytest.fixture(autouse=True)
