@@ -142,6 +142,11 @@ class World:
         self.may_free = threading.Event()
         """Unset: to free a communicator takes for ever."""
         self.may_free.set()
+        self.revoking = threading.Event()
+        """Set once a communicator is being revoked."""
+        self.may_revoke = threading.Event()
+        """Unset: to revoke a communicator takes for ever."""
+        self.may_revoke.set()
         self.free_s = 0.0
         """How long it takes to free a communicator."""
         self.ends_on_error = False
@@ -305,6 +310,8 @@ class Communicator:
     def revoke(self) -> None:
         self.world.count(self.position, "revoke")
         self._on_its_device()
+        self.world.revoking.set()
+        self.world.may_revoke.wait()
         if self.launching:
             self.world.violated("a communicator was revoked whose kernel was not enqueued yet")
         if self.aborted.is_set():

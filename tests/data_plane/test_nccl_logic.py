@@ -303,6 +303,45 @@ def test_a_communicator_that_cannot_be_freed_delays_one_generation_and_forbids_o
         until(lambda: pair.sums[0].overlap_refusal(2, OPERANDS) == "", "overlap is allowed again")
 
 
+def test_a_call_of_nccl_that_hangs_while_a_communicator_retires_delays_no_later_generation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The thread that retires it cannot see its own end of waiting while it is inside the call."""
+    with a_pair(replace(LONG, close_s=0.2), has_own_collectives=False) as pair:
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        pair.world.may_revoke.clear()
+        pair.world.pause = lambda source: [each.revoke() for each in pair.transports] and None
+        outcomes, _ = pair.sum()
+        assert all(isinstance(outcome, Revoked) for outcome in outcomes)
+        pair.world.pause = lambda source: None
+        assert pair.world.revoking.wait(60)
+        pair.open()
+        until(lambda: all(sums._retirement.is_resting(2) for sums in pair.sums), "nobody waits for it")
+        assert pair.sum()[0] == [None, None]
+        assert [sums._retirement.num_in_doubt for sums in pair.sums] == [1, 1]
+        kept = [record.message for record in caplog.records if "is kept" in record.message]
+        assert kept == ["the communicator of generation 1 is kept, with its memory: it did not come to rest within 0.2 s"] * 2
+        assert "not destroyed yet" in pair.sums[0].overlap_refusal(2, OPERANDS), "the call may still free memory"
+        pair.world.may_revoke.set()
+        until(lambda: "not destroyed yet" not in pair.sums[0].overlap_refusal(2, OPERANDS), "nothing is freed any more")
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+
+
+def test_a_communicator_that_came_to_rest_in_time_may_wait_for_long_to_be_destroyed(caplog: pytest.LogCaptureFixture) -> None:
+    with a_pair(replace(LONG, close_s=0.1)) as pair:
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        for transport in pair.transports:
+            transport.revoke()
+        time.sleep(0.2)
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        assert all(pair.communicators(position)[0].destroyed.is_set() for position in range(2))
+        assert "is kept" not in caplog.text
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 def test_scratch_is_freed_only_when_the_communicator_is_at_rest(forgets: bool) -> None:
     """A revoke returns at once; the device looks at the flag every 10,000 spins, and writes until then (FINDINGS G3)."""
