@@ -146,7 +146,7 @@ class Retired:
         at_rest: Callable[[], None],
         until: float,
     ) -> None:
-        """Retire a communicator that is in doubt unless it is at rest by the monotonic time `until`."""
+        """Hold a communicator, to be doubted unless it is at rest at the monotonic time `until`."""
         self.generation, self.communicator, self.stream = generation, communicator, stream
         self.sources, self.at_rest, self.until = [*sources], at_rest, until
         self.is_at_rest = self.is_in_doubt = self.is_left = False

@@ -536,9 +536,7 @@ def test_the_real_binding_has_what_is_used_and_its_errors_are_transport_errors()
 
 
 @pytest.mark.parametrize(("environment", "expected"), [({}, "1"), (NCCL_NOT_BY_FILES, "")])
-def test_an_empty_variable_comes_before_nccls_files(
-    environment: dict[str, str], expected: str, tmp_path: pathlib.Path
-) -> None:
+def test_an_empty_variable_comes_before_nccls_files(environment: dict[str, str], expected: str, tmp_path: pathlib.Path) -> None:
     """NCCL reads its files into the environment at its first call; one of them could make every call block."""
     file = tmp_path / "nccl.conf"
     file.write_text("NCCL_COMM_BLOCKING=1\n")
