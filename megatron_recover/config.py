@@ -50,8 +50,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     bucket_elements: int = 40_000_000
     """Target size of a reduction bucket, in elements."""
     deadline_s: float = DEFAULT_S
-    """Longest wait of a run in seconds, at least 20. All other waits are fixed or follow from it:
-    `megatron-recover explain timeouts` prints them."""
+    """Longest wait of a run in seconds, at least 20, and at least 250 on a GPU, where NCCL takes
+    longer to connect. All other waits are fixed or follow from it: `megatron-recover explain
+    timeouts` prints them."""
     tree_above: int = TREE_ABOVE
     """Largest number of replicas whose leaders send status and vote directly to each other. With
     more replicas they use a tree: a leader then has links to at most 9 others, and a step takes a
@@ -208,6 +209,12 @@ NCCL_ORDER = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """Defaults of a rank's environment on a GPU. Replicas stay bit-identical only if NCCL adds in the
 same order in each of them. Upstream vouches for Ring, and not for Tree or NVLS, whose order depends
 on the topology that NCCL finds (megatron/training/determinism.py)."""
+
+
+NCCL_NOT_BY_FILES = {"NCCL_COMM_BLOCKING": ""}
+"""Defaults of a rank's environment on a GPU that keep NCCL's files (/etc/nccl.conf, ~/.nccl.conf,
+NCCL_CONF_FILE) from setting a variable. The environment comes before the files, and NCCL ignores an
+empty value (src/misc/param.cc). 0 would change torch's communicators, whose calls have to block."""
 
 
 def nccl_order() -> dict[str, str]:

@@ -25,6 +25,12 @@ SHORTEST_S, LONGEST_S = 20.0, 1e6
 Below, start-up alone takes longer. The upper end is eleven days, and excludes infinity.
 """
 DEFAULT_S = 1800.0
+NCCL_CONNECTS_S = 10.0
+"""Seconds that a run on a GPU leaves NCCL to connect the replicas, which every generation needs.
+
+Published logs of nodes with 8 GPUs show 0.7 to 3.7 s ("Init timings" of `ncclCommInitRankConfig`),
+and once 55 s (NVIDIA/nccl#1646). Not measured here.
+"""
 
 STILL_S = 0.5
 OOM_S = 1.0
@@ -96,7 +102,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     rank names the peers that did not."""
     connect_s: float
     """Longest wait of a rank inside a sum for the connection to a member. Then the sum fails, and
-    the leader requests a generation."""
+    the leader requests a generation. On a GPU a run refuses a deadline below 250 s, which leaves
+    NCCL less than 10 s to connect the members."""
     sum_s: float
     """Longest wait of a rank inside a sum that all members have entered without any byte of any of
     them (`gloo`: without a finished piece of 1 MiB). Then the sum fails, and the leader requests a
@@ -260,6 +267,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             save_s=deadline_s * 5 / 6,
             deadline_s=deadline_s,
         )
+
+
+def shortest_on_gpu_s() -> float:
+    """Return the shortest deadline in seconds that leaves NCCL `NCCL_CONNECTS_S` to connect.
+
+    With a shorter one, members that only connect would be taken for members at fault.
+    """
+    return DEFAULT_S * NCCL_CONNECTS_S / Deadlines.of().connect_s
 
 
 def figure(seconds: float) -> str:

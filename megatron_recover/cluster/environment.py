@@ -17,11 +17,13 @@ def environment_of_workers(environment: dict[str, str], deadlines: Deadlines, *,
     """Return the user's environment with defaults for ranks that are all on this machine.
 
     By default a rank has one OpenMP thread, and gloo listens on the loopback interface only. On
-    GPUs NCCL adds in a fixed order (`config.NCCL_ORDER`), and torch's heartbeat monitor ends no
-    rank before the user's deadline.
+    GPUs NCCL adds in a fixed order (`config.NCCL_ORDER`), none of its files makes its calls block
+    (`config.NCCL_NOT_BY_FILES`), and torch's heartbeat monitor ends no rank before the user's
+    deadline.
     """
     if on_gpus:
-        environment = config.NCCL_ORDER | {HEARTBEAT: str(math.ceil(deadlines.deadline_s))} | environment
+        heartbeat = {HEARTBEAT: str(math.ceil(deadlines.deadline_s))}
+        environment = config.NCCL_ORDER | config.NCCL_NOT_BY_FILES | heartbeat | environment
     # All ranks of a job are on this machine. By default gloo would listen on the address of the
     # host name, where remote hosts can connect.
     return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE} | environment

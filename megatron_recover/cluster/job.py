@@ -131,13 +131,14 @@ def write_description(job: Job) -> None:
 def sharing_a_gpu(place: int) -> dict[str, str]:
     """Return the environment with which NCCL accepts several ranks on one device.
 
-    NCCL refuses two ranks of one host on one device, so each rank claims a host of its own. NCCL
-    then has only sockets to communicate.
+    NCCL refuses two ranks of one host on one device, so each rank claims a host of its own, and all
+    use sockets. Without `NCCL_NET` NCCL would take a plugin or InfiniBand first where there is one.
     """
     return {
         "NCCL_HOSTID": f"rank-{place}",
         "NCCL_SHM_DISABLE": "1",
         "NCCL_P2P_DISABLE": "1",
+        "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": INTERFACE,
         "NCCL_MAX_CTAS": "2",
         "NCCL_NVLS_ENABLE": "0",

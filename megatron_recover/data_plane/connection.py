@@ -1,8 +1,9 @@
 """A non-blocking stream between two members of one generation: connecting, sending, receiving.
 
-Both ends prove their identity first (`handshake.py`). The acceptor's verdict is WELCOME only if
-both are in the same generation. Nothing here waits. `arrivals.py` and `direct.py` decide which
-peers to refuse.
+Both ends prove their identity first (`handshake.py`). Then the acceptor sends its verdict. For a
+connection that carries data the verdict is WELCOME only if both ends are in the same generation. A
+watch or a probe is welcome in any. Nothing here waits. `arrivals.py`, `direct.py` and `echo.py`
+decide which peers to refuse.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
 """Buffers in one system call; far below IOV_MAX."""
 REDIAL_S = 0.02
-"""Seconds before dialling a peer again whose connection ended before the acceptor had proven
-itself."""
+"""Seconds before dialling a peer again whose connection ended before the verdict."""
 
 
 class Connection:
@@ -49,7 +49,8 @@ class Connection:
         Raises:
         - PeerLost (or its subclass PeerAhead) if the acceptor refused,
         - OSError if nobody listens there,
-        - `EndedUnproven` if the connection ended before the acceptor had proven itself.
+        - `EndedUnproven` if the connection ended before the verdict, or the other end is not the
+          wanted party.
         """
         connector = self._connector
         assert connector is not None
@@ -137,7 +138,7 @@ class Connection:
 
 
 class EndedUnproven(Exception):
-    """A connection ended before the acceptor had proven itself.
+    """A connection ended before the verdict, or the other end is not the wanted party.
 
     Strangers may have crowded it out, so dial again.
     """

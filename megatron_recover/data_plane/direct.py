@@ -21,8 +21,7 @@ Generations are fenced by three means:
 Of two members the higher id connects. Until then the lower id holds a *watch*: a connection to the
 peer's listener that carries nothing but a handshake. If a proven watch ends, or if nobody listens
 any more, the peer's process has ended without ever connecting. A connection that ends before the
-acceptor has proven itself is no such evidence: strangers may have crowded it out. It is dialled
-again.
+acceptor's verdict is no such evidence: strangers may have crowded it out. It is dialled again.
 
 A member whose call failed does not shut its sockets down. Otherwise the others would blame this
 member, the first to notice, and not the culprit.

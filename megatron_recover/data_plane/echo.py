@@ -97,7 +97,7 @@ def unreachable(addresses: Mapping[int, str], key: bytes, me: Party, timeout_s: 
 
     `addresses` maps each replica to the address of its `EchoServer`. `me` names the replica and
     rank that probe. A peer that this rank has no descriptor to probe is not returned. A probe that
-    ends before the peer has proven itself is sent again: strangers may have crowded it out.
+    ends before the peer's verdict is sent again: strangers may have crowded it out.
     """
     until, rank = time.monotonic() + timeout_s, me.rank
     silent = set(addresses)

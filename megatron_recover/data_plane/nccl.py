@@ -145,8 +145,7 @@ class NcclTransport:
             for scratch, result in zip(summed, results, strict=True):
                 with self._writing:
                     result.copy_(scratch.view_as(result))
-                if scratch.is_cuda:  # or growing it could give its memory away below the copy
-                    scratch.record_stream(self._cuda.current_stream())
+                scratch.record_stream(self._cuda.current_stream())  # or growing it could free memory below the copy
             probe("end")
         self._summed |= {(source.dtype, source.numel()) for source in sources}
 

@@ -22,8 +22,9 @@ Note [Retiring]
     what is not there yet. While NCCL's own thread still enqueues a sum, a revoke has to wait: it
     would leave a job behind that is freed (`ncclGroupJobAbort`).
 
-    On any doubt (NCCL does not finish enqueuing, or it does not come to rest) communicator and
-    scratch are kept for the life of the process, which costs memory. The others do not wait for it.
+    On any doubt (NCCL does not finish enqueuing, it does not come to rest, or a call of it does not
+    return) communicator and scratch are kept for the life of the process, which costs memory. The
+    others do not wait for it.
 """
 
 from __future__ import annotations
@@ -137,12 +138,21 @@ class Retired:
     """A retired communicator, with the stream of its kernels and what they may use."""
 
     def __init__(
-        self, generation: int, communicator: Communicator, stream: Any, sources: Sequence[object], at_rest: Callable[[], None]
+        self,
+        generation: int,
+        communicator: Communicator,
+        stream: Any,
+        sources: Sequence[object],
+        at_rest: Callable[[], None],
+        until: float,
     ) -> None:
+        """Hold a communicator, to be doubted unless it is at rest at the monotonic time `until`."""
         self.generation, self.communicator, self.stream = generation, communicator, stream
-        self.sources, self.at_rest = [*sources], at_rest
+        self.sources, self.at_rest, self.until = [*sources], at_rest, until
         self.is_at_rest = self.is_in_doubt = self.is_left = False
         self.may_destroy = threading.Event()
+        self.has_ended = threading.Event()
+        """Set when its thread calls NCCL no more."""
 
 
 class Retirement:
@@ -175,7 +185,7 @@ class Retirement:
         - `at_rest()` gives back what they may write. It is called when they have ended, in any
           thread.
         """
-        retired = Retired(generation, communicator, stream, sources, at_rest)
+        retired = Retired(generation, communicator, stream, sources, at_rest, time.monotonic() + self._rest_s)
         with self._lock:
             self._all.append(retired)
         # A daemon thread: a call that hangs, as ncclCommAbort in NCCL 2.25, must not keep the
@@ -185,10 +195,19 @@ class Retirement:
             thread.start()
         except RuntimeError as error:  # no thread is left
             self._doubt(retired, error)
+            retired.has_ended.set()
 
     def is_resting(self, generation: int) -> bool:
-        """Return whether all communicators older than `generation` are at rest, or kept."""
-        return all(each.is_at_rest or each.is_in_doubt for each in self._older(generation))
+        """Return whether all communicators older than `generation` are at rest, or kept.
+
+        A communicator whose time is over is doubted here: its thread may be inside a call of NCCL
+        that does not return.
+        """
+        older = self._older(generation)
+        for each in older:
+            if not each.is_at_rest and time.monotonic() >= each.until:
+                self._doubt(each, self._restless())
+        return all(each.is_at_rest or each.is_in_doubt for each in older)
 
     def settle(self, generation: int) -> None:
         """Destroy the communicators older than `generation` that are at rest.
@@ -211,7 +230,8 @@ class Retirement:
 
     def is_busy(self, generation: int) -> bool:
         """Return whether memory of a communicator older than `generation` may be freed now."""
-        return any(each.may_destroy.is_set() or not each.is_at_rest for each in self._older(generation) if not each.is_in_doubt)
+        older = [each for each in self._older(generation) if not each.has_ended.is_set()]
+        return any(each.may_destroy.is_set() or not each.is_at_rest for each in older)
 
     def _older(self, generation: int) -> list[Retired]:
         with self._lock:
@@ -234,6 +254,8 @@ class Retirement:
                 self._all.remove(retired)
         except (TransportError, DeviceError, RuntimeError) as error:
             self._doubt(retired, error)
+        finally:
+            retired.has_ended.set()
 
     def _bring_to_rest(self, retired: Retired) -> bool:
         """Revoke the communicator, and give back what its kernels used.
@@ -261,9 +283,15 @@ class Retirement:
     def _await(self, condition: Callable[[], bool], until: float) -> None:
         while not condition():
             if time.monotonic() >= until:
-                raise TransportError(f"it did not come to rest within {self._rest_s:g} s")
+                raise self._restless()
             time.sleep(_LOOK_S)
 
+    def _restless(self) -> TransportError:
+        return TransportError(f"it did not come to rest within {self._rest_s:g} s")
+
     def _doubt(self, retired: Retired, error: Exception) -> None:
-        retired.is_in_doubt = True
+        with self._lock:
+            if retired.is_in_doubt:
+                return
+            retired.is_in_doubt = True
         logger.warning("the communicator of generation %d is kept, with its memory: %s", retired.generation, error)

@@ -16,9 +16,10 @@ Contract of every implementation:
   call that has stalled for half of that time may take `probe_s` longer, to find out which peers are
   unreachable (`TransportError.peers`).
 * After `revoke` has returned, no host thread writes memory that anything but the transport can
-  reach. `direct` and `gloo` wait for the piece of about 1 MiB that a call is writing. Gloo itself
-  may still write scratch that belongs to an abandoned thread. On a GPU, copies that `nccl` has
-  enqueued run later, in the order of the stream that was current for the call.
+  reach. `revoke` waits for the piece that a call is writing: about 1 MiB in `direct`, at most
+  2**20 elements in `gloo`, and the enqueuing of one tensor's copy in `nccl`. Gloo itself may still
+  write scratch that belongs to an abandoned thread. On a GPU, copies that `nccl` has enqueued run
+  later, in the order of the stream that was current for the call.
 * A failed call may have different outcomes on different members. Callers must not act on its
   outcome: the members decide by votes what is committed.
 """

@@ -10,9 +10,11 @@ from megatron_recover.data_plane.transport import Revoked
 class WriteGate:
     """The gate to all memory that a transport writes and that outlives a call.
 
-    Such memory is results and reused scratch. The writing thread enters one section for each piece
-    of about 1 MiB, so `shut` waits for about a millisecond. No section waits for a peer, takes a
-    lock that the revoking thread may hold, or calls code from outside the transport.
+    Such memory is results and reused scratch. The writing thread enters one section for each piece:
+    about 1 MiB (`direct`), at most 2**20 elements (`gloo`), or a whole tensor (`nccl`, which
+    enqueues its copy; a received tensor is copied from host memory). `shut` waits for the section
+    that runs. No section waits for a peer, takes a lock that the revoking thread may hold, or calls
+    code from outside the transport.
     """
 
     def __init__(self) -> None:

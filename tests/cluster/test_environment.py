@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_recover.cluster.environment import HEARTBEAT, environment_of_workers, environment_warnings
+from megatron_recover.cluster.job import sharing_a_gpu
 from megatron_recover.config import NCCL_ORDER
 from megatron_recover.deadlines import Deadlines
 
@@ -32,3 +33,17 @@ def test_another_order_of_nccl_is_named() -> None:
     assert environment == environment_of_workers({}, DEADLINES, on_gpus=True) | {"NCCL_ALGO": "Tree"}
     [line] = environment_warnings(environment, DEADLINES)
     assert "NCCL_ALGO is Tree" in line and NCCL_ORDER["NCCL_ALGO"] in line
+
+
+@pytest.mark.parametrize(("user", "expected"), [({}, ""), ({"NCCL_COMM_BLOCKING": "1"}, "1")])
+def test_no_file_of_nccls_makes_calls_block(user: dict[str, str], expected: str) -> None:
+    """A variable that is set to nothing comes before the files; what the user sets is refused by `data_plane.nccl.load`."""
+    assert environment_of_workers(user, DEADLINES, on_gpus=True)["NCCL_COMM_BLOCKING"] == expected
+    assert "NCCL_COMM_BLOCKING" not in environment_of_workers({}, DEADLINES, on_gpus=False)
+
+
+def test_ranks_that_share_a_gpu_have_hosts_of_their_own_and_only_sockets() -> None:
+    """NCCL takes a plugin for the network or InfiniBand before sockets, unless it is told which (src/plugin/net.cc)."""
+    one, other = sharing_a_gpu(0), sharing_a_gpu(1)
+    assert one["NCCL_HOSTID"] != other["NCCL_HOSTID"]
+    assert one["NCCL_NET"] == "Socket" and one["NCCL_SHM_DISABLE"] == one["NCCL_P2P_DISABLE"] == "1"

@@ -14,7 +14,7 @@ import megatron_recover
 from megatron_recover.cli import explain
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.deadlines import LONGEST_S, ORDER, SHORTEST_S, Deadlines, figure
+from megatron_recover.deadlines import LONGEST_S, NCCL_CONNECTS_S, ORDER, SHORTEST_S, Deadlines, figure, shortest_on_gpu_s
 from megatron_recover.sim.timed.models import FailuresTable
 
 NAMES = Deadlines.__struct_fields__
@@ -55,6 +55,15 @@ def test_a_wait_that_does_not_grow_says_why() -> None:
     fixed = {name for name in NAMES if getattr(usual, name) == getattr(long, name) == getattr(Deadlines.of(SHORTEST_S), name)}
     assert {name for name in NAMES if getattr(usual, name) == getattr(long, name)} == fixed | capped
     assert {name for name, meaning in explain.meanings().items() if "Fixed:" in meaning} == fixed
+
+
+@given(st.floats(1.0, 1000.0))
+def test_a_run_on_a_gpu_leaves_nccl_time_to_connect_and_not_more_than_that(factor: float) -> None:
+    shortest_s = shortest_on_gpu_s()
+    assert Deadlines.of(shortest_s * factor).connect_s > NCCL_CONNECTS_S - 1e-9
+    assert Deadlines.of(shortest_s - 1.0).connect_s < NCCL_CONNECTS_S
+    assert f"a deadline below {shortest_s:g} s" in (meaning := explain.meanings()["connect_s"])
+    assert f"less than {NCCL_CONNECTS_S:g} s" in meaning
 
 
 def test_every_wait_is_in_the_order() -> None:

@@ -2,7 +2,8 @@
 
 Members are threads of one process, and a stream is a thread that runs kernels. A kernel writes garbage into its target until
 all members have come, and looks at the abort flag only now and then, as on a device. What must never happen is noted in
-`World.violations`: two kernels that may write the same memory, memory freed under a kernel, a communicator destroyed under one.
+`World.violations`: two kernels that may write the same memory, memory freed under a kernel, a communicator destroyed under one,
+a kernel that is not behind the caller's stream, and scratch that the caller's stream reads without its allocator's knowledge.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Stream:
     def __init__(self) -> None:
         self.cuda_stream = next(self.numbers)
         self.by_number[self.cuda_stream] = self
+        self.behind: dict[HostStream, int] = {}
+        """How much of another stream's work is in front of what is enqueued from now on."""
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -51,8 +54,8 @@ class Stream:
     def enqueue(self, work: Callable[[], None]) -> None:
         self._work.put(work)
 
-    def wait_stream(self, other: object) -> None:
-        """The caller's stream is the host's: nothing is pending on it."""
+    def wait_stream(self, other: HostStream) -> None:
+        self.behind[other] = other.num_works
 
 
 class Event:
@@ -67,18 +70,46 @@ class Event:
 
 
 class HostStream:
-    """The caller's stream: what is enqueued has happened."""
+    """The stream of one calling thread: what is enqueued has happened, and still counts as work that others wait for."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.num_works = 0
+        self.unrecorded: set[int] = set()
+        """Addresses of scratch of this thread's sums that the allocator does not keep for this stream."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
+        self.num_works += 1
         work()
 
-    def __init__(self, lost_device: Exception | None) -> None:
-        self._lost_device = lost_device
-
     def query(self) -> bool:
-        if self._lost_device is not None:
-            raise self._lost_device
+        if self._world.lost_device is not None:
+            raise self._world.lost_device
         return True
+
+
+class Operand:
+    """A tensor as a kernel sees it: an address, and nothing that keeps the memory from being freed."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._place = tensor.storage_offset(), tensor.size()
+        self.dtype, self.first = tensor.dtype, tensor.data_ptr()
+        self.num_bytes = tensor.numel() * tensor.element_size()
+
+    @property
+    def is_freed(self) -> bool:
+        return self._storage.expired()
+
+    def read(self) -> torch.Tensor | None:
+        """A copy of what is in the memory; None if it was freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else torch.empty(0, dtype=self.dtype).set_(storage, *self._place).clone()
+
+
+def record_stream(tensor: torch.Tensor, stream: HostStream) -> None:
+    """As `torch.Tensor.record_stream`, which no processor has."""
+    stream.unrecorded.discard(tensor.data_ptr())
 
 
 class World:
@@ -97,10 +128,11 @@ class World:
         """What is raised then; None: `NcclError`."""
         self.calls: Counter[tuple[int, str]] = Counter()
         self.arrived: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """(number of the group of communicators, number of its sum) -> position -> source."""
+        """(number of the group of communicators, number of its sum) -> position -> content of the source."""
         self.made: list[Communicator] = []
         self.devices: dict[threading.Thread, int] = {}
         """The device that a thread has chosen; a new thread has device 0."""
+        self.host_streams: dict[threading.Thread, HostStream] = {}
         self.launch_s = 0.005
         """How long NCCL's own thread takes to enqueue a kernel."""
         self.forgets = False
@@ -110,6 +142,11 @@ class World:
         self.may_free = threading.Event()
         """Unset: to free a communicator takes for ever."""
         self.may_free.set()
+        self.revoking = threading.Event()
+        """Set once a communicator is being revoked."""
+        self.may_revoke = threading.Event()
+        """Unset: to revoke a communicator takes for ever."""
+        self.may_revoke.set()
         self.free_s = 0.0
         """How long it takes to free a communicator."""
         self.ends_on_error = False
@@ -134,7 +171,7 @@ class World:
     Event = Event
 
     def current_stream(self) -> HostStream:
-        return HostStream(self.lost_device)
+        return self.host_streams.setdefault(threading.current_thread(), HostStream(self))
 
     def stream(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -202,36 +239,37 @@ class Communicator:
         self.world.count(self.position, "allreduce")
         if self.launching:
             raise NcclError("a call before NCCL was ready")
+        host = self.world.current_stream()
+        if Stream.by_number[stream].behind.get(host) != host.num_works:
+            self.world.violated("a kernel may run before the work of the caller's stream")
+        host.unrecorded.add(target.data_ptr())
         number, self.num_sums = self.num_sums, self.num_sums + 1
-        first, num_bytes = target.data_ptr(), target.numel() * target.element_size()
-        memory = StorageWeakRef(target.untyped_storage())
+        operands = Operand(source), Operand(target)
         with self.world.lock:
             self.running, self.launching = self.running + 1, self.launching + 1
-        dtype = target.dtype
 
         def launch() -> None:
             time.sleep(self.world.launch_s)
-            Stream.by_number[stream].enqueue(lambda: self._kernel(number, source, memory, dtype, first, num_bytes))
+            Stream.by_number[stream].enqueue(lambda: self._kernel(number, *operands))
             with self.world.lock:
                 self.launching -= 1
 
         threading.Thread(target=launch, daemon=True).start()
 
-    def _kernel(
-        self, number: int, source: torch.Tensor, memory: StorageWeakRef, dtype: torch.dtype, first: int, num_bytes: int
-    ) -> None:
-        world, mine = self.world, (first, first + num_bytes)
+    def _kernel(self, number: int, source: Operand, target: Operand) -> None:
+        world, mine, content = self.world, (target.first, target.first + target.num_bytes), source.read()
         with world.lock:
             if any(low < mine[1] and mine[0] < high for low, high in world.writing):
                 world.violated("two kernels may write the same memory")
             world.writing.append(mine)
-            world.arrived.setdefault((self.group, number), {})[self.position] = source
+            if content is not None:
+                world.arrived.setdefault((self.group, number), {})[self.position] = content
         try:
             begun, paused = time.monotonic(), False
             while True:
-                if memory.expired():
+                if source.is_freed or content is None or target.is_freed:
                     return world.violated("memory was freed under a kernel")
-                ctypes.memset(first, GARBAGE, num_bytes)
+                ctypes.memset(target.first, GARBAGE, target.num_bytes)
                 if time.monotonic() - begun >= world.blind_s and self.position not in world.deaf and self.aborted.is_set():
                     return None
                 if self.error and world.ends_on_error:
@@ -239,12 +277,12 @@ class Communicator:
                 sources = world.arrived[self.group, number]
                 if len(sources) == self.size and not (self.error and world.hangs_on_error):
                     if not paused:
-                        world.pause(source)
+                        world.pause(content)
                         paused = True
                         continue
                     total = sum(sources[position] for position in range(self.size))
-                    assert isinstance(total, torch.Tensor) and total.dtype == dtype
-                    ctypes.memmove(first, total.data_ptr(), num_bytes)
+                    assert isinstance(total, torch.Tensor) and total.dtype == target.dtype
+                    ctypes.memmove(target.first, total.data_ptr(), target.num_bytes)
                     return None
                 time.sleep(0.001)
         finally:
@@ -272,6 +310,8 @@ class Communicator:
     def revoke(self) -> None:
         self.world.count(self.position, "revoke")
         self._on_its_device()
+        self.world.revoking.set()
+        self.world.may_revoke.wait()
         if self.launching:
             self.world.violated("a communicator was revoked whose kernel was not enqueued yet")
         if self.aborted.is_set():

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -17,6 +21,7 @@ import torch
 from msgspec.structs import replace
 from nccl.bindings import nccl as nccl4py_bindings
 
+from megatron_recover.config import NCCL_NOT_BY_FILES
 from megatron_recover.data_plane import nccl, nccl_communicator
 from megatron_recover.data_plane.direct import DirectEndpoint
 from megatron_recover.data_plane.endpoints import open_endpoint
@@ -25,7 +30,7 @@ from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, De
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.trainer.communication import is_device_error
 from tests.control_plane.partners import KEY, within
-from tests.data_plane.fake_nccl import REMOTE_ERROR, Communicator, World, sums_of
+from tests.data_plane.fake_nccl import REMOTE_ERROR, Communicator, World, record_stream, sums_of
 from tests.data_plane.threads import at_once
 
 LONG = within(10.0)
@@ -79,8 +84,11 @@ class Pair:
 
 
 def enter(transport: NcclTransport, result: torch.Tensor, *, probe: Callable[[str], None] | None = None) -> None:
-    source, counts = torch.full_like(result, 2.0**transport.me), torch.ones(2, dtype=torch.float64)
+    source, counts = torch.empty_like(result), torch.ones(2, dtype=torch.float64)
+    stream = transport._cuda.current_stream()
+    stream.enqueue(lambda: source.fill_(2.0**transport.me))
     transport.sum_into([source, counts], [result, torch.empty_like(counts)], tag=1, probe=probe)
+    assert not stream.unrecorded, "scratch could be freed below the copy to a result"
 
 
 @pytest.fixture
@@ -295,6 +303,45 @@ def test_a_communicator_that_cannot_be_freed_delays_one_generation_and_forbids_o
         until(lambda: pair.sums[0].overlap_refusal(2, OPERANDS) == "", "overlap is allowed again")
 
 
+def test_a_call_of_nccl_that_hangs_while_a_communicator_retires_delays_no_later_generation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The thread that retires it cannot see its own end of waiting while it is inside the call."""
+    with a_pair(replace(LONG, close_s=0.2), has_own_collectives=False) as pair:
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        pair.world.may_revoke.clear()
+        pair.world.pause = lambda source: [each.revoke() for each in pair.transports] and None
+        outcomes, _ = pair.sum()
+        assert all(isinstance(outcome, Revoked) for outcome in outcomes)
+        pair.world.pause = lambda source: None
+        assert pair.world.revoking.wait(60)
+        pair.open()
+        until(lambda: all(sums._retirement.is_resting(2) for sums in pair.sums), "nobody waits for it")
+        assert pair.sum()[0] == [None, None]
+        assert [sums._retirement.num_in_doubt for sums in pair.sums] == [1, 1]
+        kept = [record.message for record in caplog.records if "is kept" in record.message]
+        assert kept == ["the communicator of generation 1 is kept, with its memory: it did not come to rest within 0.2 s"] * 2
+        assert "not destroyed yet" in pair.sums[0].overlap_refusal(2, OPERANDS), "the call may still free memory"
+        pair.world.may_revoke.set()
+        until(lambda: "not destroyed yet" not in pair.sums[0].overlap_refusal(2, OPERANDS), "nothing is freed any more")
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+
+
+def test_a_communicator_that_came_to_rest_in_time_may_wait_for_long_to_be_destroyed(caplog: pytest.LogCaptureFixture) -> None:
+    with a_pair(replace(LONG, close_s=0.1)) as pair:
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        for transport in pair.transports:
+            transport.revoke()
+        time.sleep(0.2)
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        assert all(pair.communicators(position)[0].destroyed.is_set() for position in range(2))
+        assert "is kept" not in caplog.text
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 def test_scratch_is_freed_only_when_the_communicator_is_at_rest(forgets: bool) -> None:
     """A revoke returns at once; the device looks at the flag every 10,000 spins, and writes until then (FINDINGS G3)."""
@@ -488,7 +535,25 @@ def test_the_real_binding_has_what_is_used_and_its_errors_are_transport_errors()
         nccl_communicator.Communicator(nccl4py, bytes(128), 2, 0, World())
 
 
+@pytest.mark.parametrize(("environment", "expected"), [({}, "1"), (NCCL_NOT_BY_FILES, "")])
+def test_an_empty_variable_comes_before_nccls_files(environment: dict[str, str], expected: str, tmp_path: pathlib.Path) -> None:
+    """NCCL reads its files into the environment at its first call; one of them could make every call block."""
+    file = tmp_path / "nccl.conf"
+    file.write_text("NCCL_COMM_BLOCKING=1\n")
+    code = (
+        "import ctypes, nccl.core as nccl; nccl.get_unique_id(); c = ctypes.CDLL(None); c.getenv.restype = ctypes.c_char_p; "
+        "print('value:', c.getenv(b'NCCL_COMM_BLOCKING').decode())"
+    )
+    inherited = {name: value for name, value in os.environ.items() if name != "NCCL_COMM_BLOCKING"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=inherited | {"NCCL_CONF_FILE": str(file)} | environment,
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == f"value: {expected}\n"
+
+
 @pytest.fixture(autouse=True)
 def on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transport takes tensors of a GPU only."""
     monkeypatch.setattr(nccl, "check_operands", lambda *operands, device: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)

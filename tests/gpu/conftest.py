@@ -23,9 +23,12 @@ def missing() -> str:
 collect_ignore_glob = ["test_*.py"] if missing() else []
 _OUTCOMES = pytest.StashKey[list[tuple[str, Outcome]]]()
 _REASONS = pytest.StashKey[dict[str, str]]()
+_MEASURED = pytest.StashKey[list[str]]()
+"""What tests have measured (`record_property`), to be read below the table."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_MEASURED] = []
     config.stash[_OUTCOMES], config.stash[_REASONS] = (
         [("G2", "failed" if has_gpu() and missing() else "skipped")],
         dict(WITHOUT_A_GPU),
@@ -43,6 +46,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                     item.config.stash[_REASONS][name] = report.longrepr[2].removeprefix("Skipped: ")
         if not report.skipped:
             item.config.stash[_OUTCOMES].append(("G2", "passed"))  # something has run, whatever came of it
+        item.config.stash[_MEASURED] += [f"{item.name}: {what}: {value}" for what, value in item.user_properties]
     return report
 
 
@@ -50,6 +54,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     device = f"on {torch.cuda.get_device_name()}" if not missing() else f"nothing ran: {missing()}"
     terminalreporter.section(f"findings, {device}")
     for line in table(verdicts(config.stash[_OUTCOMES]), config.stash[_REASONS]):
+        terminalreporter.write_line(line)
+    for line in config.stash[_MEASURED]:
         terminalreporter.write_line(line)
 
 

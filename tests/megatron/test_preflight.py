@@ -13,6 +13,7 @@ import pytest
 
 from megatron_recover.cli.data import write_dataset
 from megatron_recover.config import RecoverConfig
+from megatron_recover.deadlines import DEFAULT_S
 from megatron_recover.megatron.launch.arguments import REFUSALS, gpu_refusals, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
 from megatron_recover.trace import Layout
@@ -338,6 +339,16 @@ def test_exact_needs_deterministic_kernels_on_a_gpu() -> None:
     [line] = on_gpus(num_gpus=6, exact=True)
     assert "add --deterministic-mode" in line
     assert on_gpus(num_gpus=6, exact=True, deterministic=True) == on_gpus(num_gpus=0, exact=True) == []
+
+
+def test_nccl_needs_time_to_connect_on_a_gpu() -> None:
+    def judged(deadline_s: float, num_gpus: int = 6) -> list[str]:
+        return gpu_refusals(RecoverConfig(deadline_s=deadline_s), num_ranks=6, num_gpus=num_gpus, deterministic=False)
+
+    assert judged(DEFAULT_S) == judged(250.0) == judged(20.0, num_gpus=0) == []
+    [line] = judged(20.0)
+    assert "--recover-deadline-s is 20, which leaves NCCL 1.2 s" in line and line.endswith("give at least 250")
+    assert len(judged(249.0)) == 1
 
 
 def test_the_length_of_training_is_needed(data: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from megatron_recover.config import RecoverConfig
+from megatron_recover.deadlines import NCCL_CONNECTS_S, figure, shortest_on_gpu_s
 from megatron_recover.megatron.launch.device import VISIBLE
 
 _PREFIX = "recover_"
@@ -290,6 +291,11 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
         found.append(
             "--recover-determinism exact needs --deterministic-mode on a GPU, or a microbatch computed twice differs; "
             "add --deterministic-mode"
+        )
+    if config.deadline_s < (shortest_s := shortest_on_gpu_s()):
+        found.append(
+            f"--recover-deadline-s is {config.deadline_s:g}, which leaves NCCL {figure(config.deadlines.connect_s)} s to "
+            f"connect the replicas on a GPU, and it may take {NCCL_CONNECTS_S:g} s; give at least {shortest_s:g}"
         )
     return found
 
