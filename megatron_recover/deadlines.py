@@ -6,8 +6,8 @@ reason, and a property test proves all of them for every deadline. `megatron-rec
 timeouts` prints the waits and the pairs.
 
 Some waits do not grow with the deadline. Their docstrings give the reason (`Fixed:`). Some of them
-are constants too, for objects that are made without any settings. Nobody reads the field of such a
-constant; with the field `ORDER` proves the wait, and `megatron-recover explain timeouts` prints it.
+are constants too, for code that has no `Deadlines`. The field has the value of the constant. With
+the field `ORDER` proves the wait, and `megatron-recover explain timeouts` prints it.
 
 Intervals of polling are not here, since no one waits for them. `tests/core/test_constant_waits.py`
 lists them, and finds any other number of seconds in the package.
@@ -26,7 +26,7 @@ Below, start-up alone takes longer. The upper end is eleven days, and excludes i
 """
 DEFAULT_S = 1800.0
 NCCL_CONNECTS_S = 10.0
-"""Seconds that a run on a GPU leaves NCCL to connect the replicas, which every generation needs.
+"""Least seconds that a run on a GPU leaves NCCL to connect the replicas, in every generation.
 
 Published logs of nodes with 8 GPUs show 0.7 to 3.7 s ("Init timings" of `ncclCommInitRankConfig`),
 and once 55 s (NVIDIA/nccl#1646). Not measured here.
@@ -37,9 +37,9 @@ OOM_S = 1.0
 NOTICE_S = 1.0
 STUCK_S = 3.0
 INTRODUCTION_S = 5.0
-"""Waits in seconds that are the same for every deadline, for objects without any settings.
+"""Waits in seconds that are the same for every deadline, for code that has no `Deadlines`.
 
-`Deadlines` gives the reasons.
+The fields of `Deadlines` with the same names give the reasons.
 """
 
 
@@ -53,8 +53,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of the agent for the ranks of a hung replica to write their stacks. Then the
     agent kills them. Fixed: a stopped rank is to be gone within 1 s (`stopped_s` and this)."""
     still_s: float
-    """Shortest time without running that a process leaves out of its timers. Fixed: the scheduler
-    of a busy machine takes less."""
+    """Shortest time without running that a process leaves out of its timers. The launcher also
+    takes a recorder for stopped that has not looked at the output of ranks for this long. Fixed:
+    the scheduler of a busy machine takes less."""
     stopped_s: float
     """Least time that the detector waits for a stopped process; two typical steps if these are
     longer. Then the replica is killed. Fixed: a stopped rank is to be gone within 1 s or three
@@ -79,8 +80,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     judged by beats."""
     grace_s: float
     """Longest wait of the coordinator for the agent to see a death that would explain a member's
-    request. Then the coordinator makes a generation with the same roster. Fixed: the agent sees a
-    death within 0.1 s, and every repair waits for this."""
+    request, if at most one generation without a committed step came before; later requests wait
+    `follow_s`. Then the coordinator makes a generation with the same roster. Fixed: the agent sees
+    a death within 0.1 s, and every repair that a member requests waits for this."""
     silence_s: float
     """Time without a message after which leader and coordinator report each other as silent. The
     report ends nothing."""
@@ -92,8 +94,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     process aside."""
     follow_s: float
     """Longest wait of the coordinator for the members to enter a generation. Then the coordinator
-    removes and kills the members that have not, if another has. A rank whose replica is broken
-    waits as long for the agent to kill the rank; then the rank ends itself."""
+    removes and kills the members that have not, if another has; it waits on for members at work. A
+    rank whose replica is broken waits as long for the agent to kill the rank; then the rank ends
+    itself."""
     lock_s: float
     """Longest wait of a new writer for the lock of the save folder, which a killed writer holds
     until it is dead. Then the save fails and is tried again at the next save point."""
@@ -155,8 +158,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of the recorder, at its end, for the launcher to take its messages. Then the
     recorder ends. Fixed: see `trace_s`."""
     refused_s: float
-    """Longest time, at the end, for which the recorder tries to write to a disk that refuses. Then
-    the events are lost, and the recorder reports it. Fixed: see `trace_s`."""
+    """Longest time, at the end, for which the recorder tries to write events to a disk that
+    refuses, and then as long to write logs. What is left is lost, and the recorder reports it.
+    Fixed: see `trace_s`."""
     abandoned_s: float
     """Longest wait of a launcher that raises for the recorder, or for a new one if there is none.
     The recorder does then what it does without a launcher. After the wait the launcher kills the
@@ -307,7 +311,7 @@ ORDER = (
     Below("beat_s", "silence_s", "a beat or two may be late before anyone is called silent"),
     Below("grace_s", "follow_s", "the agent reports a death before a member is judged late for the next generation"),
     Below("words_s", "follow_s", "a rank's last messages leave before anyone kills the rest of its replica"),
-    Below("sigkill_s", "follow_s", "a slot is set aside before the loss of the next member could ask for it"),
+    Below("sigkill_s", "follow_s", "a rank that does not die of SIGKILL is named before the next member could be late"),
     Below("silence_s", "follow_s", "a stopped launcher is named before a replica that it cannot fence gives itself up"),
     Below("follow_s", "lock_s", "a writer that is only slow is removed and killed before the next one gives the lock up"),
     Below("follow_s", "stall_s", "who does not enter a generation is removed before the others request one more"),
@@ -334,7 +338,7 @@ ORDER = (
     Below("end_s", "deadline_s", "an end is shorter than a run's longest wait"),
     Below("fork_s", "deadline_s", "a fork server that hangs is named before a replica is late"),
     Below("notice_s", "terminal_s", "a line on stderr waits no longer for a terminal than the end of a run does"),
-    Below("renew_s", "deadline_s", "a recorder is tried anew while people may still mend what ends them"),
+    Below("renew_s", "deadline_s", "a recorder is tried anew while people may still mend what ends recorders"),
     Below("store_s", "terminal_s", "the recorder ends by itself before the launcher gives it up"),
     Below("replies_s", "terminal_s", "the recorder ends by itself before the launcher gives it up"),
     Below("screen_s", "terminal_s", "the recorder ends by itself before the launcher gives it up"),

@@ -1,9 +1,9 @@
-"""Fault points: named instants of a rank's life at which a test or a chaos run may end the rank.
+"""Fault points: named instants of a rank's life at which a fault may strike the rank on purpose.
 
 This module decides what a fault is and carries faults out in its own process. It never decides
 which faults a run gets (`cluster.chaos`), and never writes the trace itself. Code with fault points
 keeps `FaultInjector | None` and calls ``if faults is not None: faults.at(...)``, so that a run
-without faults pays one comparison.
+without faults pays one comparison at each point.
 """
 
 from __future__ import annotations
@@ -47,10 +47,14 @@ class FaultPoint(enum.Enum):
     STATUS = "status"
     """Leader only: the status was sent to some members and not yet to the others."""
     RECOMPUTE = "recompute"
-    """The forward of a microbatch that was dealt again."""
+    """The forward of each microbatch of a later plan of a training step.
+
+    A plan is later if its generation is newer than that of the rank's first plan of the step. The
+    microbatch need not have been dealt before. In the first plan each one passes `forward`.
+    """
     TRANSFER = "transfer"
     SECOND_REDUCE = "second_reduce"
-    """Inside a reduction of a step that was planned again after a lost replica or broken link."""
+    """Inside the sum of a bucket over the replicas, in a later plan (`recompute`) of any step."""
 
 
 class FaultKind(enum.Enum):
@@ -76,19 +80,23 @@ class FaultKind(enum.Enum):
     ABORT = "abort"
     """SIGABRT, as when a check in a library fails."""
     LOOP = "loop"
-    """The thread at the fault point loops for ever; other threads, control included, run on."""
+    """The thread at the fault point loops for ever; the other threads of the rank run on."""
     SLOW = "slow"
     """Forward and backward take `Fault.factor` times as long in `Fault.steps` steps; none fails."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One fault: its rank, point, kind and instant. Fields that are None match anything."""
+    """One fault: its rank, point, kind and instant.
+
+    `step`, `microbatch` and `bucket` match anything where they are None.
+    """
 
     replica: int
     rank: int
     point: FaultPoint
     kind: FaultKind = FaultKind.KILL
     step: int | None = None
+    """Step of the passage. Of a slow rank: its first slow step; None: the first step of all."""
     microbatch: int | None = None
     bucket: int | None = None
     occurrence: int = 1
@@ -98,7 +106,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     factor: float | None = None
     """Ratio by which forward and backward of a slow rank take longer; None for other kinds."""
     steps: int | None = None
-    """Number of slow steps from `step` on, or from the first; None: to the end of the run."""
+    """Number of slow steps from `step` on; None: to the end of the run, and for other kinds."""
 
     def matches(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> bool:
         """Return whether a passage of `point` counts for this fault, apart from `occurrence`."""
@@ -164,7 +172,10 @@ class Passages:
     def take(
         self, point: FaultPoint, *, step: int | None = None, microbatch: int | None = None, bucket: int | None = None
     ) -> Fault | None:
-        """Count a passage for every fault that it matches; remove and return the first due one."""
+        """Count a passage for every fault that it matches; remove and return the first due one.
+
+        Return None if no fault is due. Further due faults strike at their next matching passages.
+        """
         due: Fault | None = None
         left = []
         for fault, num_left in self._left:
@@ -201,8 +212,8 @@ class FaultInjector:
         """Keep those `faults` that are meant for this rank.
 
         `record(replica=, rank=, point=, kind=, step=, microbatch=, bucket=, until=)` (the fields of
-        `trace.Fault`) is called just before a fault is carried out. The record has to be durable
-        when the call returns.
+        `trace.Fault`) is called just before a fault is carried out. When the call returns, the
+        record must outlive this process.
         """
         self._replica, self._rank, self._record = replica, rank, record
         mine = [fault for fault in faults if (fault.replica, fault.rank) == (replica, rank)]

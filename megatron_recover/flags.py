@@ -1,7 +1,7 @@
 """Answers to mistyped command lines: the word that was meant, and all mistakes at once.
 
-This module uses the standard library only, so that `--help` stays instant. A rank judges Megatron's
-parser with the same words.
+This module uses the standard library only, so that `--help` stays instant. A rank
+reports unknown flags of Megatron's command line with the same texts (`megatron/training.py`).
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 The rank writes the page, its agent reads the page, and the page outlives the rank. This module
 decides how a record is laid out and when a record is whole. What follows from a record is decided
-by `core/detector.py` (hangs) and `core/policy.py` (the microbatch that a death is charged to).
+by `core/detector.py` (hangs) and `cluster/watch.py` (the microbatches that a death is charged to).
 
 Note [A page without locks]
     The page is a memfd, which is no file anywhere. The agent creates the page, seals it against
     shrinking and gives it to the rank; both map it. Writing is one copy into the mapping and makes
     no system call.
 
-    The record carries a checksum of itself. So a reader notices a write that is half done, also if
-    the rank died in the middle of it. Such a page names nobody. A checksum needs no order of
-    stores, which differs between processors.
+    Each record carries a checksum of itself. So a reader notices a write that is half done, also if
+    the rank died in the middle of it. Such a record names no microbatch. A checksum needs no order
+    of stores, which differs between processors.
 
 Note [One writer a record]
     The training thread of the rank writes the first record. Other threads (control,
@@ -62,7 +62,10 @@ class ProgressPage:
     """The writing end of a page, for the training thread of a rank alone, except `show_reading`."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Map the page behind `descriptor` and close it; without one: a page that nobody reads."""
+        """Map the page behind `descriptor`, and close the descriptor.
+
+        None: make a page that nobody reads.
+        """
         self._memory = mmap.mmap(-1 if descriptor is None else descriptor, PAGE_BYTES)
         if descriptor is not None:
             os.close(descriptor)
@@ -93,7 +96,8 @@ class ProgressPage:
     def enter(self, phase: Phase, microbatches: tuple[int, ...] | None = None) -> None:
         """Begin an operation, which ends the one before.
 
-        `microbatches` are in work from now on; None: the same as before.
+        `microbatches` are in work from now on, the oldest first; None: the same as before. The page
+        keeps the first `MAX_MICROBATCHES`.
         """
         if microbatches is not None and microbatches != self._ids:
             self._ids = microbatches[:MAX_MICROBATCHES]
@@ -163,7 +167,7 @@ class PageReader:
         self._memory.close()
 
     def read(self) -> Progress | None:
-        """Return the record of the page, or None if it is torn or was never written."""
+        """Return what the page shows, or None if its first record is torn or was never written."""
         for _ in range(_TRIES):
             if (progress := parse(self._memory[:_MOST_BYTES])) is not None:
                 return progress
@@ -171,9 +175,9 @@ class PageReader:
 
 
 def parse(page: bytes) -> Progress | None:
-    """Return the record of a page, or None if its checksum or a field does not fit.
+    """Return what a page shows, or None if its first record does not fit its checksum or layout.
 
-    A record of reading ahead that does not fit counts as none.
+    Without a fitting record of reading ahead, `Progress.ahead` is None.
     """
     [check] = _CHECK.unpack_from(page)
     generation, step, begun, ended, since_ns, phase, count, label = _FIXED.unpack_from(page, _CHECK.size)

@@ -1,11 +1,12 @@
-"""The agent of a node: starts ranks, sees at once when one ends, and kills replicas (fence).
+"""The agent of a node: starts ranks, sees at the next `poll` that one ends, and kills replicas.
 
-The agent decides nothing. The coordinator decides what an end means and which replica is fenced.
+The agent decides nothing. The coordinator decides what an end means and which replica is killed
+(fenced).
 
 Note [Seeing a death]. The kernel frees a dead process's memory before it closes the process's
 sockets and notifies the parent. That takes up to 0.1 s per GB. The kernel sets the flag PF_EXITING
-in /proc/PID/stat before all of this, so `poll` looks at that flag. The pidfd and the fork server's
-report then confirm that nothing of the process can run any more.
+in /proc/PID/stat before all of this, so `poll` looks at that flag. The fork server's report then
+confirms that nothing of the process can run any more.
 """
 
 from __future__ import annotations
@@ -108,9 +109,10 @@ class Agent:
         self._decode = msgspec.json.Decoder(messages.Reply).decode
 
     def is_ready(self) -> bool:
-        """Return whether the modules are imported.
+        """Return True once: at the first call after the modules are imported.
 
-        Raises `NodeLost`, with the log's last line, if an import fails.
+        Call it until then, and not again. Raises `NodeLost`, with the log's last line, if the fork
+        server has ended, as after an import that failed.
         """
         while (reply := self._receive()) is not None:
             if isinstance(reply, messages.Ready):
@@ -184,8 +186,8 @@ class Agent:
     def wake_server(self) -> bool:
         """Continue the fork server if somebody has stopped it (SIGSTOP).
 
-        Returns whether it was stopped. Meanwhile no rank can be started, reaped or fenced, so the
-        run would hang at the next of these.
+        Returns whether it was stopped. While it is stopped, no rank is started or reaped, and no
+        fence is confirmed. So the run would hang at the next of these.
         """
         fields = self._server_stat.read()
         is_stopped = bool(fields) and fields[STATE_FIELD] == STOPPED
@@ -239,7 +241,8 @@ class Agent:
     def state(self, replica: int, rank: int, *, at_the_poll: bool = False) -> str:
         """Return the state letter of a rank's process in /proc/PID/stat; empty after it is reaped.
 
-        `at_the_poll`: return what the newest `poll` read, without another read. A process that was
+        `at_the_poll`: return what the newest `poll` read, without another read if it read the rank
+        and has not reported the rank's end. A process that was
         seen in state `t` is reported as `t` until its tracer is gone. The reason is strace, which
         lets the process run between its system calls, where the tracer also delays it.
         """
@@ -330,8 +333,8 @@ class Agent:
     def close(self) -> list[Undying]:
         """Kill every rank and end the fork server; return the processes that are still there then.
 
-        Three waits take at most `Deadlines.close_s` each: for the server, for it again after
-        SIGKILL, and for all ranks together. A rank that `undying` lists is not waited for.
+        Three waits take at most `Deadlines.close_s` each: for the server, for the server again
+        after its SIGKILL, and for all ranks together. No rank that `undying` lists is waited for.
         """
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)

@@ -133,7 +133,8 @@ IN_A_STEP = (
     FaultPoint.AFTER_VOTE,
     FaultPoint.OPTIMIZER,
 )
-"""Points that every replica passes in an undisturbed training step."""
+"""Points of an undisturbed training step. A replica with quota 0 passes no `forward`, no `backward`
+(`core/quota.py`, Note [Quota 0])."""
 IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
 """Points at which a death strikes while an earlier death is being repaired."""
 _SECOND_DEATH = 0.3
@@ -167,7 +168,7 @@ def schedule(rate: Rate, target: Target) -> tuple[Fault, ...]:
     """Return kills at random steps, ranks and instants: a pure function of rate, seed and job.
 
     No replica is hit twice, and as many replicas as the job needs are never hit. Raises ValueError
-    if the number of steps is unknown.
+    if neither `rate` nor `target` has the number of steps.
     """
     num_steps = rate.steps if rate.steps is not None else target.num_steps
     if num_steps is None:
@@ -189,8 +190,8 @@ def _strike(dice: random.Random, living: list[int], step: int, point: FaultPoint
     rank = 0 if point in LEADER_ONLY else dice.randrange(target.num_ranks)
     occurrence = 1
     if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD):
-        # Every member computes at least this many microbatches of a step, whichever replicas are
-        # left.
+        # Equally fast members each compute at least this many microbatches of a step, whichever
+        # replicas are left. In a slower member the fault may not strike.
         occurrence = 1 + dice.randrange(max(1, target.num_microbatches // target.num_replicas))
     return Fault(replica=replica, rank=rank, point=point, step=step, occurrence=occurrence)
 

@@ -1,7 +1,7 @@
 """The terminal of `megatron-recover run`: lines, and one live line below them.
 
 The console runs in the recorder's process. A thread of its own writes to the terminal and touches
-no disk. So a terminal that is slow, stopped or gone holds up nothing else. The narrator writes the
+no disk. So a terminal that is slow, stopped or gone holds up nothing else. The narrator makes the
 lines.
 """
 
@@ -40,7 +40,7 @@ class Console:
         """Show lines on `stream`, by default on stdout, after `start`.
 
         `quiet`: show only the end. While `is_held()` is true the shell has the terminal, and
-        nothing is written.
+        no news is written before `end` or `close`.
         """
         self._quiet, self._is_held, self._deadlines = quiet, is_held, deadlines or Deadlines.of()
         self._rich = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)

@@ -103,7 +103,7 @@ class Launcher:
         """
         job = self._job
         write_description(job)
-        raise_descriptor_limit()  # first: the recorder inherits the limit, and has two descriptors for each rank
+        raise_descriptor_limit()  # first: the recorder inherits the limit, and has three descriptors for each rank
         self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
         self._recording.record(
             trace.RunStarted(
@@ -265,8 +265,8 @@ class Launcher:
 
     def _spawn_all(self) -> None:
         for replica in range(self._job.num_replicas):
-            # The launcher closes its copy as soon as rank 0 has the socket: a copy would keep a
-            # dead leader's port answering.
+            # The launcher closes its copy as soon as the replica's ranks are started: a copy would
+            # keep a dead leader's port answering.
             with listen(ANY_PORT) as leader:
                 self._spawn_replica(replica, leader)
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
@@ -300,7 +300,7 @@ class Launcher:
 
     @property
     def _handed_down(self) -> dict[str, int]:
-        """Return the descriptors that every rank inherits, by name."""
+        """Return the descriptors that the dry run and every rank inherit, by name."""
         return {keys.DESCRIPTOR: self._sealed_key}
 
     def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
@@ -368,9 +368,9 @@ class Launcher:
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
 
     def _give_up(self, process: Undying) -> None:
-        """Continue without the end of a process that SIGKILL does not end; do so once per process.
+        """Report a process that SIGKILL does not end, and wait for it no longer; once per process.
 
-        Its place (replica, rank) must not be used again.
+        The process keeps its place (replica, rank), in which no other one is ever started.
         """
         if (process.replica, process.rank) in self._set_aside:
             return
@@ -399,7 +399,7 @@ class Launcher:
 
     def _wake_server(self) -> None:
         if self._node.wake_server():
-            self._recording.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
+            self._recording.says("somebody stopped the fork server: continued it, since it starts ranks and reports their ends")
 
     def _say_if_it_stood_still(self) -> None:
         """Report, once this process continues, that it was stopped (Ctrl-Z, SIGSTOP, suspend)."""
@@ -413,7 +413,7 @@ class Launcher:
     def _ended(self, end: ProcessEnd) -> None:
         self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
-            return  # the launcher has requested this end
+            return  # the job is ending, or the launcher has killed this rank
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.

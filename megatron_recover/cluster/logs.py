@@ -1,7 +1,7 @@
 """The recorder's side of the outputs: a thread that copies them to logs, and lines to show.
 
 A stalled disk stops the thread of `LogWriter` and nothing else here. Note [Output never waits] in
-`output.py` explains why no process waits that prints. Nothing here interprets a line.
+`output.py` explains why a process that prints never waits. Nothing here interprets a line.
 
 Note [Copied once]. A recorder that dies leaves at most one chunk that is in a log, wholly or in
 part, and not in the bookmark. The next recorder cuts the log to the size in the bookmark and copies
@@ -154,7 +154,7 @@ class LogWriter:
 
     @property
     def error(self) -> OSError | None:
-        """Return the last error of a log that could not be written; None if there is none."""
+        """Return the newest error of one of the logs that cannot be written; None if all can."""
         return next(iter(list(self._errors.values())), None)
 
     @property
@@ -249,8 +249,9 @@ class Outputs:
     def make_room(self) -> None:
         """Free the oldest output beyond the limit, and measure how fast processes print.
 
-        A call begins a turn: `look` drops what replicas other than the writer printed before the
-        last one. Calls that follow each other at once would measure nothing.
+        A call begins a turn. Of replicas other than the writer, `look` never yields what they
+        printed before the previous turn began; only their logs get it. Calls that follow each
+        other at once would measure nothing.
         """
         self._drop()
         now, ends = time.monotonic(), {number: self._bookmark.end(number, output) for number, output in self._outputs.items()}

@@ -56,7 +56,8 @@ class Narrator:
         """Continue with the `account` and the `roster` of the narrator before, if there was one.
 
         `began_at`: zero of the trace's clock, in seconds since the epoch. `show(line)` is called
-        for every line, `log(line)` for each that megatron-recover itself makes.
+        for every line but those that `end` returns, `log(line)` for each that megatron-recover
+        itself makes.
         """
         self.account = account
         self.progress = RunProgress(account.replicas)
@@ -66,7 +67,7 @@ class Narrator:
         self._heap: list[tuple[float, int, trace.AnyEvent | str, bool]] = []
         self._numbers = itertools.count()
         self._repairing = 0
-        """Newest generation that lost a replica; 0 after the commit of the step in which it did."""
+        """The newest generation, if it lost a replica and no step is committed since; else 0."""
         self._labels: dict[int, str] = {}
 
     def says(self, text: str, seconds: float) -> None:

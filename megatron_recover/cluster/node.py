@@ -1,6 +1,7 @@
 """The interface of a node to the launcher: start ranks, report their ends, kill and inspect them.
 
-`cluster.agent.Agent` is the node that this process runs on. A remote node has the same methods.
+`cluster.agent.Agent` is the node that this process runs on, and the only node that there is. A
+remote node would have the same methods.
 """
 
 from __future__ import annotations
@@ -61,13 +62,19 @@ class Node(Protocol):
     """The processes of one node. One thread uses it. Every method may raise `NodeLost`."""
 
     def is_ready(self) -> bool:
-        """Return whether the node can start ranks."""
+        """Return True once: at the first call after the node can start ranks.
+
+        Call it until then, and not again.
+        """
 
     def importing(self) -> str:
         """Return, while the node is not ready, which process still imports, and its state."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` has something to report."""
+        """Return a descriptor that is readable while a report of the node is unread.
+
+        `poll` may return the end of a rank before its report has come.
+        """
 
     def spawn(
         self,
@@ -118,7 +125,10 @@ class Node(Protocol):
         """Kill every rank of a replica that is not known to be dead, with its process group."""
 
     def is_fenced(self, replica: int, but: Container[tuple[int, int]] = ()) -> bool:
-        """Return whether no process of a replica is left, except ranks (replica, rank) in `but`."""
+        """Return whether all ranks of a replica are dead, except ranks (replica, rank) in `but`.
+
+        What else was in their process groups was killed.
+        """
 
     def has_ended(self, replica: int, rank: int) -> bool:
         """Return whether the process of a rank is confirmed dead."""

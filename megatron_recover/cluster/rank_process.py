@@ -34,8 +34,9 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Signal at which a rank writes the stacks of all its threads into its log, which may end the rank
 (Note [Stacks])."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that request the end of a job. The launcher reacts to them; fork server, recorder and, by
-default, ranks ignore them."""
+"""Signals that request the end of a job. The launcher reacts to them; fork server and recorder
+ignore them. A rank ignores them until it sets handlers: before training for SIGTERM, and for
+`--exit-signal` with `--exit-signal-handler` (`megatron/checkpoint/boundary.py`)."""
 _IOLBF = 1
 """Mode of setvbuf(3): print line by line."""
 
@@ -73,9 +74,9 @@ def preload(name: str) -> None:
 def prepare() -> None:
     """Prepare a process that imports for ranks: what it prints, and the signals that it ignores."""
     _print_by_lines()
-    # Slurm and systemd request the end of every process of a job. Only the launcher reacts: ranks
-    # need their parent until they have saved, and a rank heeds only signals that its training
-    # script handles.
+    # Slurm and systemd request the end of every process of a job. The launcher reacts, and this
+    # process does not: ranks need their parent until they have saved. A rank heeds only signals for
+    # which it sets a handler later.
     for number in TOLD_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
 

@@ -448,7 +448,7 @@ def _is_stopped(pid: int) -> bool:
 
 def main() -> None:
     """Record a run, as the command line describes it."""
-    for number in TOLD_TO_ALL:  # only the launcher reacts to a signal to all processes of a job
+    for number in TOLD_TO_ALL:  # Slurm may send them to every process of a job; the recorder has to outlive them
         signal.signal(number, signal.SIG_IGN)
     # Somebody may have stopped the recorder. The launcher's death then continues it; it writes what
     # there is, and ends.

@@ -36,7 +36,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class Ring(msgspec.Struct, frozen=True, tag=True):
     """A message to the recorder, with the descriptor of a ring in which a process will record.
 
-    The launcher sends it before it starts the process.
+    The launcher creates the ring, and puts this message into its queue, before it starts the
+    process. Every later recorder gets the message again.
     """
 
     number: int
@@ -104,16 +105,16 @@ class CheckpointNews(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """The last message from the recorder: it has shown how the run ended."""
+    """The last message from the recorder: it has written and shown all that it could."""
 
     num_unwritten: int
-    """Number of events that are not in the file."""
+    """Least number of events that are not in the file; 0: all are."""
     why: str
-    """Reason why something could not be written; empty if everything is on the disk."""
+    """Reason why something could not be written; empty if all events and output are in files."""
     num_missing: int = 0
     """Bytes that were printed and are not in the logs."""
     is_seen: bool = True
-    """True if the terminal has taken all lines."""
+    """True if the terminal has taken all lines, those about the end of the run included."""
 
 
 class LinesTold(msgspec.Struct, frozen=True, tag=True):

@@ -44,7 +44,8 @@ class Thawing:
     def concerns(self, replica: int) -> bool:
         """Return whether a freeze is meant for the replica.
 
-        The fault defines when that freeze ends, so nobody may end the replica before.
+        The fault defines when that freeze ends, so the detector does not judge the replica. The
+        coordinator may still remove the replica if others wait for it in vain.
         """
         return replica in self._meant_for
 
