@@ -20,6 +20,9 @@ Note [Peaks]
 
     So the peak of a recovery decides whether a layout fits: a rank that runs out of memory in a
     recovery would end the second replica after a death, and perhaps all.
+
+    Workspaces of kernels are not counted. One of cuBLAS is ours: checksums multiply on the stream
+    of the reduction (`trainer/checksum.py`), and torch keeps a workspace for each stream.
 """
 
 from __future__ import annotations
