@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_recover.cli.demo import PLAIN_TORCH
-from tests.system.jobs import ROOT, Job, Outcome, chaos_text, run_job, text_data
+from tests.system.jobs import ROOT, Job, Outcome, chaos_text, check, run_job, text_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -48,9 +48,18 @@ def test_sums_beside_a_replicas_own_collectives_come_to_an_end(tmp_path: pathlib
 
 
 @pytest.mark.finding("G15")
-def test_replicas_stay_alike_over_their_own_sums_of_four_ranks(tmp_path: pathlib.Path) -> None:
-    """Two numbers have one sum in any order, four have not: gradients over the lanes, and the norm."""
-    run(Job(lanes=4, steps=8, microbatches=4), tmp_path, flags="--use-distributed-optimizer").expect()
+@pytest.mark.parametrize(("replicas", "lanes"), [(4, 2), (2, 4)])
+def test_replicas_stay_alike_over_their_own_sums_of_four_ranks(replicas: int, lanes: int, tmp_path: pathlib.Path) -> None:
+    """Two floats have one sum in any order, four have not: gradients over the replicas, or over the lanes, and the norm.
+
+    With `exact` any order has one sum, so it is left out. Every step votes on the parameters of all replicas.
+    """
+    made = Job(replicas=replicas, lanes=lanes, steps=8, microbatches=2 * replicas, determinism="fast", bucket_elements=4000)
+    outcome = run(made, tmp_path, flags="--use-distributed-optimizer").expect()
+    assert len({event["bucket"] for event in outcome.events("reduced")}) > 4, "the gradient and the ledger"
+    assert not outcome.events("disagreed")
+    code, report = check(outcome.run_dir)
+    assert code == 0, report
 
 
 @pytest.mark.finding("G6")
