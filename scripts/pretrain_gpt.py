@@ -70,18 +70,16 @@ def batch_of(data_iterator: Iterator[dict[str, Tensor]], args: Namespace, vp_sta
     )
 
 
-def loss_of(loss_mask: Tensor, output_tensor: Tensor, *, check_for_nan: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_of(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the summed loss of a microbatch, its number of tokens, and the report.
 
-    Loss and number are scalars; the report has both, in one tensor of 2 elements. Raises
-    FloatingPointError for a loss that is not finite if `check_for_nan` is set.
+    Loss and number are scalars; the report has both, in one tensor of 2 elements. A loss that is
+    not finite is found where the step is reduced, without a wait for the device in each microbatch.
     """
     import torch
 
     losses, mask = output_tensor.view(-1).float(), loss_mask.view(-1).float()
     loss, num_tokens = torch.sum(losses * mask), mask.sum().to(torch.int)
-    if check_for_nan and not torch.isfinite(loss):
-        raise FloatingPointError(f"the loss of a microbatch is {loss.item()}")
     return loss, num_tokens.detach().clone(), {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
 
 
@@ -101,7 +99,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: GPTModel) ->
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return output, partial(loss_of, batch["loss_mask"], check_for_nan=args.check_for_nan_in_loss_and_grad)
+    return output, partial(loss_of, batch["loss_mask"])
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:

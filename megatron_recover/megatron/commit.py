@@ -51,6 +51,7 @@ from megatron_recover.megatron.state import TrainingState
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.communication import is_communication_error, is_device_error
 from megatron_recover.trainer.compiling import show_compilations
+from megatron_recover.trainer.crossing import NotFinite
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.in_work import InWork
 from megatron_recover.trainer.ledger import count_tokens, read_losses
@@ -359,7 +360,8 @@ class CommitLoop:
             raise
         except Exception as error:
             innocent = is_communication_error(error) or is_device_error(error)
-            self._driver.failing(() if innocent else microbatches.suspects(), error)
+            at_fault = error.microbatches if isinstance(error, NotFinite) else ()
+            self._driver.failing(() if innocent else at_fault or microbatches.suspects(), error)
             raise
 
     def _tell_pace(self, stopwatch: Stopwatch) -> None:

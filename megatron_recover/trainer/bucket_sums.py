@@ -107,12 +107,9 @@ class BucketSum(abc.ABC):
         """
         return self.counts.provenance(self.device, is_finite=is_finite)
 
-    def is_finite(self) -> Tensor | None:
-        """Return whether the local gradient is finite, as a scalar on its device.
-
-        None: the bucket has no gradient.
-        """
-        return None
+    @abc.abstractmethod
+    def is_finite(self) -> Tensor:
+        """Return whether what this rank adds is finite, as a scalar on its device."""
 
     def summed_counts(self) -> tuple[float, ...]:
         """Return the counts of the result, one per microbatch. Waits for the device."""
@@ -217,6 +214,10 @@ class LedgerSum(BucketSum):
         """Store the rows in host memory."""
         super().arrived(bound, on_host)
         [self.on_host] = on_host
+
+    def is_finite(self) -> Tensor:
+        """Return whether the losses are finite, as a scalar on their device."""
+        return self.ledger.is_finite()
 
     def source(self) -> Tensor:
         """Return this rank's rows, flattened."""

@@ -45,6 +45,15 @@ class Miscounted(TransportError):
     miscounted = True
 
 
+class NotFinite(RuntimeError):
+    """A gradient or a loss of this rank is not finite."""
+
+    def __init__(self, message: str, microbatches: tuple[int, ...] = ()) -> None:
+        """Create the error. `microbatches`: those at fault; empty: they are not known."""
+        super().__init__(message)
+        self.microbatches = microbatches
+
+
 class Crossing:
     """The transfers and sums of one plan on one rank.
 
@@ -89,7 +98,7 @@ class Crossing:
         """Sum `source` and its provenance `counts` over the replicas, and judge what has arrived.
 
         `is_finite` tells whether this rank's gradient is finite, as a scalar on its device; None:
-        it is not checked. Raises RuntimeError if a gradient of this rank is not finite.
+        it is not checked. Raises NotFinite if a gradient or a loss of this rank is not.
         """
         is_summed = self._try(bucket_sum.id, lambda transport: self._sum(transport, bucket_sum, source, counts, is_finite))
         if not is_summed and is_finite is not None and not is_finite:  # no sum is begun any more, so the host may wait
@@ -228,8 +237,8 @@ class Crossing:
         return probe
 
 
-def _not_finite(bucket_sum: BucketSum) -> RuntimeError:
-    return RuntimeError(f"the gradient of microbatches {bucket_sum.counts.counted()} has values that are not finite")
+def _not_finite(bucket_sum: BucketSum) -> NotFinite:
+    return NotFinite(f"the gradient of microbatches {bucket_sum.counts.counted()} has values that are not finite")
 
 
 def _describe_counts(bucket_sum: BucketSum) -> str:

@@ -36,9 +36,13 @@ class Ledger:
     def __init__(self, num_microbatches: int, device: torch.device | None = None) -> None:
         self._rows = torch.zeros(num_microbatches, NUM_COLUMNS, dtype=torch.float64, device=device)
         self._seconds = [0.0] * num_microbatches
+        self._are_finite = torch.ones(num_microbatches, dtype=torch.bool, device=device)
 
     def write(self, microbatch: int, tokens: Tensor, losses: dict[str, Tensor]) -> None:
-        """Fill the microbatch's row. Raises ValueError for a report that does not fit."""
+        """Fill the microbatch's row. Raises ValueError for a report that does not fit.
+
+        The first of `losses` is the one that is trained (`first_losses`).
+        """
         described = tuple((key, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in losses.items())
         head = _encode(described, self._rows.device)
         values = [value.detach().reshape(-1).double() for value in losses.values()]
@@ -51,6 +55,16 @@ class Ledger:
         row = self._rows[microbatch]
         row[0] = tokens.detach()
         row[_HEADER - 1 : _HEADER - 1 + content.numel()] = content
+        if values:
+            self._are_finite[microbatch] = values[0].isfinite().all()
+
+    def is_finite(self) -> Tensor:
+        """Return whether the first losses here are all finite, as a scalar on the device."""
+        return self._are_finite.all()
+
+    def not_finite(self) -> tuple[int, ...]:
+        """Return the microbatches here whose first loss is not finite. Waits for the device."""
+        return tuple(microbatch for microbatch, is_finite in enumerate(self._are_finite.tolist()) if not is_finite)
 
     def add_seconds(self, microbatch: int, seconds: float) -> None:
         """Add compute time of the microbatch on this rank."""

@@ -24,7 +24,7 @@ from megatron_recover.core.values import Apply, BucketId, Generation, Pipeline, 
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer import exact
 from megatron_recover.trainer.bucket_sums import BucketSum, GradientSum, LedgerSum
-from megatron_recover.trainer.crossing import Crossing
+from megatron_recover.trainer.crossing import Crossing, NotFinite
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.ledger import Ledger
 from megatron_recover.trainer.reducing_thread import ReducingThread
@@ -276,8 +276,8 @@ class Reduction:
 
         `note_finished()` is called in the training thread after each sum. Where passes may overlap
         it is called once, when the thread `recover-reduce` is done (`reducing_thread`,
-        Note [One thread]). Raises RuntimeError for a gradient that is not finite, if Megatron was
-        set to check. No rank holds a result with such a gradient.
+        Note [One thread]). Raises NotFinite for a gradient or a loss that is not finite, if
+        Megatron was set to check. No rank holds a result with one.
         """
         if self._gradients.can_watch:
             self.finish(self.start(plan), note_finished)
@@ -321,6 +321,17 @@ class Reduction:
 
         Sums over lanes are always carried out in full, sums over replicas until one fails.
         """
+        try:
+            self._sum_all(plan, wait_for, note_finished)
+        except NotFinite as error:
+            # A loss that is not finite makes the gradient so, which is a sum and is found first.
+            found = self._ledger_sum.ledger.not_finite() if self._ledger_sum is not None else ()
+            if not found:
+                raise
+            raise NotFinite(f"the loss of microbatches {list(found)} is not finite", found) from error
+
+    def _sum_all(self, plan: Plan, wait_for: Callable[[BucketId], None], note_finished: Callable[[], object]) -> None:
+        """Carry out a plan, as `_carry_out` does."""
         with torch.cuda.stream(self.stream):  # also sets the device; does nothing without a GPU
             if self._faults is not None:
                 self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)

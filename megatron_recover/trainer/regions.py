@@ -39,7 +39,7 @@ class Regions(Protocol):
     num_chunks: int
     """Model chunks of this rank; more than one with virtual pipeline stages."""
     checks_finite: bool
-    """True if a gradient that is not finite ends the rank."""
+    """True if a gradient or a loss that is not finite ends the rank."""
     can_watch: bool
     """True if `watch` works: the trainer reduces buckets beside the backward."""
 

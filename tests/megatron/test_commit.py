@@ -288,7 +288,20 @@ def test_per_token_loss_divides_by_the_tokens_of_the_whole_step(threads: Threads
                 torch.testing.assert_close(found, expected * M / (3 * M), rtol=1e-6, atol=0)
 
 
-def test_a_gradient_that_is_not_finite_names_its_microbatch(threads: Threads) -> None:
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_inv_9_a_loss_that_is_not_finite_is_charged_to_its_microbatch(
+    num_stages: int, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient, which is found first, is the sum of all microbatches; other stages know nothing else."""
+    job = Job(1, num_stages, [], 0)
+    monkeypatch.setattr("tests.megatron.test_commit.Job", lambda *_: job)
+    with pytest.raises(RuntimeError, match="not finite"):
+        Run(threads, 1, num_stages, [], broken=2)
+    assert ((2,), "the loss of microbatches [2] is not finite") in [(each, str(error)) for each, error in job.raised]
+
+
+def test_a_gradient_that_is_not_finite_names_its_microbatch(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "not_finite", lambda _: ())
     with pytest.raises(RuntimeError, match="gradient of microbatches .2. has values that are not finite"):
         Run(threads, 4, 1, [], broken=2)
 
@@ -298,6 +311,7 @@ def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_fin
 ) -> None:
     job = Job(1, 1, [], 0)
     monkeypatch.setattr("tests.megatron.test_commit.Job", lambda *_: job)
+    monkeypatch.setattr(Ledger, "not_finite", lambda _: ())
     with pytest.raises(RuntimeError, match="values that are not finite"):
         Run(threads, 1, 1, [], broken=2)
     assert [microbatches for microbatches, _ in job.raised] == [tuple(range(M))]

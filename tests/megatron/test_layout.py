@@ -86,7 +86,22 @@ def test_the_worst_stage_is_the_one_whose_recovery_needs_the_most() -> None:
     large = msgspec.structs.replace(sizes.model.layers[0], split=1_000_000, largest_split=3_000_000_000)
     model = msgspec.structs.replace(sizes.model, layers=(large, *sizes.model.layers[1:]))
     found = needed(msgspec.structs.replace(sizes, model=model), pp=2)
-    assert found.redirected == 2 * 3_000_000_000 * 4
+    assert found.redirected == 3_000_000_000 * 4 + found.gradient
+
+
+@pytest.mark.parametrize("numbers", [(1000, 0, 4, 1), (0, 1000, 1, 4), (1000, 1000, 4, 2)])
+def test_a_recovery_copies_a_parameter_for_each_border_of_a_range_of_buckets(numbers: tuple[int, int, int, int]) -> None:
+    """Beside the dump, which is as large as the largest: 8 cut parameters where 4 ranks share a sum, each table once."""
+    dense, experts, shards, expert_shards = numbers
+    layout = Layout(tp=4, expert_tp=1, ep=16 // expert_shards, lanes=4) if shards == 4 else Layout(tp=4, expert_tp=1)
+    assert (layout.num_shards, layout.num_expert_shards) == (shards, expert_shards)
+    held = OnRank(dense, experts, tables=(50,), largest=20)
+    assert of_rank(held, BF16, layout).redirected == 4 * (50 + 50 + 7 * 20)
+
+
+def test_a_recovery_copies_no_parameter_twice() -> None:
+    held = OnRank(dense=100, experts=0, tables=(50,), largest=20)
+    assert of_rank(held, BF16, Layout(lanes=4)).redirected == 4 * (50 + 100)
 
 
 def test_the_buffers_of_a_sum_are_never_free() -> None:
@@ -112,19 +127,21 @@ def test_virtual_stages_need_a_pipeline() -> None:
     ],
 )
 def test_precision_and_sharding(changes: dict[str, object], expected: dict[str, int]) -> None:
-    held = of_rank(OnRank(dense=1000, experts=0, largest=100), msgspec.structs.replace(BF16, **changes), Layout(lanes=4))
+    held = of_rank(
+        OnRank(dense=1000, experts=0, tables=(), largest=100), msgspec.structs.replace(BF16, **changes), Layout(lanes=4)
+    )
     assert {name: getattr(held, name) for name in expected} == expected
 
 
 def test_experts_are_shared_by_fewer_ranks() -> None:
     layout = Layout(replicas=2, tp=2, lanes=4, ep=4, expert_tp=2)
-    held = of_rank(OnRank(dense=0, experts=1000, largest=100), BF16, layout)
+    held = of_rank(OnRank(dense=0, experts=1000, tables=(), largest=100), BF16, layout)
     assert (layout.num_shards, layout.num_expert_shards) == (4, 1)
     assert (held.result, held.optimizer) == (4000, 12000)
 
 
 def test_the_buffers_of_a_sum_follow_from_its_bucket() -> None:
-    held = OnRank(dense=4000, experts=0, largest=100)
+    held = OnRank(dense=4000, experts=0, tables=(), largest=100)
     numerics = msgspec.structs.replace(BF16, bucket_elements=1000)
     assert of_rank(held, numerics, Layout()).sums == 4 * 1000  # scratch alone
     assert of_rank(held, numerics, Layout(lanes=2)).sums == 4 * (1000 + 500 + 500)  # the bucket, a lane's part, scratch

@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from megatron_recover.config import RecoverConfig
+from megatron_recover.megatron.gradient_buffers import Collector
 from megatron_recover.megatron.layout import measure, memory, sizes
+from megatron_recover.trainer.regions import Region
 from tests.megatron.processes import Layout, ScriptedDriver, Tokens, Training, run
 
 pytestmark = pytest.mark.timeout(180)
@@ -162,12 +166,19 @@ def built(
         config = configure(args).model
         with torch.device("meta"):
             model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-        experts = [each.numel() for name, each in model.named_parameters() if ".experts." in name]
-        everything = [each.numel() for each in model.parameters()]
-        stages.append((layout, stage, sizes.OnRank(sum(everything) - sum(experts), sum(experts), max(everything))))
+        stages.append((layout, stage, on_rank(model)))
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return stages
+
+
+def on_rank(model: Any) -> sizes.OnRank:
+    """Count the elements that a rank holds, from the model that upstream builds for it."""
+    parameters = {name: each.numel() for name, each in model.named_parameters()}
+    experts = sum(number for name, number in parameters.items() if ".experts." in name)
+    tables = {name: number for name, number in parameters.items() if "word_embeddings" in name or "output_layer" in name}
+    largest = max(number for name, number in parameters.items() if name not in tables)
+    return sizes.OnRank(sum(parameters.values()) - experts, experts, tuple(tables.values()), largest)
 
 
 PARTS = {"llama": (32, 0), "tied": (64, 0), "mixtral": (64, 96)}
@@ -183,6 +194,81 @@ def test_the_splits_are_those_that_upstream_builds(model: str) -> None:
         stages = sizes.layers_of_stages(4, layout.pp, read.flags)
         assert stages is not None
         assert sizes.on_stage(read.model, layout, stage, stages) == found, (layout, stage)
+
+
+def of_llama(num_layers: int, *, has_tables: bool) -> tuple[list[int], sizes.OnRank]:
+    """Return the parameters of a stage of Llama-3-8B, a thousandth of each, in the order of upstream's buffer."""
+    hidden, units, table = 4096, 14336, 128256 * 4096 // 1000
+    layer = [4, hidden * 6144 // 1000, hidden * hidden // 1000, 4, hidden * 2 * units // 1000, hidden * units // 1000]
+    parameters = layer * num_layers
+    if has_tables:
+        parameters = [table, *parameters, 4, table]
+    held = sizes.OnRank(sum(parameters), 0, (table,) * (2 * has_tables), max(layer))
+    return parameters[::-1], held  # upstream fills its buffer from the end
+
+
+def redirected(parameters: list[int], lanes: int, bucket_elements: int, undecided: Callable[[int], Iterable[range]]) -> int:
+    """Return the most elements that a real collector allocates, over some ranges of buckets that are undecided.
+
+    `undecided(number of buckets)` yields the ranges.
+    """
+    local = torch.zeros(sum(parameters))
+    group = SimpleNamespace(size=lambda: lanes, rank=lambda: 0)
+    region = Region(local, chunk=0, group=group, scale=1.0, sharded=True, bucket_elements=bucket_elements)
+    for number, bucket in enumerate(region.buckets):
+        bucket.id = number
+    ends = list(itertools.accumulate(parameters))
+    places = [(end - size, end) for size, end in zip(parameters, ends, strict=True)]
+    params = [nn.Parameter(torch.empty(0)) for _ in parameters]
+    for param, place in zip(params, places, strict=True):
+        param.main_grad = local[slice(*place)]  # type: ignore[attr-defined]
+    most = 0
+    for into in undecided(len(region.buckets)):
+        collector = Collector({region: dict(zip(params, places, strict=True))})
+        collector.collect_into(tuple(into))
+        found = storages(param.main_grad for param in params)  # type: ignore[attr-defined]
+        found.pop(local.data_ptr(), None)  # of parameters that are whole in an undecided bucket
+        most = max(most, sum(found.values()) // local.itemsize)
+        collector.collect_into(None)
+    return most
+
+
+def single_and_last(number: int) -> Iterable[range]:
+    """Yield each bucket alone, and each number of last buckets."""
+    return itertools.chain(
+        (range(each, each + 1) for each in range(number)), (range(each, number) for each in range(1, number))
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "has_tables", "lanes"),
+    [(32, True, 1), (32, True, 4), (32, True, 8), (8, False, 1), (8, False, 4)],
+    ids=["whole-1", "whole-4", "whole-8", "middle-1", "middle-4"],
+)
+def test_the_bound_of_what_a_recovery_redirects_is_near_the_worst_case(num_layers: int, has_tables: bool, lanes: int) -> None:
+    parameters, held = of_llama(num_layers, has_tables=has_tables)
+    numerics = sizes.Numerics(weight=2, gradient=4, optimizer=12, is_sharded=True, bucket_elements=160_000)
+    planned = memory.of_rank(held, numerics, sizes.Layout(lanes=lanes)).redirected // numerics.gradient
+    found = redirected(parameters, lanes, numerics.bucket_elements, single_and_last)
+    assert found <= planned <= 1.5 * found
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    parameters=st.lists(st.integers(1, 60), min_size=1, max_size=12), num_tables=st.integers(0, 2),
+    lanes=st.integers(1, 5), bucket_elements=st.integers(5, 60),
+)  # fmt: skip
+def test_no_recovery_redirects_more_than_was_planned(
+    parameters: list[int], num_tables: int, lanes: int, bucket_elements: int
+) -> None:
+    def ranges(number: int) -> Iterable[range]:
+        return itertools.starmap(range, itertools.combinations(range(number + 1), 2))
+
+    tables, others = parameters[:num_tables], parameters[num_tables:]
+    held = sizes.OnRank(sum(parameters), 0, tuple(tables), max(others, default=0))
+    numerics = sizes.Numerics(weight=2, gradient=4, optimizer=12, bucket_elements=bucket_elements)
+    planned = memory.of_rank(held, numerics, sizes.Layout(lanes=lanes)).redirected // numerics.gradient
+    assert redirected(parameters, lanes, bucket_elements, ranges) <= planned
 
 
 def test_flags_of_kernels_alone_are_taken_out_since_a_kernel_has_no_parameters() -> None:

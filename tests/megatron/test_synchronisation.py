@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_recover.trainer.host_copy import HostCopy, to_device
+from scripts import pretrain_gpt
 from tests.megatron.loopback import LoopbackDriver
 from tests.megatron.synchronisation import LARGE, SMALL, Size, train, waits_of_a_step
 from tests.pretend_gpu import DEVICE, Event, pretended
@@ -26,6 +27,14 @@ def test_waits_do_not_grow_with_buckets_microbatches_or_parameters(determinism: 
 def test_a_digest_of_all_state_is_one_wait_more() -> None:
     without, due = (waits_of_a_step(SMALL, digests_state=digests) for digests in (False, True))
     assert due.total() == without.total() + 1 <= MOST
+
+
+def test_the_loss_of_the_script_waits_for_nothing() -> None:
+    """It is called in each microbatch. A loss that is not finite is found in the ledger (`LedgerSum.is_finite`)."""
+    with pretended() as gpu:
+        _, tokens, report = pretrain_gpt.loss_of(gpu.tensor(torch.tensor([1, 0])), gpu.tensor(torch.tensor([3.0, 5.0])))
+        assert not gpu.waits
+        assert (tokens.tolist(), report["lm loss"].tolist()) == (1, [3.0, 1.0])
 
 
 def test_a_copy_to_the_host_is_asked_for_and_waited_for_once() -> None:

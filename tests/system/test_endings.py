@@ -90,6 +90,18 @@ def test_microbatch_that_raises_in_two_replicas_stops_the_job_and_is_named(tmp_p
     assert len(outcome.events("fault")) == 2, "the microbatch was dealt a third time"
 
 
+@pytest.mark.parametrize(("stages", "step", "label"), [(1, 2, "train 3"), (2, 2, "train 3"), (1, 3, "evaluate ")])
+def test_a_loss_that_is_no_number_stops_the_job_and_its_microbatch_is_named(
+    stages: int, step: int, label: str, tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    broken = pathlib.Path(__file__).with_name("broken_pretrain.py")
+    job = Job(pp=stages, eval_interval=3)
+    outcome = run_job(job, tmp_path / "run", data, script=broken, environment={"BROKEN": f"{step} 4"})
+    outcome.expect(ExitCode.POISONED_MICROBATCH)
+    assert f"computing microbatch 4 of {label}" in outcome.output
+    assert "the loss of microbatches [4] is not finite" in outcome.output
+
+
 @pytest.mark.parametrize("point", IN_A_SAVE)
 def test_writer_killed_in_a_save_is_taken_over(
     point: str, tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]

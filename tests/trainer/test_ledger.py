@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+
 import pytest
 import torch
 
 from megatron_recover.sim.timed.models import LEDGER_COLUMNS
 from megatron_recover.trainer.ledger import Ledger, count_tokens, first_losses, read_losses
+from tests.pretend_gpu import pretended
 
 
 def report(value: float) -> dict[str, torch.Tensor]:
@@ -36,6 +40,22 @@ def test_a_replica_that_computed_nothing_reads_what_the_others_wrote() -> None:
     assert torch.equal(losses[2]["other"], torch.tensor([1e-30]))
     assert int(count_tokens(rows)) == 43 and count_tokens(rows).dtype == torch.int
     assert rows[:, 1].tolist() == [0.75, 0, 0, 0.75]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_losses_that_are_not_finite_are_known_without_a_wait_and_named(on_gpu: bool) -> None:
+    with pretended() if on_gpu else contextlib.nullcontext() as gpu:
+        place = gpu.tensor if gpu is not None else torch.Tensor.clone
+        ledger = Ledger(4, place(torch.zeros(0)).device)
+        for microbatch, losses in enumerate(({}, report(1.0), report(math.nan), report(math.inf))):
+            ledger.write(microbatch, place(torch.tensor(1)), {key: place(value) for key, value in losses.items()})
+            ledger.is_finite()
+        assert gpu is None or set(gpu.waits) <= {"tensor"}, "only what is encoded once may wait"
+        assert not ledger.is_finite() and ledger.not_finite() == (2, 3)
+        again = {"lm loss": place(torch.ones(1)), "aux": place(torch.tensor(math.nan))}
+        for microbatch in (2, 3):
+            ledger.write(microbatch, place(torch.tensor(1)), again)
+        assert bool(ledger.is_finite()) and ledger.not_finite() == (), "only the first loss is trained"
 
 
 def test_a_report_that_does_not_fit_is_refused() -> None:

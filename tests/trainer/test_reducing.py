@@ -17,7 +17,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Held, Plan, Transfer, Work
 from megatron_recover.data_plane.transport import PeerLost, Revoked, TransportError
 from megatron_recover.faults import FaultPoint
-from megatron_recover.trainer.crossing import Miscounted
+from megatron_recover.trainer.crossing import Miscounted, NotFinite
 from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.regions import Region
 from tests.pretend_gpu import Gpu, pretended
@@ -435,6 +435,24 @@ def test_a_gradient_that_is_not_finite_is_never_held_here_or_elsewhere(on_gpu: b
             reduction.reduce(plan())
         assert [held.bucket for held in driver.held] == ([] if failing == 0 else [0])
         assert reduction._sums[1].source_provenance(reduction._sums[1].is_finite()).tolist() == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("with_gradient", [False, True], ids=["evaluation", "training"])
+def test_a_loss_that_is_not_finite_is_never_held_and_is_named(on_gpu: bool, with_gradient: bool) -> None:
+    """An evaluation has no gradient to find it in."""
+    with pretended() if on_gpu else contextlib.nullcontext() as gpu:
+        reduction, driver = begun(gpu=gpu)
+        assert reduction.ledger is not None
+        losses = [torch.tensor([value, 1.0]) for value in (1.0, float("nan"))]
+        for microbatch, loss in enumerate(losses):
+            on_device = loss if gpu is None else gpu.tensor(loss)
+            reduction.ledger.write(microbatch, on_device[1], {"lm loss": on_device})
+        if with_gradient:
+            reduction._gradients.regions[0].local[:] *= float("nan")
+        with pytest.raises(NotFinite, match="^the loss of microbatches .1. is not finite$") as raised:
+            reduction.reduce(plan(reduces=[reduction.ledger_bucket]) if not with_gradient else plan())
+        assert raised.value.microbatches == (1,) and not driver.held
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -11,22 +11,27 @@ Note [Peaks]
     - In a recovery, buckets that a member holds complete are decided. Their results have to stay,
       since the local gradient of a replica alone cannot replace them. Meanwhile the lost
       microbatches are computed, with all their activations. In the worst case one small bucket is
-      undecided, so nearly all results stay. Gradient of decided buckets is redirected to a dump
-      (`gradient_buffers.Redirection`).
+      undecided, so nearly all results stay. Gradient of decided buckets is redirected
+      (`gradient_buffers.Redirection`): to one dump as large as the largest parameter, and to a copy
+      of each parameter that is only partly in an undecided bucket.
+    - Sums have one order, so the undecided buckets are neighbours. In the buffer they are one range
+      in each shard (`trainer/regions.py`, Note [Columns]). Each of the two borders of each range
+      may cut a parameter.
 
     So the peak of a recovery decides whether a layout fits: a rank that runs out of memory in a
     recovery would end the second replica after a death, and perhaps all.
+
+    Workspaces of kernels are not counted. One of cuBLAS is ours: checksums multiply on the stream
+    of the reduction (`trainer/checksum.py`), and torch keeps a workspace for each stream.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from megatron_recover.megatron.layout.sizes import Layout, Numerics, OnRank, Sizes, layers_of_stages, on_stage
-
-_REDIRECTED = 2
-"""Largest parameters that a recovery redirects at a time: the dump of all regions, and a parameter
-that a border of a bucket cuts in two (`gradient_buffers.Redirection`)."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,10 +99,22 @@ def of_rank(held: OnRank, numerics: Numerics, layout: Layout, activations: int =
         optimizer=optimized * numerics.optimizer,
         activations=activations,
         sums=max(_sum_of_bucket(number, shards, numerics) for number, shards in groups),
-        redirected=0 if numerics.is_exact else _REDIRECTED * held.largest * numerics.gradient,
+        redirected=0 if numerics.is_exact else _redirected(held, groups) * numerics.gradient,
         step_copy=optimized * numerics.step_copy,
         is_overlapped=numerics.is_overlapped,
     )
+
+
+def _redirected(held: OnRank, groups: Sequence[tuple[int, int]]) -> int:
+    """Return a bound of the elements that a recovery redirects at a time. See Note [Peaks].
+
+    `groups` are (elements, shards) of what is summed alike. Which parameters are cut depends on
+    their places in the buffer; the largest are counted. A second failure during a recovery, or sums
+    that were under way beside one that failed, can leave further ranges, which are not counted.
+    """
+    num_cut = max((2 * shards for number, shards in groups if number), default=0)
+    sizes = sorted((*held.tables, *[held.largest] * num_cut), reverse=True)
+    return sizes[0] + min(sum(sizes[:num_cut]), held.dense + held.experts)
 
 
 def _sum_of_bucket(elements: int, num_shards: int, numerics: Numerics) -> int:

@@ -164,8 +164,10 @@ class OnRank(msgspec.Struct, frozen=True):
 
     dense: int
     experts: int
+    tables: tuple[int, ...]
+    """Elements of each parameter that has a row for every entry of the vocabulary."""
     largest: int
-    """Elements of the largest parameter."""
+    """Elements of the largest other parameter."""
 
 
 def layers_of_stages(num_layers: int, num_stages: int, flags: Flags) -> list[range] | None:
@@ -186,22 +188,21 @@ def layers_of_stages(num_layers: int, num_stages: int, flags: Flags) -> list[ran
 def on_stage(model: Model, layout: Layout, stage: int, stages: Sequence[range]) -> OnRank:
     """Return the elements on a rank of pipeline stage `stage`; `stages` has its layers."""
     held = sum((model.layers[layer] for layer in stages[stage]), Elements())
+    rows = []
     if stage == 0:
         held += model.first
+        rows.append(model.first.rows)
     if stage == len(stages) - 1:
         held += model.last
+        rows.append(model.last.rows)
         if model.is_tied and stage > 0:
             held += Elements(rows=model.first.rows)
+            rows.append(model.first.rows)
     vocabulary = padded(model, layout.tp)
     dense = (held.rows * vocabulary + held.split) // layout.tp + held.whole
     experts = (held.expert_split // layout.expert_tp + held.expert_whole) // layout.ep
-    # Embedding and output layer have equal shapes; a rank with both has their sum in `rows`.
-    row = max((each for each in (model.first.rows, model.last.rows) if held.rows), default=0)
-    largest = max(
-        row * vocabulary // layout.tp, held.largest_split // layout.tp, held.largest_whole,
-        held.largest_expert // layout.expert_tp,
-    )  # fmt: skip
-    return OnRank(dense, experts, largest)
+    largest = max(held.largest_split // layout.tp, held.largest_whole, held.largest_expert // layout.expert_tp)
+    return OnRank(dense, experts, tuple(row * vocabulary // layout.tp for row in rows if row), largest)
 
 
 def padded(model: Model, tp: int) -> int:
