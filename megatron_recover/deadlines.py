@@ -81,8 +81,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float
     """Longest wait of the coordinator for the agent to see a death that would explain a member's
     request, if at most one generation without a committed step came before; later requests wait
-    `follow_s`. Then the coordinator makes a generation with the same roster. Fixed: the agent sees
-    a death within 0.1 s, and every repair that a member requests waits for this."""
+    `follow_s`. Then the coordinator makes a generation with the same roster. A rank whose gradient
+    is not finite leaves the last stage as much time to name the microbatch. Fixed: the agent sees a
+    death within 0.1 s, and every repair that a member requests waits for this."""
     silence_s: float
     """Time without a message after which leader and coordinator report each other as silent. The
     report ends nothing."""

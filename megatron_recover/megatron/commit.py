@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -361,6 +362,10 @@ class CommitLoop:
         except Exception as error:
             innocent = is_communication_error(error) or is_device_error(error)
             at_fault = error.microbatches if isinstance(error, NotFinite) else ()
+            if isinstance(error, NotFinite) and reduction.ledger is None:
+                # If a loss is the cause, the last stage finds it as well, and can name its
+                # microbatch. Its report has to come before the end of this process.
+                time.sleep(self._config.deadlines.grace_s)
             self._driver.failing(() if innocent else at_fault or microbatches.suspects(), error)
             raise
 
