@@ -1,9 +1,10 @@
 """Runs `pretrain_gpt.py` with every forward stretched to a fixed wall time.
 
-Then the number of cores does not affect the measured times. `--paced-forward-s SECONDS` gives the
-time of a forward. `--paced-backward-s` stretches backwards too, for jobs with many more replicas
-than cores. With `--second-pass-only` every pass is closed when it begins, so work that is dealt
-during a pass gets a pass of its own. Megatron does not see these flags.
+Then the number of cores does not affect the measured times, unless a forward takes longer than that
+by itself. `--paced-forward-s SECONDS` gives the time of a forward. `--paced-backward-s` stretches
+backwards too, for jobs with many more replicas than cores. With `--second-pass-only` every pass is
+closed when it begins, so work that is dealt during a pass gets a pass of its own. Megatron does not
+see these flags.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class CommitLoop:
     def know_state(self, chunks: Sequence[Any], optimizer: Any = None, scheduler: Any = None) -> TrainingState:
         """Return the state of this rank.
 
-        An evaluation or an agreement may not know the optimizer yet.
+        An evaluation or an agreement may come before the optimizer is known (None).
         """
         if self._state is None or (optimizer is not None and not self._state.has_optimizer):
             self._state = TrainingState(chunks, optimizer, scheduler, self._counters)
@@ -247,12 +247,12 @@ class CommitLoop:
         """Run one step, shared by all replicas, in place of upstream's forward-backward function.
 
         Returns the loss dictionaries of all ids in their order on the last stage, an empty list on
-        other stages. An evaluation step that is given up, and every step after it, returns an empty
-        list.
+        other stages. An evaluation step that is given up returns an empty list, and so does every
+        step after a step that is given up.
 
-        Raises `GivenUp` for a training step that is given up, and whatever `Driver.next_order`
-        raises. Raises ValueError for `collect_non_loss_data`: no replica has that data for the
-        whole batch.
+        Raises `GivenUp` for a training step that is given up, and whatever the driver, the
+        computation of a microbatch and the reduction raise. Raises ValueError for
+        `collect_non_loss_data`: no replica has that data for the whole batch.
         """
         if self._has_given_up:  # the job ends at upstream's next iteration boundary
             return []
@@ -299,8 +299,8 @@ class CommitLoop:
     def _next_order(self, work: Work) -> Plan | Apply:
         """Wait for the next order and return it.
 
-        Raises RuntimeError for an order of another step, or of an older generation than the order
-        before.
+        Raises RuntimeError for an order of another step or other work, or of an older generation
+        than the order before.
         """
         order = self._driver.next_order()
         asked: Work | str
@@ -332,7 +332,7 @@ class CommitLoop:
         microbatches: Microbatches,
         plan: Plan,
     ) -> None:
-        """Run the pass that begins with `plan`, then the reduction that follows the pass."""
+        """Run the pass that begins with `plan`, and the reduction beside it or after it."""
         times = not microbatches.num_passes and not arguments.get("forward_only")
         stopwatch = self._stopwatch if times else None
         queue = WorkQueue(self._driver, plan, self._extended)
@@ -432,7 +432,7 @@ class CommitLoop:
 
         The empty ledger is reduced as well: the protocol relies on no replica being able to vote on
         a step before all replicas have committed the step before. `chunks` (the model), `optimizer`
-        and `scheduler` serve a rank that has had no step.
+        and `scheduler` serve a rank that has had no training step.
         """
         reduction = self.join(chunks)
         work = Work(str(label), 0, reduction.buckets(forward_only=True), digests=True)

@@ -70,7 +70,8 @@ class Redirection:
     """Collects a region's gradient for some of its buckets only.
 
     Between `begin` and `end` only the buckets `into` collect gradient. Gradient of other buckets
-    goes to a scratch buffer. `begin` and `end` may alternate any number of times.
+    goes to a dump. A parameter that is partly in `into` collects in a tensor of its own, from which
+    `end` adds the part that counts. `begin` and `end` may alternate any number of times.
 
     Every `begin` gives the parameters the same targets. The reason: a fused weight gradient goes
     where `main_grad` pointed in its *forward*, and its backward makes that tensor `main_grad` again
@@ -81,8 +82,8 @@ class Redirection:
     def __init__(self, region: Region, params: Params, into: Sequence[BucketId], dump: Tensor) -> None:
         """Allocate the targets.
 
-        `params` are all parameters of `region`; `into` names its buckets. `dump` has room for the
-        largest of the parameters; nobody reads it.
+        `params` are all parameters of `region`; `into` names the buckets that collect, also those
+        of other regions. `dump` has room for the largest of the parameters; nobody reads it.
         """
         kept = [part for bucket in region.buckets if bucket.id in into for part in bucket.slices()]
         self._redirected: list[tuple[Any, Tensor, Tensor, list[slice]]] = []
@@ -119,7 +120,7 @@ class Collector:
         self._redirections: dict[tuple[BucketId, ...] | None, list[Redirection]] = {}
         """Redirections of the current pass, by their `into`. Dropped after it to free memory."""
         self._dumps: dict[torch.dtype, Tensor] = {}
-        """Dumps of the current pass, shared by all regions of a type."""
+        """Dumps of the current pass, shared by all regions of a dtype."""
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """Add gradient to the buckets `into` only, from now on.
@@ -144,7 +145,7 @@ class Collector:
             redirection.begin()
 
     def _dump(self, region: Region) -> Tensor:
-        """Return the dump of the regions of this type."""
+        """Return the dump that all regions of the same dtype as `region` share."""
         dtype = region.local.dtype
         if dtype not in self._dumps:
             alike = [params for each, params in self._regions.items() if each.local.dtype == dtype]

@@ -17,7 +17,8 @@ from megatron_recover.trainer.ledger import first_losses
 def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     """Return the ratio of the summed gradient to the gradient of the step's mean loss.
 
-    The sum is over replicas and lanes. The ratio is right to within a factor of 2.
+    The sum is over replicas and lanes. With a per-token loss the ratio is an upper bound: it counts
+    tokens that the loss leaves out, and the whole sequence for each context-parallel rank.
     """
     config = get_model_config(chunk)
     scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))

@@ -40,7 +40,9 @@ class Digests(NamedTuple):
     replicated: int
     """Digest of the parameters that all ranks of the stage hold (`HeldBy.STAGE`)."""
     lanes: int | None
-    """Digest of all parameters but `HeldBy.RANK`'s; None where the rank has none of these."""
+    """Digest of all parameters but those of `HeldBy.RANK`: equal on the ranks of all lanes at the
+    same tensor-parallel position. None where no parameter is `HeldBy.RANK`: `everything` is equal
+    on these ranks then."""
 
     def fields(self) -> dict[str, str]:
         """Return the digests as fields of `trace.Applied`."""

@@ -82,9 +82,9 @@ class TensorBoard:
         self.__getattr__("add_scalar")(tag, value / len(self._driver.roster) if tag == "throughput" else value, *args, **kwargs)
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Keyed by the driver's step, because the writer began that step after flushing all values
-        # before it. Megatron's own numbers do not serve as a key: it writes some values of an
-        # iteration by iteration and some by samples.
+        # Keyed by the driver's step. Where every iteration is logged (`--log-interval 1`), the
+        # writer began that step after flushing all values before it. Megatron's own numbers do not
+        # serve as a key: it writes some values of an iteration by iteration and some by samples.
         if self._of_step != self._driver.step:
             self._of_step = self._driver.step
             self._newest.clear()
@@ -95,7 +95,7 @@ class TensorBoardFactory:
     """Replaces `_set_tensorboard_writer` of Megatron's `global_vars` (seam `tensorboard`)."""
 
     def __init__(self, driver: Callable[[], Driver]) -> None:
-        """Store `driver()`, which is called when the first value is written.
+        """Store `driver()`, which is called at each use of the writer, and not before.
 
         Megatron calls `set_writer` while it parses arguments, before there is a driver.
         """

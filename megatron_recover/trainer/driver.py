@@ -17,8 +17,8 @@ from megatron_recover.data_plane.transport import Operand, Transport
 class Driver(Protocol):
     """The driver of one rank, as its training thread uses it.
 
-    The methods are in the order in which a training thread calls them. `RankDriver` documents what
-    each of them does and raises. The training thread calls all of them. With
+    The methods are roughly in the order in which a training thread calls them. `RankDriver`
+    documents what each of them does and raises. The training thread calls all of them. With
     `--overlap-grad-reduce` the thread `recover-reduce` calls `transport`, `hold` and `blocked` in
     its place.
     """

@@ -43,8 +43,8 @@ class InWork:
         """Note that the host has issued a forward or backward of `microbatch`.
 
         Return the microbatches that the device still works on: on a GPU usually this one too, on a
-        CPU none. `then()` is called once it does not work on this one any more: now, or in a later
-        call of a method.
+        CPU none. `then()` is called once the device has done this work: now, or in a later call of
+        a method, and never if `forget` is called before.
         """
         if self._mark is None:
             (then or _nothing)()

@@ -39,9 +39,10 @@ class Ledger:
         self._are_finite = torch.ones(num_microbatches, dtype=torch.bool, device=device)
 
     def write(self, microbatch: int, tokens: Tensor, losses: dict[str, Tensor]) -> None:
-        """Fill the microbatch's row. Raises ValueError for a report that does not fit.
+        """Fill the microbatch's row, but for its seconds.
 
-        The first of `losses` is the one that is trained (`first_losses`).
+        The first of `losses` is the one that is trained (`first_losses`). Raises ValueError for a
+        report that does not fit.
         """
         described = tuple((key, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in losses.items())
         head = _encode(described, self._rows.device)
@@ -59,7 +60,7 @@ class Ledger:
             self._are_finite[microbatch] = values[0].isfinite().all()
 
     def is_finite(self) -> Tensor:
-        """Return whether the first losses here are all finite, as a scalar on the device."""
+        """Return whether the first loss of every row written here is finite, as a scalar tensor."""
         return self._are_finite.all()
 
     def not_finite(self) -> tuple[int, ...]:
@@ -67,7 +68,7 @@ class Ledger:
         return tuple(microbatch for microbatch, is_finite in enumerate(self._are_finite.tolist()) if not is_finite)
 
     def add_seconds(self, microbatch: int, seconds: float) -> None:
-        """Add compute time of the microbatch on this rank."""
+        """Add time that the host spent on the microbatch on this rank."""
         self._seconds[microbatch] += seconds
 
     def rows(self) -> Tensor:
@@ -104,8 +105,8 @@ def read_losses(rows: Tensor, on_host: Tensor) -> list[dict[str, Tensor]]:
 def first_losses(on_host: Tensor) -> Tensor:
     """Return the first loss that the first row reports, of all microbatches.
 
-    `on_host` are rows in host memory. Shape (M, numbers of that loss), float64. Without a report
-    the shape is (M, 0). Raises KeyError if another row does not report that loss.
+    `on_host` are rows in host memory. Shape (M, numbers of that loss), float64. Without a loss
+    in the first row the shape is (M, 0). Raises KeyError if another row does not report that loss.
     """
     key, found = "", on_host.new_empty(len(on_host), 0)
     for indices in _alike(on_host):

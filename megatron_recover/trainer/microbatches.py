@@ -77,7 +77,8 @@ class Microbatches:
     def end_pass(self) -> int:
         """End the pass; return the number of its microbatches.
 
-        An exception from now on is charged to all of them.
+        An exception in the reduction that follows is charged to all of them, unless it names its
+        microbatches or is the fault of none.
         """
         self._current = None
         self._reduction.collect_into(None)
@@ -140,7 +141,8 @@ class Microbatches:
     def _elapsed_s(self) -> float:
         """Return the seconds of the forward or backward that ends now.
 
-        With an injected slowdown, wait here first; the wait is included.
+        On a GPU these are the seconds in which the host has issued the work. With an injected
+        slowdown, wait here first; the wait is included.
         """
         seconds = time.perf_counter() - self._since
         return seconds if self._faults is None else self._faults.stretch(self._step, seconds)
@@ -164,8 +166,9 @@ class Microbatches:
     def _end(self, task: Task, *, finishes: bool) -> None:
         """End a forward or backward.
 
-        `finishes`: this rank's journal has the microbatch as finished, once the device has done it.
-        A backward ends at the first chunk of the first stage, an evaluation at the stage's last.
+        `finishes`: this was the last work of the replica's first stage on the microbatch. So rank
+        0's journal has the microbatch as finished, once the device has done it. The last work is
+        the backward of the stage's first chunk, and in an evaluation the forward of its last chunk.
         """
         self._current = None
         then = None

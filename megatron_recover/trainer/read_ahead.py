@@ -14,15 +14,15 @@ Note [Failures while reading ahead]
     A failed read is forgotten. The training thread reads the batch again when it is due, and raises
     there what reading raises. So the failure is charged to its own microbatch (INV-9), and a
     microbatch that is never due raises nothing. Each failure is logged. After `_FAILURES` failures
-    in a row nothing more of the source is read ahead: no other thread may be able to read it.
+    in a row nothing more of the source is read ahead: perhaps only the training thread can read it.
 
 Note [What is not read ahead]
     - The first pass of a source. Reading may change the state of a random generator, which all
       threads of a process share. The training thread finds that out (`Source.may_read_ahead`).
     - A pass in a generation that is newer than the last commit (`commit.CommitLoop`): the first of
-      a run, and what is dealt after a loss. If a process dies by a signal while it computes one
-      microbatch and reads another, both are charged. The next replica that gets the guilty one
-      reads it alone, so the two deaths have one microbatch in common.
+      a run, and what is dealt after a loss or a failed sum. If a process dies by a signal while it
+      computes one microbatch and reads another, both are charged. The next replica that gets the
+      guilty one reads it alone, so the two deaths have one microbatch in common.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Source(Protocol):
         """Return the batch of these samples. Any thread may call this, one at a time."""
 
     def prepared(self, batch: Any) -> Any:
-        """Return a batch that was read as the device can copy it best. Any thread may call this."""
+        """Return a batch that was read, in the form that is copied best to the device.
+
+        Any thread may call this.
+        """
 
     def read_when_due(self, indices: range) -> Any:
         """Return the batch of these samples to the training thread; update `may_read_ahead`."""
@@ -128,7 +131,10 @@ class ReadAhead:
             self._end(batch)
 
     def close(self, patience_s: float) -> None:
-        """Drop all batches and end the thread; wait `patience_s` seconds for a reading to end."""
+        """Drop all batches and end the thread.
+
+        Wait at most `patience_s` seconds for a reading to end.
+        """
         with self._changed:
             self._is_closed = True
             self._expected, self._ready = {}, {}

@@ -5,11 +5,12 @@ elements belong to which bucket, the same on every replica. Nothing here communi
 replicas.
 
 Note [Columns]
-    Megatron's distributed optimizer cuts each of its buckets into one shard per lane. As a matrix
-    with one row per lane, a bucket of ours is a range of columns. So a lane's part of the bucket
-    after the reduction over lanes lies inside the lane's optimizer shard. With one lane a range of
-    columns is simply a slice. The plain optimizer uses the same geometry; it gathers the rows of
-    all lanes after the commit. Buckets may cut parameters in two.
+    Megatron's distributed optimizer cuts each of its buckets, a region here, into one shard per
+    lane. The region is seen as a matrix whose rows are the shards. A bucket of ours is a range of
+    columns of that matrix. So a lane's part of the bucket after the reduction over lanes lies
+    inside the lane's optimizer shard. With one lane a range of columns is simply a slice. With the
+    plain optimizer the geometry is the same, and `Bucket.apply` gathers the rows of all lanes after
+    the commit. Buckets may cut parameters in two.
 
 Note [Local gradient]
     `Region.local` is the trainer's own buffer. Backward accumulates into it, and nothing else
@@ -41,7 +42,7 @@ class Regions(Protocol):
     checks_finite: bool
     """True if a gradient or a loss that is not finite ends the rank."""
     can_watch: bool
-    """True if `watch` works: the trainer reduces buckets beside the backward."""
+    """True if `watch` works: the user asked to reduce buckets beside the backward."""
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """Collect gradient in these buckets only, from now on.

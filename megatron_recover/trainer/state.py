@@ -45,13 +45,13 @@ class StateTensor(NamedTuple):
     name: str
     data: Tensor
     """The elements, one-dimensional and contiguous. They share the memory of the original tensor
-    unless it has gaps."""
+    unless it has gaps or overlaps itself. They are bytes where an earlier name covers a part."""
     shape: tuple[int, ...]
     """Shape of the original tensor."""
 
     @property
     def layout(self) -> str:
-        """Return what must be equal before two replicas can exchange this tensor."""
+        """Return a description of this tensor without its contents, equal on each replica."""
         return f"{self.name} {self.data.dtype} {self.shape} {self.data.numel()}"
 
 

@@ -33,7 +33,10 @@ class Stopwatch:
             self._ended, self._begun = (num_microbatches, self._begun, self._now()), None
 
     def take(self) -> tuple[int, int] | None:
-        """Return (microbatches, nanoseconds) of the last pass, once; None until they are known."""
+        """Return (microbatches, nanoseconds) of the last pass, once.
+
+        None: they are not known yet, were returned already, or there was no pass.
+        """
         if self._ended is None:
             return None
         num, begun, ended = self._ended

@@ -52,7 +52,7 @@ class WorkQueue:
     def next(self) -> Task | None:
         """Return the next microbatch, or None when the pass has no more.
 
-        Wait while neither is known. Raises `JobStopped`.
+        Wait while neither is known. Raises `JobStopped`, and RuntimeError for a plan of other work.
         """
         while self._is_open and not self._waiting:
             self._take()
@@ -61,7 +61,10 @@ class WorkQueue:
         return self._waiting.popleft()
 
     def has_ended(self) -> bool:
-        """Return whether the pass is already known to have no more. Never waits."""
+        """Return whether the pass is already known to have no more.
+
+        Never waits. Raises what `next` raises.
+        """
         while self._is_open and not self._waiting and self._driver.has_order():
             self._take()
         return not self._is_open and not self._waiting

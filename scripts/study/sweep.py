@@ -1,7 +1,7 @@
 """Sweeps of goodput over the rate of failures and the size of a job: CSV, and a plot of both.
 
     python -m scripts.study.sweep scenarios/large.toml --out DIR [--only rates|sizes]
-        [--losses N]
+        [--losses N] [--max-gpus N]
 
 This module decides only which scenarios are simulated. Every point runs as long as `--losses`
 losses are expected to take. Jobs of all sizes have as many microbatches for each replica.
@@ -118,7 +118,7 @@ def draw(path: Path, found: Sequence[Point]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the sweep and return the exit code: 2 for a wrong scenario, 130 after Ctrl-C.
 
-    After Ctrl-C the table and the plot have the points found so far.
+    After Ctrl-C the table and the plot have the points found so far, if any.
     """
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
     parser.add_argument("scenario", type=Path, help="a scenario with all policies, e.g. scenarios/large.toml")

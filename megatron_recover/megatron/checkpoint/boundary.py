@@ -32,7 +32,8 @@ class Boundary:
     def take_over(self, args: Namespace) -> None:
         """Handle SIGTERM, `--exit-signal` and `--exit-duration-in-mins` here, in place of Megatron.
 
-        Megatron would act on them in one replica alone.
+        `--exit-signal` counts only with `--exit-signal-handler`, as in Megatron. Megatron would act
+        on each of them in one replica alone.
         """
         self._minutes, args.exit_duration_in_mins = args.exit_duration_in_mins, None
         wanted = {signal.SIGTERM, *([signal.Signals(args.exit_signal)] if args.exit_signal_handler else [])}

@@ -9,16 +9,16 @@ Note [Agreed]
     record carries the digest of all their state. The writer writes only after the record is
     committed, and writes that state. So a replica whose state has drifted is outvoted before it can
     save its state. It follows that all replicas must agree on whether a save is due. This depends
-    on the iteration and on committed records only, never on what a replica sees by itself. The save
-    at the end of training relies on the record of the end, which carries such a digest too. With
-    one replica there is no other state to compare with.
+    on the iteration and on committed records only, never on what a replica sees by itself. A save
+    that `settle` repeats at the end of training relies on the record of the end, which carries such
+    a digest too. With one replica there is no other state to compare with.
 
 Note [Owed]
     Replicas that do not write continue to train while the writer saves. They remember the
-    checkpoint as owed. When one of them becomes the writer and the tracker does not name the owed
-    checkpoint, it requests another save in its vote. The record that carries the request makes
-    all replicas begin a save after the iteration. At the end of training all replicas wait for
-    each other. So if the writer dies in the last save, others can still save.
+    checkpoint as owed. When one of them becomes the writer and the tracker names neither the owed
+    checkpoint nor a later one, it requests another save in its vote. The record that carries the
+    request makes all replicas begin a save after the iteration. At the end of training all replicas
+    wait for each other. So if the writer dies in the last save, others can still save.
 
 Note [A save that fails]
     A full disk, or a folder that cannot be written or read, ends no replica: any other replica
@@ -27,10 +27,10 @@ Note [A save that fails]
     training the last save is repeated for `Deadlines.save_s` seconds, while somebody may make room.
     Then the job ends with an exit code of its own.
 
-    When a rank fails, all ranks of its replica have to learn of the failure. In format `torch_dist`
-    Megatron informs them (`CheckpointException`). In format `torch` the failed rank writes the
-    failure to the replica's store, which rank 0 reads before it publishes the checkpoint. A failed
-    rank still takes part in the barriers that are left of Megatron's save. Only rank 0 reads the
+    When the write of a rank fails, all ranks of its replica have to learn of it. In format
+    `torch_dist` Megatron informs them (`CheckpointException`). In format `torch` that rank writes
+    the failure to the replica's store, which rank 0 reads before it publishes the checkpoint. Such
+    a rank still takes part in the barriers that are left of Megatron's save. Only rank 0 reads the
     folder. A folder that cannot be read counts as empty, except for the checkpoint that this
     replica has saved there.
 """
@@ -159,6 +159,7 @@ class Checkpoints:
     def save_checkpoint_and_time(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Compare the state of all replicas, then save if this replica is the writer.
 
+        Does nothing for an iteration that is agreed already, or that was loaded from `--save`.
         Replaces Megatron's `save_checkpoint_and_time` (seam `save_checkpoint`).
         """
         if self._folder is None or not iteration:
@@ -246,7 +247,7 @@ class Checkpoints:
                 self._saver.request(missing(owed))
 
     def settle(self, meet: Callable[[int], None], *, has_trained: bool = True) -> None:
-        """Return when the last checkpoint exists or when it cannot be written.
+        """Return when the last checkpoint exists or cannot be written; there may be none.
 
         Called after training. Any replica may have to write it. `meet(round)` returns when all live
         replicas are in this round. `has_trained` is whether any state has changed.
@@ -338,7 +339,7 @@ class Checkpoints:
             free = f"{shutil.disk_usage(save).free / 1e9:.2f} GB"
         detail = (
             f"the checkpoint of iteration {iteration} could not be saved to --save {save} (free: {free}): {failure}; make room "
-            "or make it writable. Training goes on; the next save point tries again, and the end of training for "
+            "or make it writable. While training goes on, each save point tries again; the end of training tries for "
             f"{figure(self._deadlines.save_s)} s (--recover-deadline-s {self._deadlines.deadline_s:g})"
         )
         self._record(trace.Checkpoint, iteration=iteration, phase="failed", detail=detail)

@@ -118,7 +118,10 @@ class SaveFolder:
         sync(self.path)
 
     def _identity(self) -> tuple[int, int] | None:
-        """Return (inode, modification time) of the tracker, or None. They change with each save."""
+        """Return (inode, modification time) of the tracker, which change with each save.
+
+        None without a tracker.
+        """
         try:
             status = os.stat(self.path / TRACKER)
         except (FileNotFoundError, NotADirectoryError):

@@ -26,7 +26,7 @@ _LONGEST = 120
 """Characters of a value. A longer value is cut, and its digest is added."""
 _BLOCK_BYTES = 2**16
 _NUM_BLOCKS = 64
-"""Number of blocks to read of a larger file, including the first and the last block."""
+"""Number of blocks to read of a file that has more, including the first and the last block."""
 
 
 def arguments(args: Namespace, rank: int) -> dict[str, str]:
@@ -43,8 +43,9 @@ def arguments(args: Namespace, rank: int) -> dict[str, str]:
 def software(*, exact: bool) -> dict[str, str]:
     """Return the versions of Python and of the packages that compute.
 
-    With `exact` (`--recover-determinism exact`) return also the kind of device: exact results are
-    equal only on equal hardware.
+    With CUDA return also the settings of NCCL that decide the order of its additions
+    (`config.NCCL_ORDER`). With `exact` (`--recover-determinism exact`) return also the kind of
+    device: exact results are equal only on equal hardware.
     """
     parts = {f"the version of {name}": _version(name) for name in _PACKAGES}
     parts["the version of Python"] = platform.python_version()

@@ -19,7 +19,8 @@ from megatron_recover.host.whole_file import replacing
 def cache_directory(data_cache_path: str | None, prefixes: Sequence[str]) -> Path | None:
     """Return the folder of upstream's index cache, or None without data.
 
-    The folder is `--data-cache-path`, else `cache` below the first of `prefixes`.
+    The folder is `--data-cache-path`, else `cache` below the first of `prefixes`. Without the flag
+    upstream has such a folder for each data set; the lock in the first one serves for all.
     """
     if data_cache_path is not None:
         return Path(data_cache_path)

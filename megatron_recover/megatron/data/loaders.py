@@ -19,7 +19,7 @@ Note [Generators]
     generator of the process must read in the training thread: its sample then follows from the
     microbatch's random state (`randomness.py`), and no other thread changes that state. So a
     dataset is read ahead only after a batch of it was read without a draw. A dataset that draws for
-    some samples only needs `--num-workers 0`.
+    some of its samples and not for others needs `--num-workers 0`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Dataset(Protocol):
 class MicrobatchCursor:
     """Names the microbatch whose samples are read next.
 
-    One per rank, shared by all its data iterators. The schedule sets the microbatch before each
-    forward.
+    One per rank, shared by all its data iterators. `commit.CommitLoop` sets the microbatch before
+    each forward.
     """
 
     def __init__(self, page: ProgressPage | None = None, num_ahead: int = 0) -> None:
         """Start at microbatch 0. `page` shows when samples are read; None: nobody reads it.
 
-        `num_ahead`: microbatches of each iterator that a thread reads ahead (Note [Workers]).
+        `num_ahead`: most microbatches of each iterator that a thread reads ahead (Note [Workers]).
         """
         self.page = page or ProgressPage()
         self.read_ahead = ReadAhead(self.page, num_ahead)
@@ -74,9 +74,9 @@ class MicrobatchCursor:
         """Begin a step of `num_microbatches` (M) microbatches in all data iterators of this rank.
 
         `data_iterator` is Megatron's argument: an iterator, a list with one per model chunk, or
-        None. Call this once per step and rank, also in evaluation and also if the rank reads
-        nothing. Do not call it again for further passes of the step, which read the samples of the
-        same step.
+        None. Call this once per rank and step with microbatches, also in evaluation and also if the
+        rank reads nothing. Do not call it again for further passes of the step, which read the
+        samples of the same step.
         """
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         # Megatron wraps our iterator in its RerunDataIterator.
@@ -86,7 +86,7 @@ class MicrobatchCursor:
             iterator.begin(num_microbatches)
 
     def close(self, patience_s: float) -> None:
-        """End the thread that reads ahead; wait `patience_s` seconds for it."""
+        """End the thread that reads ahead; wait at most `patience_s` seconds for it."""
         self.read_ahead.close(patience_s)
 
     @contextlib.contextmanager

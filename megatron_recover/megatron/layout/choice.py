@@ -131,7 +131,10 @@ def chunks_of_stage(model: Model, flags: Flags, pp: int) -> int | None:
 
 
 def _expert_sizes(model: Model, flags: Flags, tp: int, lanes: int) -> list[int]:
-    """Return the expert-parallel sizes: they divide experts, and the ranks of a stage."""
+    """Return the expert-parallel sizes.
+
+    Each divides the number of experts, and times the ranks of an expert the ranks of a stage.
+    """
     ranks, of_expert = tp * flags.cp * lanes, flags.expert_tp or tp
     return [
         ep

@@ -214,9 +214,9 @@ def _layer_ratio(args: Namespace, *, splits: bool) -> float:
 
     With split sequences (`splits`) upstream's layer has 18 h bytes a token, and 4 for each of its
     feed-forward units: the input and the output of their non-linearity. Without, upstream's layer
-    has 34 h bytes, that of 4 h units, whatever their number is. A gated unit has one input more.
-    With experts, a token passes those that its router chooses, and is copied on its way to each and
-    back.
+    has 34 h bytes at TP 1, those of 4 h units, whatever their number is. A gated unit has one input
+    more. With experts, a token passes those that its router chooses, and is copied on its way to
+    each and back.
     """
     hidden, feed_forward = args.hidden_size, args.ffn_hidden_size
     unit = 6 if args.swiglu or args.quick_geglu else 4

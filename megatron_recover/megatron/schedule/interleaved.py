@@ -2,10 +2,10 @@
 
 Replaces upstream's `forward_backward_pipelining_with_interleaving`
 (`core/pipeline_parallel/schedules.py`). Messages overlap with computation, as upstream's do with
-`overlap_p2p_comm`. The
-schedule is that of Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
-2021, section 2.2.2. The order of forwards, backwards, sends and receives is exactly upstream's if
-upstream accepts the number of microbatches and nothing is added to the queue.
+`overlap_p2p_comm`. The schedule is that of Narayanan et al., Efficient Large-Scale Language Model
+Training on GPU Clusters, 2021, section 2.2.2. The order of forwards, backwards, sends and receives
+is exactly upstream's if upstream accepts the number of microbatches and nothing is added to the
+queue.
 
 Note [Slots]
     Microbatches go through the chunks in groups: all of a group run on the first chunk, then all
@@ -97,7 +97,8 @@ class InterleavedStage:
         group_size = upstream.config.microbatch_group_size_per_vp_stage
         self._slots = ScheduleSlots(queue, num_stages=self._num_stages, num_chunks=self._num_chunks, group_size=group_size)
         self._num_warmup = 2 * (self._num_stages - self._link.current_stage - 1) + (self._num_chunks - 1) * group_size
-        """Number of forwards before the first backward."""
+        """Number of slots whose forwards run before forwards and backwards alternate, a forward
+        first."""
         self._num_backwards = [0] * self._num_chunks
         self._inputs: list[deque[_Message]] = [deque() for _ in range(self._num_chunks)]
         self._gradients: list[deque[_Message]] = [deque() for _ in range(self._num_chunks)]

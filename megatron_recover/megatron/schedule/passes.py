@@ -23,8 +23,8 @@ def run_pass(arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listen
     """
     upstream = MegatronPass(arguments, divisor=divisor, listener=listener, is_first=is_first)
     with contextlib.ExitStack() as stack:
-        # Within a pass upstream neither reduces nor finalizes a gradient. Both happen once a
-        # step, when it is committed.
+        # Within a pass upstream neither reduces nor finalizes a gradient. `Reduction` reduces it,
+        # and upstream finalizes it once, when the step is committed.
         for model in upstream.models:
             if hasattr(model, "no_sync"):
                 stack.enter_context(model.no_sync())

@@ -85,7 +85,7 @@ def _folder() -> Traversable:
 def unsupported_version(seams: Sequence[Seam]) -> list[str]:
     """Return the seams that were not checked against the installed version, one line each.
 
-    Does not import Megatron.
+    Returns a single line if no version is installed. Does not import Megatron.
     """
     try:
         installed = importlib.metadata.version("megatron-core")
