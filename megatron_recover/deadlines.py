@@ -34,7 +34,6 @@ and once 55 s (NVIDIA/nccl#1646). Not measured here.
 
 STILL_S = 0.5
 OOM_S = 1.0
-NOTICE_S = 1.0
 STUCK_S = 3.0
 INTRODUCTION_S = 5.0
 """Waits in seconds that are the same for every deadline, for code that has no `Deadlines`.
@@ -253,7 +252,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             stop_s=close_s,
             end_s=end_s,
             fork_s=end_s,
-            notice_s=NOTICE_S,
+            notice_s=1.0,
             renew_s=_between(0.5, deadline_s / 60, 30.0),
             store_s=store_s,
             orphan_s=orphan_s,

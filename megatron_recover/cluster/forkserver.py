@@ -246,7 +246,7 @@ class _Server:
         self._send(Ready(), [])
 
     def _serve(self) -> bool:
-        """Start the requested rank. Return False if the launcher is gone, or no rank can start."""
+        """Start the requested rank; return False if the launcher is gone or descriptors lack."""
         packet, descriptors = receive(self._control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
         if not packet:
             return False

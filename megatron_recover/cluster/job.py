@@ -21,7 +21,7 @@ from megatron_recover.trace import Layout, Level
 from megatron_recover.trace.ring import RING_BYTES
 
 TRAIN_LOG = "train.log"
-"""Name of the file with the lines that the writer replica prints."""
+"""Name of the file with the lines that the first and last rank of the writer replica print."""
 LAUNCHER_LOG = "launcher.log"
 """Name of the file with the console's lines that come from megatron-recover itself."""
 
@@ -112,7 +112,7 @@ def create_run_dir(run_dir: Path | None) -> Path:
 
 
 def write_description(job: Job) -> None:
-    """Write `run.json`: the run's settings, for its readers and to repeat it (CONTRIBUTING.md)."""
+    """Write `run.json`: the run's settings, for its readers and to repeat the run."""
     description = {
         "version": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

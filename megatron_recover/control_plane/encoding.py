@@ -229,7 +229,7 @@ def unpacked_peers(message: PackedPeers) -> tuple[Peer, ...]:
 
     Raises ValueError if parts are missing or left over, or if there are more than `MAX_ADDRESSES`.
     """
-    ports = [high << 8 | low for high, low in zip(message.ports[::2], message.ports[1::2], strict=False)]
+    ports = [high << 8 | low for high, low in zip(message.ports[::2], message.ports[1::2], strict=True)]
     num_addresses = len(ports)
     replicas = _Unpacker().ids(message.replicas)
     sizes = _repeated(message.sizes, len(replicas))

@@ -104,9 +104,9 @@ def first_to_die(statuses: Sequence[int]) -> int:
     """Return the index of the end that explains the others.
 
     `statuses`: the ends of ranks of one replica that the agent saw in one look, as in `loss_of`.
-    A signal from outside comes first, since it is charged to nothing. Exit codes and then SIGABRT
-    come last: ranks end so after another rank is gone, because their connection breaks or NCCL's
-    watchdog aborts.
+    SIGKILL and other signals from outside come first: they end a rank that has done nothing. Exit
+    codes and then SIGABRT come last: ranks end so after another rank is gone, because their
+    connection breaks or NCCL's watchdog aborts.
     """
 
     def precedence(index: int) -> int:

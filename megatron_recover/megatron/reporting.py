@@ -14,6 +14,8 @@ from typing import Any
 
 from megatron_recover.trainer.driver import Driver
 
+_Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""Method, arguments and keywords."""
 _PER_DEVICE = re.compile(r"(throughput per GPU \(TFLOP/s/GPU\): )([\d.]+)")
 
 
@@ -24,7 +26,7 @@ class LogLine:
         """Store the collaborators.
 
         `num_replicas` is the number of replicas at the start of the run. `original` is Megatron's
-        function. `flush()` writes TensorBoard's values to disk.
+        function. `flush()` is `TensorBoardFactory.flush`.
         """
         self._driver, self._num_replicas, self._original, self._flush = driver, num_replicas, original, flush
 
@@ -35,6 +37,7 @@ class LogLine:
         """
         driver = self._driver
         if not driver.is_writer():
+            self._flush()
             return
         if " iteration " in message and "consumed samples" in message:
             # Megatron divides the throughput of the whole batch by the ranks of one replica.
@@ -50,29 +53,31 @@ class LogLine:
 class TensorBoard:
     """A `SummaryWriter` that is created when this replica first writes as the writer.
 
-    The writer may die between the commit of a step and the flush of the step's values. So every
-    other replica keeps the values of the newest step, and a new writer writes these values first.
-    The event files may then contain the values twice; both copies are equal.
+    The writer may die before it has flushed its newest values. So every other replica keeps the
+    values since the last log line but one, and a new writer writes these values first. The event
+    files may then contain the values twice; both copies are equal.
     """
 
     def __init__(self, driver: Driver, create: Callable[[], Any]) -> None:
         self._driver, self._create = driver, create
         self._writer: Any = None
-        self._newest: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        """Calls (method, arguments, keywords) of step `_of_step` that were left to the writer."""
-        self._of_step: int | None = None
+        self._before: list[_Call] = []
+        """Calls that were left to the writer, between the last two flushes. The writer may have
+        died in the last one."""
+        self._since: list[_Call] = []
+        """Calls that were left to the writer since the last flush."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._driver.is_writer():
                 if name.startswith("add_"):
-                    self._remember(name, args, kwargs)
+                    self._since.append((name, args, kwargs))
                 return None
             if self._writer is None:
                 self._writer = self._create()
-                for missed, values, others in self._newest:
+                for missed, values, others in self._before + self._since:
                     getattr(self._writer, missed)(*values, **others)
-                self._newest.clear()
+                self._before, self._since = [], []
             return getattr(self._writer, name)(*args, **kwargs)
 
         return call
@@ -81,14 +86,12 @@ class TensorBoard:
         """Call `SummaryWriter.add_scalar`; divide the throughput per GPU by the live replicas."""
         self.__getattr__("add_scalar")(tag, value / len(self._driver.roster) if tag == "throughput" else value, *args, **kwargs)
 
-    def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Keyed by the driver's step. Where every iteration is logged (`--log-interval 1`), the
-        # writer began that step after flushing all values before it. Megatron's own numbers do not
-        # serve as a key: it writes some values of an iteration by iteration and some by samples.
-        if self._of_step != self._driver.step:
-            self._of_step = self._driver.step
-            self._newest.clear()
-        self._newest.append((name, args, kwargs))
+    def flush(self) -> None:
+        """Write all values to disk as the writer; otherwise note that the writer does."""
+        if self._driver.is_writer():
+            self.__getattr__("flush")()
+        else:
+            self._before, self._since = self._since, []
 
 
 class TensorBoardFactory:
@@ -103,7 +106,7 @@ class TensorBoardFactory:
         self._board: TensorBoard | None = None
 
     def flush(self) -> None:
-        """Write the values to disk, if this rank has a writer."""
+        """Call `TensorBoard.flush`, if this rank has TensorBoard."""
         if self._board is not None:
             self._board.flush()
 

@@ -163,7 +163,7 @@ TWO = (Peer(0, "a:1", ("a:2", "odd")), Peer(1, "a:3", ("a:4", "a:5")))
     [
         {"replicas": (0, 3)}, {"replicas": (0, 1)}, {"sizes": ((3, 1),)}, {"sizes": ((2, 2),)}, {"sizes": ((0, 1), (6, 1))},
         {"sizes": ((9, 1), (-3, 1))}, {"hosts": (("a", 5),)}, {"hosts": (("a", 2**40),)}, {"ports": b""}, {"others": ()},
-        {"others": ("x", "y")},
+        {"others": ("x", "y")}, {"ports": packed_peers(TWO).ports + b"1"},
     ],
     ids=str,
 )  # fmt: skip

@@ -31,7 +31,7 @@ def test_log_line_says_generation_replicas_and_quotas() -> None:
     driver.writer = False
     line.print_rank_last(LINE)
     assert len(printed) == 2
-    assert flushed == [0, 1], "values are on the disk before their line is"
+    assert flushed == [0, 1, 2], "values are on the disk before their line is; other replicas know that"
 
 
 def test_tensorboard_is_taken_over_and_not_opened_before() -> None:
@@ -47,14 +47,17 @@ def test_tensorboard_is_taken_over_and_not_opened_before() -> None:
     driver, created = Driver(), []
     board = TensorBoard(driver, lambda: created.append(1) or Writer())
     driver.writer = False
-    for driver.step in (6, 7):
-        board.add_scalar("lm loss", 3.9, driver.step)
-        board.add_scalar("lm loss vs samples", 3.9, 12 * driver.step)
-    board.flush()
+    for iteration in range(1, 8):
+        board.add_scalar("lm loss", 3.9, iteration)
+        board.add_scalar("lm loss vs samples", 3.9, 12 * iteration)
+        if not iteration % 3:  # `--log-interval 3`
+            board.flush()
     assert (created, written) == ([], [])
     driver.writer = True
-    board.add_scalar("lm loss", 3.9, 8)
     board.add_scalar("throughput", 12.0, 8)
     board.flush()
-    newest = [("lm loss", 3.9, 7), ("lm loss vs samples", 3.9, 84)]  # the dead writer may not have written them
-    assert (created, written) == ([1], [*newest, ("lm loss", 3.9, 8), ("throughput", 6.0, 8), ("flush",)])
+    # The dead writer may not have written these: its last flush, that of iteration 6, may not have come to its end.
+    missed = [each for at in (4, 5, 6, 7) for each in (("lm loss", 3.9, at), ("lm loss vs samples", 3.9, 12 * at))]
+    assert (created, written) == ([1], [*missed, ("throughput", 6.0, 8), ("flush",)])
+    board.flush()
+    assert written[-2:] == [("flush",)] * 2, "what was missed is written once"

@@ -2,8 +2,8 @@
 
 Note [Peaks]
     Weights, gradient and optimizer are always there, and so are the buffers of a sum once the first
-    is done: NCCL's scratch and the copies for lanes live as long as the reduction. The rest comes
-    and goes:
+    is done: NCCL's scratch lives as long as the reduction, and torch's allocator keeps the memory
+    of the copies for lanes. The rest comes and goes:
 
     - A step without failures has its activations first. The reduction begins when they are gone
       (with `--overlap-grad-reduce` before the last backward), and allocates the results, which are
