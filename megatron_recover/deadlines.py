@@ -80,9 +80,11 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float
     """Longest wait of the coordinator for the agent to see a death that would explain a member's
     request, if at most one generation without a committed step came before; later requests wait
-    `follow_s`. Then the coordinator makes a generation with the same roster. A rank whose gradient
-    is not finite leaves the last stage as much time to name the microbatch. Fixed: the agent sees a
-    death within 0.1 s, and every repair that a member requests waits for this."""
+    `follow_s`. Then the coordinator makes a generation with the same roster. Fixed: the agent sees
+    a death within 0.1 s, and every repair that a member requests waits for this."""
+    name_s: float
+    """Time that a rank whose gradient is not finite leaves the other ranks of its replica to name
+    the microbatch, before it reports all of the pass. Fixed: they find it in the same moment."""
     silence_s: float
     """Time without a message after which leader and coordinator report each other as silent. The
     report ends nothing."""
@@ -235,6 +237,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             introduction_s=INTRODUCTION_S,
             beat_s=beat_s,
             grace_s=0.25,
+            name_s=0.1,
             silence_s=3 * beat_s,
             words_s=follow_s / 2,
             sigkill_s=_between(0.8, 0.3 * follow_s, 3.0),
@@ -310,6 +313,7 @@ ORDER = (
     Below("introduction_s", "leader_s", "an honest peer whose connection was closed unproven has time to dial again"),
     Below("beat_s", "silence_s", "a beat or two may be late before anyone is called silent"),
     Below("grace_s", "follow_s", "the agent reports a death before a member is judged late for the next generation"),
+    Below("name_s", "grace_s", "the death of a rank that waits for a name still explains the requests of others"),
     Below("words_s", "follow_s", "a rank's last messages leave before anyone kills the rest of its replica"),
     Below("sigkill_s", "follow_s", "a rank that does not die of SIGKILL is named before the next member could be late"),
     Below("silence_s", "follow_s", "a stopped launcher is named before a replica that it cannot fence gives itself up"),

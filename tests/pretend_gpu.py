@@ -256,5 +256,6 @@ def pretended(*, is_quick: bool = False) -> Iterator[Gpu]:
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: gpu.stream())
         patch.setattr(torch.cuda, "stream", gpu.on)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
         yield gpu
     checksum._weights.cache_clear()

@@ -196,6 +196,8 @@ def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
         longest_s = OLDER * state.older.longest_s[phase]
     if step_s is None or longest_s is None:
         return None
+    if phase in WAITS and len(state.figures.steps_s) < _ENOUGH_STEPS:
+        return None  # of waits and steps with more replicas nothing follows for the last one
     return max(state.limits.hung_s, HANG_STEPS * step_s, TIMES_LONGEST * longest_s)
 
 

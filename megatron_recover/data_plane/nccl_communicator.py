@@ -24,7 +24,8 @@ Note [Retiring]
 
     On any doubt (NCCL does not finish enqueuing, it does not come to rest, or a call of it does not
     return) communicator and scratch are kept for the life of the process, which costs memory. The
-    others do not wait for it.
+    others do not wait for it: what has not returned for `close_s` is taken for something that never
+    does. If it did, a kernel could still read memory that another member has freed.
 """
 
 from __future__ import annotations

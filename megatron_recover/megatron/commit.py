@@ -362,10 +362,10 @@ class CommitLoop:
         except Exception as error:
             innocent = is_communication_error(error) or is_device_error(error)
             at_fault = error.microbatches if isinstance(error, NotFinite) else ()
-            if isinstance(error, NotFinite) and reduction.ledger is None:
-                # If a loss is the cause, the last stage finds it as well, and can name its
-                # microbatch. Its report has to come before the end of this process.
-                time.sleep(self._config.deadlines.grace_s)
+            if isinstance(error, NotFinite) and not at_fault:
+                # If a loss is the cause, a rank that has the loss finds it as well, and names its
+                # microbatch. The report has to come before the end of this process.
+                time.sleep(self._config.deadlines.name_s)
             self._driver.failing(() if innocent else at_fault or microbatches.suspects(), error)
             raise
 

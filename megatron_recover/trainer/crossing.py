@@ -178,7 +178,7 @@ class Crossing:
     def _complete(self, judged: ResultSummary) -> None:
         bucket_sum, generation = judged.bucket_sum, self._generation
         if not judged.all_finite:
-            raise TransportError(f"bucket {bucket_sum.id}: another rank's gradient has values that are not finite")
+            raise TransportError(f"bucket {bucket_sum.id}: another rank's gradient or loss is not finite")
         checksum = self._with_parameters(judged.checksum)
         counts: Literal["ones"] | tuple[int, ...] = "ones"
         if not judged.is_once:

@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import torch
+
 _Calls = queue.SimpleQueue["tuple[Future[None], Callable[[], None]] | None"]
 
 
@@ -26,25 +28,31 @@ class ReducingThread:
     The thread starts with the first call. No exit of the process waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """Start nothing yet. `device` is that of the calls."""
+        self._device = device
         self._calls = _Calls()
         self._has_started = False
 
     def begin(self, call: Callable[[], None]) -> Future[None]:
         """Run `call()` after all earlier calls; the future has its end, or what it raises."""
         if not self._has_started:
+            threading.Thread(target=_run, args=(self._calls, self._device), name="recover-reduce", daemon=True).start()
             self._has_started = True
-            threading.Thread(target=_run, args=(self._calls,), name="recover-reduce", daemon=True).start()
             weakref.finalize(self, self._calls.put, None)
         future = Future[None]()
         self._calls.put((future, call))
         return future
 
 
-def _run(calls: _Calls) -> None:
+def _run(calls: _Calls, device: torch.device) -> None:
+    is_placed = device.type != "cuda"
     while (due := calls.get()) is not None:
         future, call = due
         try:
+            if not is_placed:  # a thread begins on device 0, and would get a context there
+                torch.cuda.set_device(device)
+                is_placed = True
             call()
         except BaseException as error:  # the training thread raises it
             future.set_exception(error)

@@ -104,7 +104,7 @@ class Reduction:
         self._counted: set[BucketId] = set()
         """Buckets that the watched backward has passed."""
         self._first_generation = self._parameters_checksum = 0
-        self._thread = ReducingThread()
+        self._thread = ReducingThread(self.device)
         self._refusals: set[str] = set()
         """Reasons against overlap that were logged."""
 
@@ -321,38 +321,38 @@ class Reduction:
 
         Sums over lanes are always carried out in full, sums over replicas until one fails.
         """
-        try:
-            self._sum_all(plan, wait_for, note_finished)
-        except NotFinite as error:
-            # A loss that is not finite makes the gradient so, which is a sum and is found first.
-            found = self._ledger_sum.ledger.not_finite() if self._ledger_sum is not None else ()
-            if not found:
-                raise
-            raise NotFinite(f"the loss of microbatches {list(found)} is not finite", found) from error
+        with torch.cuda.stream(self.stream):  # does nothing without a GPU
+            try:
+                self._sum_all(plan, wait_for, note_finished)
+            except NotFinite as error:
+                # A loss that is not finite makes the gradient so, which is found first.
+                found = self._ledger_sum.ledger.not_finite() if self._ledger_sum is not None else ()
+                if not found:
+                    raise
+                raise NotFinite(f"the loss of microbatches {list(found)} is not finite", found) from error
 
     def _sum_all(self, plan: Plan, wait_for: Callable[[BucketId], None], note_finished: Callable[[], object]) -> None:
         """Carry out a plan, as `_carry_out` does."""
-        with torch.cuda.stream(self.stream):  # also sets the device; does nothing without a GPU
-            if self._faults is not None:
-                self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
-            sums = {bucket_sum.id: bucket_sum for bucket_sum in sorted(self._sums, key=lambda bucket_sum: bucket_sum.order)}
-            crossing = Crossing(
-                plan, self._driver, num_buckets=self.ledger_bucket + 1, parameters_checksum=self._parameters_checksum,
-                record=self._record, faults=self._faults,
-                sum_fault=FaultPoint.SECOND_REDUCE if self.is_again(plan.generation) else FaultPoint.REDUCE,
-            )  # fmt: skip
-            due = operations(plan, self._driver.replica, sums)
-            for each in due:
-                if each.source is not None:
-                    crossing.copy(sums[each.bucket], each)
-            for bucket_sum in (sums[each.bucket] for each in due if each.source is None):
-                wait_for(bucket_sum.id)
-                is_finite = bucket_sum.is_finite() if self._gradients.checks_finite else None
-                self._note_passed(bucket_sum)
-                crossing.sum(bucket_sum, bucket_sum.source(), bucket_sum.source_provenance(is_finite), is_finite)
-                note_finished()
-            crossing.finish()
+        if self._faults is not None:
+            self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
+        sums = {bucket_sum.id: bucket_sum for bucket_sum in sorted(self._sums, key=lambda bucket_sum: bucket_sum.order)}
+        crossing = Crossing(
+            plan, self._driver, num_buckets=self.ledger_bucket + 1, parameters_checksum=self._parameters_checksum,
+            record=self._record, faults=self._faults,
+            sum_fault=FaultPoint.SECOND_REDUCE if self.is_again(plan.generation) else FaultPoint.REDUCE,
+        )  # fmt: skip
+        due = operations(plan, self._driver.replica, sums)
+        for each in due:
+            if each.source is not None:
+                crossing.copy(sums[each.bucket], each)
+        for bucket_sum in (sums[each.bucket] for each in due if each.source is None):
+            wait_for(bucket_sum.id)
+            is_finite = bucket_sum.is_finite() if self._gradients.checks_finite else None
+            self._note_passed(bucket_sum)
+            crossing.sum(bucket_sum, bucket_sum.source(), bucket_sum.source_provenance(is_finite), is_finite)
             note_finished()
+        crossing.finish()
+        note_finished()
 
     def _note_passed(self, bucket_sum: BucketSum) -> None:
         task, bucket_sum.passed_by = bucket_sum.passed_by, None

@@ -168,6 +168,15 @@ def test_the_last_replica_waits_for_itself_from_when_the_last_of_its_ranks_waits
     assert named_as_hung(watched)[-2:] == [0, 1]
 
 
+def test_the_last_replica_is_not_judged_by_the_waits_of_a_job_with_more() -> None:
+    """It computes what many have computed, and its steps are that much longer."""
+    watched, now_s = trained(phase=Phase.PIPELINE, replicas=4)
+    for _ in range(300):
+        now_s += LOOK_S
+        watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S")], 2)
+    assert watched.said == []
+
+
 def test_the_silence_of_one_rank_of_the_last_replica_is_not_laid_on_the_other() -> None:
     watched, now_s = trained(phase=Phase.PIPELINE, replicas=1)
     now_s = waits(watched, now_s, HUNG_S - 0.3, Phase.OPTIMIZER, Phase.PIPELINE)

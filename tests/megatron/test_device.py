@@ -13,7 +13,7 @@ from megatron_recover.megatron.launch import device
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has a GPU, of which this torch, built for CUDA, sees nothing."""
-    monkeypatch.setattr(device, "has_gpu", lambda: True)
+    monkeypatch.setattr(device, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -52,9 +52,9 @@ def test_a_user_who_hides_the_gpus_trains_on_the_cpu_and_reads_so(visible: str, 
 
 def test_the_line_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.device_line(num_gpus=8, num_used=6) == "training on GPUs: 6 of the 8 that torch sees"
-    monkeypatch.setattr(device, "has_gpu", lambda: False)
+    monkeypatch.setattr(device, "has_nvidia_gpu", lambda: False)
     assert device.unseen_gpu() == []
-    assert device.device_line(num_gpus=0, num_used=6) == "training on the CPU: this machine has no GPU"
+    assert device.device_line(num_gpus=0, num_used=6) == "training on the CPU: torch finds no GPU"
 
 
 def test_no_argument_is_parsed_for_the_cpu_where_a_gpu_is_not_seen(
@@ -68,4 +68,4 @@ def test_no_argument_is_parsed_for_the_cpu_where_a_gpu_is_not_seen(
         training.parse(None, {}, {})
     assert end.value.code == ExitCode.BAD_INPUT and not enabled
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("bad arguments: this machine has a GPU, and torch sees none")
+    assert line.startswith("bad arguments: this machine has a GPU of NVIDIA, and torch sees none")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_recover.trainer import result_summary
 from megatron_recover.trainer.checksum import Checksums
@@ -118,8 +119,20 @@ def test_no_reduction_beside_a_backward_is_the_first_of_its_thread(
     assert len(summed) == 12 and {each.name for each in summed} == {NAME} and len(set(summed)) == 1
 
 
+def test_the_thread_is_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread is on device 0, where each rank of the machine would get a context."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    thread = ReducingThread(torch.device("cuda", 3))
+    for _ in range(2):
+        thread.begin(lambda: None).result(DEADLINE_S)
+    assert devices == [torch.device("cuda", 3)]
+    ReducingThread(torch.device("cpu")).begin(lambda: None).result(DEADLINE_S)
+    assert len(devices) == 1
+
+
 def test_what_a_plan_raises_is_raised_to_who_waits_and_ends_no_thread() -> None:
-    thread, seen = ReducingThread(), list[threading.Thread]()
+    thread, seen = ReducingThread(torch.device("cpu")), list[threading.Thread]()
 
     def fail() -> None:
         seen.append(threading.current_thread())

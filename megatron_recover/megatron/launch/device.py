@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from megatron_recover.host.gpus import has_gpu
+from megatron_recover.host.gpus import has_nvidia_gpu
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _HIDE_ALL = ("", "-1")
@@ -16,20 +16,23 @@ _HIDE_ALL = ("", "-1")
 
 
 def unseen_gpu() -> list[str]:
-    """Return the refusal, in one line, if this machine has a GPU and torch sees none.
+    """Return the refusal, in one line, if this machine has a GPU of NVIDIA and torch sees none.
 
     Return no line if the user has hidden the GPUs. Call this where torch sees no GPU.
     """
     visible = os.environ.get(VISIBLE)
-    if not has_gpu() or visible in _HIDE_ALL:
+    if not has_nvidia_gpu() or visible in _HIDE_ALL:
         return []
-    return [f"this machine has a GPU, and torch sees none: {_cause(visible)}; to train on the CPU, set {VISIBLE} to nothing"]
+    return [
+        f"this machine has a GPU of NVIDIA, and torch sees none: {_cause(visible)}; "
+        f"to train on the CPU, set {VISIBLE} to nothing"
+    ]
 
 
 def _cause(visible: str | None) -> str:
     import torch
 
-    if torch.version.cuda is None and torch.version.hip is None:
+    if torch.version.cuda is None:
         return f"torch {torch.__version__} is built for the CPU; install one that is built for the GPU"
     if visible is not None:
         return f"{VISIBLE} is {visible}; set it to the indices of GPUs of this job, or leave it out"
@@ -45,4 +48,4 @@ def device_line(*, num_gpus: int, num_used: int) -> str:
     """Return the line of the console that names the device; `num_gpus` is 0 on a CPU."""
     if num_gpus:
         return f"training on GPUs: {num_used} of the {num_gpus} that torch sees"
-    return f"training on the CPU: {f'{VISIBLE} hides every GPU' if has_gpu() else 'this machine has no GPU'}"
+    return f"training on the CPU: {f'{VISIBLE} hides every GPU' if has_nvidia_gpu() else 'torch finds no GPU'}"
