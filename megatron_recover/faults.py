@@ -126,7 +126,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 STANDS_STILL = frozenset({FaultKind.STOP.value, FaultKind.FREEZE.value, FaultKind.LOOP.value})
 """Kinds, as written in a trace, that leave the rank alive and silent."""
 LEADER_ONLY = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS})
-"""Points that only rank 0 of a replica passes."""
+"""Points of the protocol that only rank 0 of a replica passes."""
 
 _POINTS_WITH = {
     "microbatch": (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.EVALUATE),

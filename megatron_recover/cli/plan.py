@@ -55,7 +55,7 @@ _OF_RUN = {
 }
 """Flags of `run`, with the reason why `plan` has no use for them."""
 _MEASURED_REPLICAS = 1000
-"""Largest number of replicas that a measurement in docs/evidence has."""
+"""Largest number of replicas that a measurement in docs/evidence/benchmarks.md has."""
 
 
 class ScriptError(Exception):

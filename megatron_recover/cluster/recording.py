@@ -38,7 +38,8 @@ _LAUNCHER = -1
 _SHORTEST_PAUSE = 1 / 32
 """Pause after the second death in a row, as a fraction of `renew_s`."""
 _MAX_WAITING = 10_000
-"""Maximum of lines for the console that wait for a recorder; beyond it the oldest are dropped."""
+"""Maximum of messages that wait for a recorder. Beyond it a line drops the oldest message, if that
+is a line as well."""
 _MAX_TEXT = 8_000
 """Characters of such a line that are shown."""
 _LOOK_S = 0.05

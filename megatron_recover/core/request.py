@@ -15,7 +15,9 @@ class RequestKind(enum.StrEnum):
     """The kinds of requests. A request may have a detail after the kind's text."""
 
     EXIT = "exit"
-    """End the training loop at the step whose record carries this. The detail is the reason."""
+    """End the training loop when Megatron next decides if it exits, after the step whose record
+    carries this: after the record of a regular save, that is one iteration later. The detail is the
+    reason."""
     MISSING = "missing checkpoint"
     """Save again: the writer died before its save was complete. The detail is the iteration."""
     SAVED = "the last checkpoint is there"

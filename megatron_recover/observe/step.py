@@ -72,7 +72,7 @@ def not_once(counts: Mapping[int, int], num_microbatches: int) -> dict[int, int]
     Each of 0..M-1 should be counted once, any other id not at all.
     """
     ids = sorted({*range(num_microbatches), *counts})
-    return {i: counts.get(i, 0) for i in ids if counts.get(i, 0) != (i < num_microbatches)}
+    return {i: counts.get(i, 0) for i in ids if counts.get(i, 0) != (0 <= i < num_microbatches)}
 
 
 def not_each_once(parts: Iterable[Ids], num_microbatches: int) -> dict[int, int]:

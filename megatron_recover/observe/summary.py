@@ -161,7 +161,8 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
 
     - all injected faults;
     - standstills of ranks that no injected fault explains;
-    - the first failure of each replica that neither an injected fault nor a standstill has ended.
+    - the first failure of each replica that no injected fault has struck, slowness aside, and no
+      standstill has ended.
     """
     still = [one for one in standstills(history) if one.rank is not None and one.verdict != "slow"]
     until: dict[int, float | None] = {}

@@ -967,6 +967,7 @@ def test_a_trace_without_its_first_line_proves_nothing(tmp_path: Path) -> None:
 def test_a_microbatch_beyond_the_batch_is_counted_too_often() -> None:
     assert not_once({0: 1, 1: 2, 3: 1}, 3) == {1: 2, 2: 0, 3: 1}
     assert not_once({0: 1, 1: 1, 2: 1}, 3) == {}
+    assert not_once({-1: 1, 0: 1, 1: 1, 2: 1}, 3) == {-1: 1}
 
 
 def test_a_cut_line_is_told(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Acts between two iterations: requests the end of the job, ends it, and repeats a lost save.
 
 A signal or a time limit makes this rank request the end. No replica ends by itself: the request
-travels in a vote. Every replica ends at the iteration whose record carries the request, with the
-checkpoint that Megatron saves when it exits.
+travels in a vote. Every replica ends when Megatron next decides if it exits, after the step whose
+record carries the request. Megatron then saves a checkpoint.
 """
 
 from __future__ import annotations

@@ -162,7 +162,10 @@ class MicrobatchIterator:
         return {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
     def read_when_due(self, indices: range) -> dict[str, Tensor]:
-        """Return the batch of these samples; find out if reading draws from a shared generator."""
+        """Return the batch of these samples; find out if reading draws from a shared generator.
+
+        Not called with `--num-workers 0`, where nothing is read ahead.
+        """
         if self.may_read_ahead is False:
             return self.read(indices)
         before = state_of_generators()

@@ -162,7 +162,10 @@ class BeginStep(Value, frozen=True):
 
 
 class Arrive(Value, frozen=True):
-    """A follower begins the next step where its digest is due, or ends later than rank 0."""
+    """A follower begins the next step where its digest is due, or ends later than rank 0.
+
+    That it begins any other step is no event: it reports nothing.
+    """
 
     rank: int
 
