@@ -11,7 +11,7 @@ import os
 import re
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -19,7 +19,6 @@ from megatron_recover.config import RecoverConfig, below_one
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron.launch import preflight_data as data
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_config, recover_flags, refusals
-from megatron_recover.megatron.layout.sizes import Layout as Candidate
 from megatron_recover.megatron.seams import seams
 from megatron_recover.trace import Layout
 
@@ -206,6 +205,23 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     )  # fmt: skip
 
 
+class Sized(Protocol):
+    """Replicas, and the shape of each: a layout that `plan` considers (`layout/sizes.py`)."""
+
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+
+
 class Undecided:
     """A command line for a job whose replicas and whose shape of a replica are not decided yet.
 
@@ -218,7 +234,7 @@ class Undecided:
 
     def mistakes(self) -> list[str]:
         """Return one line for each mistake that no layout cures."""
-        args = self._with(Candidate())
+        args = self._with(tp=1, pp=1, cp=1, ep=1)
         args.tensor_parallel_num_weight_shards = None
         found = [*self._unreadable.values(), *_unknown(self._others), *refusals(args, lanes=1)]
         try:
@@ -234,22 +250,22 @@ class Undecided:
             shape = in_chunks[0] if in_chunks and all(in_chunks) else []
         return [*found, *shape, *_num_microbatches(args, 1, 1)[1], *_length(args), *_saving(args)]
 
-    def refused(self, layout: Candidate) -> list[str]:
+    def refused(self, layout: Sized) -> list[str]:
         """Return the lines by which `preflight` refuses a layout, if `argv` has no mistakes."""
-        args = self._with(layout)
+        args = self._with(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
         _, in_shape = _layout(args, layout.lanes)
         _, in_batch = _num_microbatches(args, layout.replicas, layout.lanes)
         return [*refusals(args, lanes=layout.lanes), *in_shape, *in_batch]
 
-    def allows(self, layout: Candidate) -> bool:
+    def allows(self, layout: Sized) -> bool:
         """Return whether `preflight` accepts a layout, if `argv` has no mistakes."""
         return not self.refused(layout)
 
-    def _with(self, layout: Candidate) -> Namespace:
-        """Return the arguments with the sizes of a layout."""
+    def _with(self, *, tp: int, pp: int, cp: int, ep: int) -> Namespace:
+        """Return the arguments with these sizes of a replica."""
         return Namespace(**{
-            **vars(self._args), "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
-            "context_parallel_size": layout.cp, "expert_model_parallel_size": layout.ep,
+            **vars(self._args), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+            "context_parallel_size": cp, "expert_model_parallel_size": ep,
         })  # fmt: skip
 
 
