@@ -1,3 +1,3 @@
-"""megatron-recover: Megatron-Core pre-training that survives dying GPUs, processes and nodes."""
+"""megatron-recover: Megatron-Core pre-training that survives dying GPUs and processes."""
 
 __version__ = "0.1.0"

@@ -10,8 +10,10 @@ It has ranks from one of two sources:
   in advance, which imports the modules and waits; a request turns it into the rank.
 
 The launcher decides which ranks are started or killed, with two exceptions. When a rank ends, the
-server kills the rest of its process group. When the launcher is gone, it kills every rank and warm
-process. So no process of a rank's group outlives the rank, and no rank outlives the launcher.
+server kills the rest of its process group. When the launcher is gone, or the server cannot go on
+(descriptors lack, or a warm process ends in its imports before the server is ready), it kills every
+rank and warm process. So no process of a rank's group outlives the rank, and no rank outlives the
+launcher.
 
 `cluster.agent.Agent` runs it as ``python -m megatron_recover.cluster.forkserver FD REAP_S NUM_WARM
 MODULE...``. FD is a SOCK_SEQPACKET socket. NUM_WARM is the number of warm processes to start in
@@ -217,7 +219,7 @@ class _Server:
         """Newest of these messages that was sent."""
 
     def run(self) -> None:
-        """Serve until the launcher closes its end; then kill every child."""
+        """Serve until the launcher closes its end or the server cannot go on; kill every child."""
         if self._warm is None:
             self._say_ready()
         while not self._is_over:

@@ -127,9 +127,10 @@ class Reduction:
 
         - `scale`: ratio of the gradient summed over replicas and lanes to the mean-loss gradient,
           for the grid of `exact`.
-        - `parameters_checksum`: checksum of the parameters that the step starts from. It is
-          combined into every checksum that is voted on. So a replica whose parameters have drifted
-          is outvoted at its next step instead of training on.
+        - `parameters_checksum`: the newest checksum of the parameters, of which there is one for
+          each `--recover-digest-interval`-th training step. It is combined into every checksum that
+          is voted on. So replicas whose parameters have drifted disagree in the step after that,
+          and a minority is outvoted instead of training on.
         """
         self._step, self._num_microbatches, self._exponent = step, num_microbatches, exact.grid_exponent(scale)
         self._parameters_checksum, self._first_generation = parameters_checksum, 0

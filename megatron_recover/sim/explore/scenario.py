@@ -8,7 +8,10 @@ from megatron_recover.sim.channels import Channels, card, link
 
 
 class Scenario(Value, frozen=True):
-    """A small job, and the faults that may hit it, each at any instant."""
+    """A small job, and the faults that may hit it.
+
+    Each fault may come at any instant at which it is possible; `broken` holds from the start.
+    """
 
     name: str
     replicas: int = 3
@@ -27,8 +30,9 @@ class Scenario(Value, frozen=True):
     drifts: int = 0
     """Replicas whose parameters change silently between two steps."""
     links: bool = False
-    """Send all messages but the data of sums and copies over FIFO links that deliver once and may
-    break. If False, any message that was sent may arrive at any time."""
+    """Send announcements, statuses and votes over FIFO links that deliver once; those between
+    members may break. If False, each of them may arrive at any time after it was sent. Reports
+    reach the coordinator at once in both cases."""
     slow: bool = False
     """Let training threads take an order at any later time, not as soon as they can."""
     passes_last: bool = False
@@ -60,8 +64,8 @@ class Scenario(Value, frozen=True):
     Only the state digest shows the change.
     """
     readers: int = 0
-    """Times that a replica begins to read data, compile or compute. It continues at any later
-    instant; meanwhile other members may give up waiting for it."""
+    """Times that a replica begins to read data, compile or compute, while no member has a result of
+    the step. It continues at any later instant; meanwhile others may give up waiting for it."""
     hangs: bool = False
     """Let a replica that reads hang: it never continues. Nothing shows this before the
     coordinator's deadline has passed."""
