@@ -71,7 +71,10 @@ class Console:
         self._over.set()
 
     def close(self) -> bool:
-        """Wait at most `screen_s` for the terminal to accept everything; return whether it has."""
+        """Wait at most `screen_s` until nothing is left to write; return whether that is so.
+
+        With a terminal that is gone nothing is left.
+        """
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(self._deadlines.screen_s)

@@ -9,7 +9,8 @@ Contract of every implementation:
 
 * `sum_into` and `copy_into` never write their sources.
 * A result has a defined value only after the call has returned. After an exception its bytes are
-  unspecified, and **no thread, kernel or socket of the transport still writes them**.
+  unspecified, and **no host thread or socket of the transport still writes them**. On a GPU, copies
+  that were enqueued before may (below).
 * Every call ends: it returns, or it raises. It raises within milliseconds after `revoke`. It also
   raises when a part of the call (`CallPart`) has made no progress for as long as the endpoint's
   `Deadlines` allow. The parts are connecting, waiting for the slowest member, and the sum itself. A

@@ -26,7 +26,8 @@ class Outcome:
     ideal_seconds: float = 0.0
     """Seconds that the committed steps need without a loss.
 
-    Each step has the best integer quotas over all replicas that lived when its work was dealt.
+    Each step has the best integer quotas over all replicas that lived when its work was dealt
+    (`shrink`: over those that are left after a loss in the step).
     """
     losses: int = 0
     """Replicas that were lost."""
@@ -99,7 +100,7 @@ class Meter:
         return self._ideal[key]
 
     def commit(self, num_members: int, num_microbatches: int, count: int = 1) -> None:
-        """Count `count` committed steps whose work was dealt to `num_members`."""
+        """Count `count` committed steps; `num_members` are those that their ideal time is for."""
         outcome = self.outcome
         outcome.steps += count
         outcome.microbatches += count * num_microbatches
