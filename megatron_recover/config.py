@@ -211,6 +211,14 @@ same order in each of them. Upstream vouches for Ring, and not for Tree or NVLS,
 on the topology that NCCL finds (megatron/training/determinism.py)."""
 
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus() -> str | None:
+    """Return the value of `VISIBLE_GPUS`; None if it is not set."""
+    return os.environ.get(VISIBLE_GPUS)
+
+
 NCCL_NOT_BY_FILES = {"NCCL_COMM_BLOCKING": ""}
 """Defaults of a rank's environment on a GPU that keep NCCL's files (/etc/nccl.conf, ~/.nccl.conf,
 NCCL_CONF_FILE) from setting a variable. The environment comes before the files, and NCCL ignores an

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import textwrap
 import typing
 from argparse import ArgumentParser, Namespace
@@ -16,9 +15,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from megatron_recover.config import RecoverConfig
+from megatron_recover.config import VISIBLE_GPUS, RecoverConfig, visible_gpus
 from megatron_recover.deadlines import NCCL_CONNECTS_S, figure, shortest_on_gpu_s
-from megatron_recover.megatron.launch.device import VISIBLE
 
 _PREFIX = "recover_"
 
@@ -281,8 +279,8 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
     found = []
     needed = -(-num_ranks // config.ranks_per_gpu)
     if needed > num_gpus:
-        visible = os.environ.get(VISIBLE)
-        why = "" if visible is None else f" ({VISIBLE} is {visible})"
+        visible = visible_gpus()
+        why = "" if visible is None else f" ({VISIBLE_GPUS} is {visible})"
         found.append(
             f"--replicas and the shape of a replica make {num_ranks} ranks, which need {needed} GPUs, and there are "
             f"{num_gpus}{why}; use fewer, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"

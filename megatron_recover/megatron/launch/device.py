@@ -6,13 +6,11 @@ not happen by mistake: on a CPU a job of hours would take weeks.
 
 from __future__ import annotations
 
-import os
-
+from megatron_recover.config import VISIBLE_GPUS, visible_gpus
 from megatron_recover.host.gpus import has_nvidia_gpu
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 _HIDE_ALL = ("", "-1")
-"""Values of `VISIBLE` with which a user trains on the CPU of a machine that has a GPU."""
+"""Values of `VISIBLE_GPUS` with which a user trains on the CPU of a machine that has a GPU."""
 
 
 def unseen_gpu() -> list[str]:
@@ -20,12 +18,12 @@ def unseen_gpu() -> list[str]:
 
     Return no line if the user has hidden the GPUs. Call this where torch sees no GPU.
     """
-    visible = os.environ.get(VISIBLE)
+    visible = visible_gpus()
     if not has_nvidia_gpu() or visible in _HIDE_ALL:
         return []
     return [
         f"this machine has a GPU of NVIDIA, and torch sees none: {_cause(visible)}; "
-        f"to train on the CPU, set {VISIBLE} to nothing"
+        f"to train on the CPU, set {VISIBLE_GPUS} to nothing"
     ]
 
 
@@ -35,7 +33,7 @@ def _cause(visible: str | None) -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built for the CPU; install one that is built for the GPU"
     if visible is not None:
-        return f"{VISIBLE} is {visible}; set it to the indices of GPUs of this job, or leave it out"
+        return f"{VISIBLE_GPUS} is {visible}; set it to the indices of GPUs of this job, or leave it out"
     try:
         torch.cuda.init()
         said = "no reason is known"
@@ -48,4 +46,4 @@ def device_line(*, num_gpus: int, num_used: int) -> str:
     """Return the line of the console that names the device; `num_gpus` is 0 on a CPU."""
     if num_gpus:
         return f"training on GPUs: {num_used} of the {num_gpus} that torch sees"
-    return f"training on the CPU: {f'{VISIBLE} hides every GPU' if has_nvidia_gpu() else 'torch finds no GPU'}"
+    return f"training on the CPU: {f'{VISIBLE_GPUS} hides every GPU' if has_nvidia_gpu() else 'torch finds no GPU'}"
