@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.label import label_of
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.compare import Comparison, compare
 from megatron_recover.observe.gaps import LAUNCHER, Gaps
@@ -161,8 +162,10 @@ def _tells_parameters(comparison: Comparison) -> bool:
 
 
 def _hides_end(history: History, gaps: Gaps) -> bool:
-    """Return whether the trace may lack the last committed step or events of its ranks."""
-    return history.first(trace.RunFinished) is None or gaps.hides_later or max(history.steps, default=-1) in gaps.touched
+    """Return whether the trace may lack the last training step or events of its ranks."""
+    trained = (number for number, record in history.records.items() if label_of(record.label).is_training)
+    last = max(trained, default=-1)
+    return history.first(trace.RunFinished) is None or gaps.hides_later or any(number >= last for number in gaps.touched)
 
 
 def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
