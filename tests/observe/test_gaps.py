@@ -201,20 +201,20 @@ def test_the_end_of_a_run_that_the_trace_does_not_have_is_not_held_against_it(tm
     assert verb.main([str(run_dir), "--against", str(traces.write(tmp_path / "other", other))]) == ExitCode.INVARIANT_VIOLATED
 
 
-def test_parameters_are_not_compared_where_only_an_evaluation_is_left_of_the_end(tmp_path: Path) -> None:
+def test_parameters_are_not_compared_where_only_evaluations_are_left_of_the_end(tmp_path: Path) -> None:
     """The trace was written again when the last training step, whose digests decide, was over."""
     whole = traces.quiet_run().events
     last = max(event.step for event in whole if isinstance(event, trace.Applied))
 
     def evaluated(event: trace.Event) -> trace.Event:
-        if getattr(event, "step", None) != last:
+        if getattr(event, "step", -1) not in (last - 1, last):
             return event
         if isinstance(event, trace.Applied):
             event = msgspec.structs.replace(event, parameter_digest=None, lane_digest=None, replicated_digest=None)
-        return msgspec.structs.replace(event, label="evaluate 9/0") if hasattr(event, "label") else event
+        return msgspec.structs.replace(event, label=f"evaluate 9/{event.step}") if hasattr(event, "label") else event
 
     ended = [evaluated(event) for event in whole]
-    trained = [event for event in ended if getattr(event, "step", None) == last - 1]
+    trained = [event for event in ended if getattr(event, "step", None) == last - 2]
     gaps = [
         trace.Gap(t=trained[-1].t, replica=replica, rank=rank, num_events=9, since=trained[0].t)
         for replica in (0, 1, 2) for rank in (0, 1)
@@ -227,6 +227,15 @@ def test_parameters_are_not_compared_where_only_an_evaluation_is_left_of_the_end
     assert "PROBLEM: parameters cannot be compared" in describe(
         check(traces.write(tmp_path / "cut", [event for event in ended if event not in trained]), reference)
     )
+
+
+def test_losses_are_not_compared_where_the_trace_ends_before_the_first(tmp_path: Path) -> None:
+    whole = traces.quiet_run().events
+    first = next(index for index, event in enumerate(whole) if isinstance(event, trace.Applied))
+    run_dir, reference = traces.write(tmp_path / "run", whole[:first]), traces.write(tmp_path / "reference", whole)
+    told = describe(check(run_dir, reference))
+    assert "NOT JUDGED: losses cannot be compared" in told and "PROBLEM" not in told
+    assert verb.main([str(run_dir), "--against", str(reference)]) == ExitCode.UNFINISHED
 
 
 def run_that_a_finished_replica_leaves() -> traces.Run:

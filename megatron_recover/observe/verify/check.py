@@ -148,9 +148,12 @@ def check(run_dir: Path, against: Path | None = None) -> Verdict:
         comparison = compare(history, reference, str(against))
         starts = [one.first(trace.RunStarted) for one in (history, reference)]
         problems += _differences(comparison, all(start and start.determinism == "exact" for start in starts))
+        # Without the end of the run in the trace, what cannot be compared is no fault of the run.
+        uncompared = unjudged if _hides_end(history, gaps) else problems
+        if comparison.loss_max_abs_diff is None:
+            uncompared.append(f"losses cannot be compared: the run has no step in common with {against}")
         if not _tells_parameters(comparison):
-            # Without the end of the run in the trace this is no fault of the run.
-            (unjudged if _hides_end(history, gaps) else problems).append(
+            uncompared.append(
                 f"parameters cannot be compared with {against}: layouts or last steps differ, and so do the last checkpoints"
             )
     summary = summarize(history, comparison, accounts, gaps)
@@ -193,8 +196,6 @@ def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
 
 def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:
     against = comparison.reference
-    if comparison.loss_max_abs_diff is None:
-        yield f"losses cannot be compared: the run has no step in common with {against}"
     if are_exact:
         if comparison.param_bit_identical is False:
             yield f"both runs are exact, but the parameters after the last step are not bit-identical to those of {against}"
