@@ -1,15 +1,16 @@
 """Sums: for each bucket what this rank adds, its counts, and the result.
 
-A sum never communicates across replicas and never decides whether its result is valid
-(`crossing.Crossing`).
+Nothing here communicates across replicas or decides whether a result is valid
+(`crossing.Crossing` does).
 
 Note [Results]
     A result is out of place: the local gradient stays as it is until the step is committed (INV-3).
     A replica that has committed a step needs its result no more once it is applied, and no other
     replica does: all members held all results before any of them committed, and plans copy only
-    results of a step that nobody has committed (`core/recovery.py`). So on a GPU a result has
-    memory from the reduction to `apply`, and activations have that memory in between. On a CPU it
-    keeps its memory, which the system would have to clear in each step.
+    results of a step that nobody has committed (`core/recovery.py`). So on a GPU the result of a
+    gradient bucket has memory from the reduction to `apply`. Between `apply` and the next reduction
+    activations use that memory. On a CPU the result keeps its memory, which the system would
+    otherwise have to clear in each step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class BucketSum(abc.ABC):
         """
         self.id, self.chunk, self.operand, self.device = number, chunk, operand, device
         self.order = (0, -chunk, number) if chunk is not None else (1, 0, number)
-        """Sort key in which backward passes the buckets, the ledger last. Equal on all replicas."""
+        """Sort key of the order in which backwards usually pass the buckets, the ledger last. The
+        order is equal on all replicas."""
         self.counts = Counts(0)
         """Counts of the microbatches in the local gradient."""
         self.provenance = provenance.empty(0, device)
@@ -52,7 +54,7 @@ class BucketSum(abc.ABC):
         self.bound = 0.0
         """Bound of the result, once the host has judged it; see `exact`."""
         self.passed_by: Task | None = None
-        """Task whose backward has passed the bucket since the last reduction."""
+        """Task whose watched backward has passed the bucket since the last reduction."""
         self._result: Tensor | None = None
 
     @property
@@ -72,7 +74,7 @@ class BucketSum(abc.ABC):
             raise DeviceError(f"no memory is left on the device for the result of bucket {self.id}: {error}") from error
 
     def release(self) -> None:
-        """Give the memory of the result back, which nobody needs any more."""
+        """Give back the memory of the result, which nobody needs any more. On a CPU keep it."""
         if self.device.type != "cpu":
             self._result = None
 
@@ -82,7 +84,7 @@ class BucketSum(abc.ABC):
         self.provenance = provenance.empty(num_microbatches, self.device)
 
     def clear(self, num_microbatches: int) -> None:
-        """Clear the counts. The result and its provenance stay as they are."""
+        """Clear the counts and `passed_by`. The result and its provenance stay as they are."""
         self.counts, self.passed_by = Counts(num_microbatches), None
 
     def needed_on_host(self) -> list[Tensor]:
@@ -103,7 +105,8 @@ class BucketSum(abc.ABC):
     def source_provenance(self, is_finite: Tensor | None) -> Tensor:
         """Return the provenance of `source`. Collective over the lanes.
 
-        `is_finite` is that of this rank's gradient; None: it is not checked.
+        `is_finite`: whether what this rank adds is finite, as a scalar on its device; None: it is
+        not checked.
         """
         return self.counts.provenance(self.device, is_finite=is_finite)
 
@@ -116,7 +119,10 @@ class BucketSum(abc.ABC):
         return provenance.counts_of(self.provenance)
 
     def wrong_counts(self) -> dict[MicrobatchId, float]:
-        """Return the counts of the result that are not one, by microbatch. Waits for the device."""
+        """Return the counts of the result, divided by the lanes, that are not one, by microbatch.
+
+        Waits for the device.
+        """
         counts = enumerate(self.summed_counts())
         return {index: count / self.num_lanes for index, count in counts if count != self.num_lanes}
 
@@ -137,7 +143,7 @@ class GradientSum(BucketSum):
         self.num_lanes = region.num_lanes
 
     def clear(self, num_microbatches: int) -> None:
-        """Clear the counts and the bound."""
+        """Clear the counts, `passed_by` and the bound of the local gradient."""
         super().clear(num_microbatches)
         if self._bound is not None:
             self._bound.zero_()
@@ -145,7 +151,8 @@ class GradientSum(BucketSum):
     def count(self, microbatch: MicrobatchId, exponent: int) -> None:
         """Count a microbatch whose gradient is in the trainer's buffer.
 
-        With `exact` also add the gradient to the accumulator on the grid of 2**`exponent`.
+        With `exact` also add the gradient to the accumulator on the grid of 2**`exponent`, and its
+        largest magnitudes to the bound.
         """
         self.counts.add(microbatch)
         if self._accumulator is None or self._bound is None:
@@ -170,12 +177,15 @@ class GradientSum(BucketSum):
         return counts
 
     def is_finite(self) -> Tensor:
-        """Return whether the local gradient is finite, as a scalar on its device."""
+        """Return whether the bucket's local gradient is finite, as a scalar on its device."""
         found = [_is_finite(self._local[part]) for part in self._bucket.slices() if part.stop > part.start]
         return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=self.device)
 
     def apply(self) -> None:
-        """Make the result the gradient, gathered over the lanes if each lane needs all of it."""
+        """Make the result, times the region's scale, the gradient.
+
+        Collective over the lanes if each lane needs all of the gradient.
+        """
         self._bucket.apply(self.result)
 
     def fits_grid(self, exponent: int) -> bool:
@@ -202,7 +212,7 @@ class LedgerSum(BucketSum):
         """The result in host memory, once it has arrived."""
 
     def clear(self, num_microbatches: int) -> None:
-        """Clear the counts and the ledger."""
+        """Clear the counts and `passed_by`, and begin an empty ledger."""
         super().clear(num_microbatches)
         self.ledger = Ledger(num_microbatches, self.device)
 
@@ -211,7 +221,7 @@ class LedgerSum(BucketSum):
         return [self.result]
 
     def arrived(self, bound: float, on_host: Sequence[Tensor]) -> None:
-        """Store the rows in host memory."""
+        """Store the bound, and the result's rows, which are in host memory."""
         super().arrived(bound, on_host)
         [self.on_host] = on_host
 
@@ -220,7 +230,7 @@ class LedgerSum(BucketSum):
         return self.ledger.is_finite()
 
     def source(self) -> Tensor:
-        """Return this rank's rows, flattened."""
+        """Return this rank's rows, flattened, after writing their seconds."""
         return self.ledger.rows().view(-1)
 
     def committed_rows(self) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ Note [Exact sums]
     int32, without conversion. Elsewhere the bytes are multiplied as float32 in pieces of 1024
     bytes, whose sums are below 2**23. float32 holds these exactly, in any order of additions.
     Products in TF32 or bfloat16 that are summed in float32 are exact too, since bytes and weights
-    have 8 bits. Autocast would give sums of 8 bits, so it is off. Weights up to 63 also keep
-    libraries exact that sum pairs of products in int16 (255 * 63 * 2 < 2**15).
+    have at most 8 bits. Autocast would give sums of 8 bits, so it is off. Weights up to 63 also
+    keep libraries exact that sum pairs of products in int16 (255 * 63 * 2 < 2**15).
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ _NUM_SUMS, _LARGEST_WEIGHT = 8, 63
 _PIECE = 1024
 """Bytes of a row whose products float32 sums exactly."""
 _FEW_ROWS = 64
-"""Tensors with fewer rows share a product, since each product costs some 30 microseconds."""
+"""Tensors with fewer rows may share a product, since each product costs some 30 microseconds."""
 _CHUNK_ROWS = 512
-"""Rows that are float32 at once in the memory of another device: 32 MiB."""
+"""Most rows that are float32 at once on a device other than a CPU: 32 MiB. Also the most rows of a
+shared product, and of one product of int8."""
 _CACHED_ROWS = 4
-"""Rows that are float32 at once on a CPU: 256 KiB, which fit its cache."""
+"""Most rows that are float32 at once on a CPU: 256 KiB, which fit its cache."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -71,7 +72,7 @@ class Checksums:
     """The checksums of contiguous tensors, while their devices compute the sums of the rows."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Enqueue the work of the devices, without waiting for it."""
+        """Enqueue the work of the devices, without waiting for it. A CPU does its work here."""
         all_bytes = [tensor.detach().view(-1).view(torch.int8) for tensor in tensors]
         self._sizes = [data.numel() for data in all_bytes]
         ends = [size // _ROW * _ROW for size in self._sizes]  # ends of the whole rows
@@ -105,7 +106,7 @@ def _sums(many: Sequence[Tensor]) -> list[Tensor]:
 def _sharing(many: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield `many` in order, in lists that share a product.
 
-    Small tensors that follow each other on one device share one.
+    Small tensors that follow each other on one device share one, of `_CHUNK_ROWS` rows at most.
     """
     part, num_rows = list[Tensor](), 0
     for rows in many:

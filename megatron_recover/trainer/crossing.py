@@ -1,18 +1,18 @@
 """The part of a plan's reduction that crosses replicas: its transfers and its sums.
 
 Decides when a result is complete on this rank, and reports it as held. It never reports a result
-whose provenance is not one for every microbatch of the step (INV-1), or in which a gradient is not
-finite.
+whose provenance is not one for every microbatch of the step (INV-1). If gradients are checked, it
+never reports a result with a gradient or a loss that is not finite.
 
 Note [Judging behind]
     The next bucket's sum begins before the host has judged the last one: each time the host waits
     for a device, the device has nothing to do until the host has enqueued more. So a result is
     judged when its summary has arrived (`ResultSummary.has_arrived`), at the latest when all sums
-    are done. Then the host waits for the newest summary, and the older ones have arrived as well.
-    So it waits once for the sums of a plan, whatever the number of buckets. The looks at a running
-    sum are not counted: `NcclTransport.sum_into` returns when its own sum is complete. After a
-    fault the host waits once more for each transfer, and for each bucket that is left out whose
-    gradient is checked (`Crossing.sum`).
+    are done or one has failed. Then the host waits for the newest summary, and the older ones have
+    arrived as well. So it waits once for the sums of a plan, whatever the number of buckets. The
+    looks at a running sum are not counted: `NcclTransport.sum_into` returns when its own sum is
+    complete. After a fault the host waits once more for each transfer, and for each bucket that is
+    left out whose gradient is checked (`Crossing.sum`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class NotFinite(RuntimeError):
 class Crossing:
     """The transfers and sums of one plan on one rank.
 
-    After the first failure no transfer or sum begins, and only that failure is reported. Sums that
-    the device already has are still judged, and held where nothing is wrong with them.
+    After the first failure no transfer or sum begins, and only that failure is reported. A revoke
+    without a stall is recorded in the trace, but not reported. Sums that the device already has are
+    still judged, and held where nothing is wrong with them.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Crossing:
         faults: FaultInjector | None,
         sum_fault: FaultPoint,
     ) -> None:
-        """Open the transport of the plan's generation.
+        """Get the transport of the plan's generation. Report the failure if there is none.
 
         - `num_buckets`: buckets of the replica.
         - `parameters_checksum`: combined into every checksum that is reported.
@@ -91,14 +92,15 @@ class Crossing:
             self._report(None, error)
 
     def copy(self, bucket_sum: BucketSum, operation: Operation) -> None:
-        """Carry out this rank's part in the transfer of a result."""
+        """Carry out this rank's part in the transfer of a result; return when it is done."""
         self._try(None, lambda transport: self._copy(transport, bucket_sum, operation))
 
     def sum(self, bucket_sum: BucketSum, source: Tensor, counts: Tensor, is_finite: Tensor | None) -> None:
         """Sum `source` and its provenance `counts` over the replicas, and judge what has arrived.
 
         `is_finite` tells whether this rank's gradient is finite, as a scalar on its device; None:
-        it is not checked. Raises NotFinite if a gradient or a loss of this rank is not.
+        it is not checked. Raises NotFinite if a gradient or a loss of this rank is not, as soon as
+        that is known: perhaps in a later call, or in `finish`.
         """
         is_summed = self._try(bucket_sum.id, lambda transport: self._sum(transport, bucket_sum, source, counts, is_finite))
         if not is_summed and is_finite is not None and not is_finite:  # no sum is begun any more, so the host may wait
@@ -112,7 +114,10 @@ class Crossing:
     # --- operations -------------------------------------------------------------------------------
 
     def _try(self, bucket: BucketId | None, operation: Callable[[Transport], None]) -> bool:
-        """Run an operation unless an earlier one has failed; return whether it is done."""
+        """Run an operation unless an earlier one has failed; return whether it is done.
+
+        A TransportError is reported and not raised.
+        """
         if self._transport is None:
             return False
         try:
@@ -162,7 +167,7 @@ class Crossing:
     # --- results ----------------------------------------------------------------------------------
 
     def _judge(self, *, wait: bool) -> None:
-        """Judge the sums whose copies have arrived, in their order; with `wait` all of them."""
+        """Judge the sums whose summaries have arrived, in their order; with `wait` all of them."""
         if wait and self._unjudged:
             self._unjudged[-1].wait()
         while self._unjudged and (wait or self._unjudged[0].has_arrived()):
@@ -220,8 +225,8 @@ class Crossing:
     def _tag(self, bucket: BucketId, kind: int) -> int:
         """Return the tag of a bucket's sum (kind 0) or transfer (kind 1) in this step.
 
-        The tag is unique in a transport's life: a generation may last many steps, with one sum and
-        one transfer per bucket in each.
+        The tag is unique in a transport's life: a generation may last many steps, with at most one
+        sum and one transfer per bucket in each.
         """
         return (self._step * 2 + kind) * self._num_buckets + bucket
 

@@ -1,9 +1,9 @@
 """Copies between a device and the host for which no thread waits unless it has nothing else to do.
 
-A synchronous copy makes the host wait until the device has done all that is enqueued. Then the
+A synchronous copy makes the host wait until the device has done all that its stream has. Then the
 device has nothing to do until the host has enqueued more. So what the host has to know of a
 device's tensors travels in one copy to pinned memory, behind which an event is asked
-(`HostCopy.has_arrived`). On a CPU there is nothing to copy.
+(`HostCopy.has_arrived`). Tensors on a CPU are not copied to the host.
 
 Note [Who ends a wait]
     `HostCopy.wait` has no deadline of its own. A thread that waits for its device changes nothing,
@@ -25,7 +25,7 @@ from torch import Tensor
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a host tensor on `device`, without waiting for the device.
 
-    The caller may overwrite `tensor` at once.
+    `tensor` is not in pinned memory. The caller may overwrite it at once.
     """
     if device.type == "cpu":
         return tensor.clone()
@@ -81,7 +81,7 @@ class _Arriving:
         self.event.record(torch.cuda.current_stream(together.device))
 
     def cut(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """Return (index, tensor in host memory) for each of the tensors."""
+        """Return (index, tensor in host memory) for each tensor of this copy."""
         sizes = [tensors[index].numel() * tensors[index].element_size() for index in self._indices]
         return [
             (index, piece.view(tensors[index].dtype).view(tensors[index].shape))

@@ -1,9 +1,10 @@
 """The reduction of a pass beside its last backwards (`--overlap-grad-reduce`).
 
-Decides when a bucket can be reduced: as soon as the last backward of the pass has added its
-gradient to every parameter of which the bucket has a part. Upstream starts its own buckets by the
-same rule (`core/distributed/param_and_grad_buffer.py`). The thread `recover-reduce` then reduces
-the bucket as it does without overlap.
+Decides when a bucket can be reduced: as soon as the last backward of its chunk in the pass has
+added its gradient to every parameter of which the bucket has a part. Upstream starts its own
+buckets by the same rule (`core/distributed/param_and_grad_buffer.py`). The ledger, and a bucket
+with a parameter that gets no gradient, can be reduced when the pass is over. The thread
+`recover-reduce` reduces the buckets in the same order as without overlap.
 
 Note [Last backward]
     A backward is known to be the last one of the pass only after `Close`. Before `Close` more
@@ -11,8 +12,8 @@ Note [Last backward]
     cases the pass is reduced only when it is over:
     - `Close` comes later than the last backward begins;
     - the data plane cannot sum beside other work of the device (`Endpoint.overlap_refusal`);
-    - the pass puts its gradient into some buckets only, so that parts of the gradient arrive at the
-      end of a backward.
+    - without `exact`, the last backward puts its gradient into some of the rank's buckets only, so
+      that parts of the gradient arrive after it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Overlap:
     def __init__(self, reduction: Reduction, plan: Callable[[], Plan]) -> None:
         """Prepare the reduction of a pass. `plan()` returns the plan to reduce.
 
-        `plan()` is called once the pass is closed.
+        `plan()` is called only after the pass is closed, perhaps several times.
         """
         self._reduction, self._plan = reduction, plan
         self._passed: dict[BucketId, threading.Event] = {}
@@ -61,9 +62,11 @@ class Overlap:
             self._release()
 
     def last_backward_begins(self, task: Task, chunk: int) -> None:
-        """Start to reduce beside the last backward of `chunk`, if that backward can be watched.
+        """Start to reduce beside the last backward of `chunk`, and watch that backward.
 
-        The training thread calls it before that backward, once the pass is closed.
+        Do nothing if the backward cannot be watched or the sums must not run beside it. If another
+        chunk has started the reduction, only watch. The training thread calls it before that
+        backward, when the pass is closed.
         """
         if not self._reduction.can_watch(task.into):
             return

@@ -1,16 +1,17 @@
 """Provenance: how often each microbatch is in a bucket's gradient.
 
 Counts are made here, summed with the bucket, and compared once. Decides whether a result counts
-each microbatch of the step exactly once (INV-1). Counting costs 0.1 us. The comparison is one
-operation on the device of the sum, for any number of microbatches.
+each microbatch of the step exactly once (INV-1). Counting costs 0.1 us. The comparison takes the
+same few operations on the device of the sum, for any number of microbatches.
 
 Note [Provenance]
     Each bucket has one float64 tensor beside its elements. It goes through the same sums as the
     gradient, over lanes and replicas:
     - M counts: how often the gradient of each microbatch is in the bucket. A microbatch is counted
-      when a backward has passed the bucket; without overlap, when the backward has returned. On a
-      GPU the sum comes behind the kernels that write the gradient, in the order of the device. So a
-      sum that has completed has the whole gradient of what it counts;
+      when its backward has returned. With overlap, a last backward counts its microbatch as soon as
+      it has passed the bucket. On a GPU the sum comes behind the kernels that write the gradient,
+      in the order of the device. So a sum that has completed has the whole gradient of what it
+      counts;
     - the bound of `exact` (`trainer/exact.py`), else 0;
     - the number of ranks whose gradient is not finite, where a gradient is checked. So the host
       need not know that before the sum begins, and no rank holds a result with such a gradient.

@@ -2,7 +2,7 @@
 
 `reduce` never writes a local gradient (INV-3) and never decides whether a step is committed. What
 crosses replicas is in `crossing.Crossing`. A step with a result that does not count every
-microbatch once is void and begins again (`Reduction.void`).
+microbatch once is void, and is computed anew once (`Reduction.void`).
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class Reduction:
 
     1. `begin`;
     2. `takes` for the first order;
-    3. any number of passes, with `collect_into` before and `end_backward` after every backward.
-       `reduce` follows each pass, and each plan without a pass. Where a plan voids, `void` comes
-       first;
-    4. `apply`, after which the trainer's buffer holds the gradient of the step.
+    3. any number of passes, with `collect_into` before every forward and backward, and
+       `end_backward` after every backward. `reduce` follows each pass, and each plan without a
+       pass. Where a plan voids, `void` comes first;
+    4. in a training step that has a result, `apply`. Then the trainer's buffer holds the gradient
+       of the step.
 
     `start`, in place of `reduce`, carries out a plan beside the last backwards of a pass, in the
-    thread `recover-reduce` (`overlap.Overlap`). It touches a bucket only after the last backward
-    has *passed* it: every parameter in the bucket has its gradient.
+    thread `recover-reduce` (`overlap.Overlap`). It sums a bucket only after the last backward has
+    *passed* it (every parameter in the bucket has its gradient), or after the pass.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Reduction:
         self._gradient_sums = [GradientSum(bucket, self._accumulators.get(bucket.region)) for bucket in local]
         self._exponent = exact.grid_exponent(1.0)
         self._ledger_sum: LedgerSum | None = None
-        """Slot of the current step's ledger; None on other stages than the last."""
+        """Sum of the current step's ledger; None before the first step and on other stages than
+        the last."""
         self.is_last_stage = is_last_stage
         # The device of the ledger as well: a transport between GPUs accepts no other tensors.
         self.device = regions[0].local.device if regions else torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -119,7 +121,7 @@ class Reduction:
 
     @property
     def ledger(self) -> Ledger | None:
-        """The step's rows on the last stage; None on other stages."""
+        """Return the ledger of the step on the last stage, None on other stages."""
         return self._ledger_sum.ledger if self._ledger_sum is not None else None
 
     def begin(self, step: int, num_microbatches: int, scale: float = 1.0, *, parameters_checksum: int = 0) -> None:
@@ -127,10 +129,11 @@ class Reduction:
 
         - `scale`: ratio of the gradient summed over replicas and lanes to the mean-loss gradient,
           for the grid of `exact`.
-        - `parameters_checksum`: the newest checksum of the parameters, of which there is one for
-          each `--recover-digest-interval`-th training step. It is combined into every checksum that
-          is voted on. So replicas whose parameters have drifted disagree in the step after that,
-          and a minority is outvoted instead of training on.
+        - `parameters_checksum`: the newest checksum of the parameters. It is computed when the rank
+          joins, and after each training step whose number is a multiple of
+          `--recover-digest-interval`. It is combined into every checksum that is voted on. So
+          replicas whose parameters have drifted disagree in the step after that, and a minority is
+          outvoted instead of training on.
         """
         self._step, self._num_microbatches, self._exponent = step, num_microbatches, exact.grid_exponent(scale)
         self._parameters_checksum, self._first_generation = parameters_checksum, 0
@@ -142,14 +145,11 @@ class Reduction:
             accumulator.zero_()
 
     def takes(self, order: Plan | Apply) -> None:
-        """Note the step's first order.
-
-        A plan of a later generation repeats work of the step (`is_again`).
-        """
+        """Store the generation of the step's first order, for `is_again`."""
         self._first_generation = self._first_generation or order.generation
 
     def is_again(self, generation: Generation) -> bool:
-        """Return whether a plan of this generation repeats work of the step."""
+        """Return whether this generation is another than that of the step's first order."""
         return generation != self._first_generation
 
     def void(self) -> None:
@@ -166,7 +166,7 @@ class Reduction:
 
     @property
     def _sums(self) -> list[BucketSum]:
-        """Slots of this rank's buckets in the current step; on the last stage, the ledger last."""
+        """Return the sums of this rank's buckets; on the last stage that of the ledger is last."""
         return [*self._gradient_sums, *([] if self._ledger_sum is None else [self._ledger_sum])]
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
@@ -179,14 +179,14 @@ class Reduction:
 
     def can_watch(self, into: Sequence[BucketId]) -> bool:
         """Return whether `watch` can report the buckets passed by a backward into `into`."""
-        # A backward into some buckets only, which may cut parameters in two, adds its gradient at
-        # its end.
+        # A backward into some buckets only, which may cut parameters in two, adds parts of its
+        # gradient after its end.
         return self._gradients.can_watch and (
             bool(self._accumulators) or all(bucket_sum.id in into for bucket_sum in self._gradient_sums)
         )
 
     def may_overlap(self, plan: Plan) -> bool:
-        """Return whether the plan's sums may run beside a backward; log why not, once."""
+        """Return whether the plan's sums may run beside a backward; log each reason once."""
         sums = [each for each in self._sums if each.id in plan.reduces]
         operands = {each.operand for each in sums} | {(each.provenance.dtype, each.provenance.numel()) for each in sums}
         refusal = self._driver.overlap_refusal(plan.generation, operands)
@@ -198,8 +198,8 @@ class Reduction:
     def _allocate(self, plan: Plan) -> None:
         """Allocate the results that a plan makes on this rank.
 
-        The training thread does it before it begins to reduce: beside a backward it may wait for
-        the device.
+        The training thread calls it before a reduction begins: to allocate beside a backward may
+        wait for the device. Raises DeviceError if the device has no memory left.
         """
         made = {*plan.reduces, *(each.bucket for each in plan.transfers if each.source != self._driver.replica)}
         for bucket_sum in self._sums:
@@ -219,8 +219,9 @@ class Reduction:
         """Watch the last backward of `chunk` in a pass; call before it begins.
 
         Until `end_backward` each bucket of `task.into` counts the microbatch as soon as the
-        backward has passed the bucket. `passed(bucket)` is called then, and never for a bucket with
-        a parameter that gets no gradient.
+        backward has passed the bucket. `passed(bucket)` is called then, in the thread that runs the
+        backward. It is called for buckets outside of `task.into` too, and never for a bucket with a
+        parameter that gets no gradient.
         """
         sums = {bucket_sum.id: bucket_sum for bucket_sum in self._gradient_sums}
 
@@ -237,8 +238,9 @@ class Reduction:
         """Count the microbatch in the chunk's buckets among `into`; return those buckets.
 
         Call it when a backward of `chunk` has finished. A bucket that the watched backward has
-        passed already counts the microbatch. With `exact` this call also clears the trainer's
-        buffer of the chunk, and with it the gradient of the buckets that are not in `into`.
+        passed already counts the microbatch. This call also ends `watch`. With `exact` it clears
+        the trainer's buffer of the chunk, and with it the gradient of the buckets that are not in
+        `into`.
         """
         buckets = self._into(into)
         taken = [bucket_sum for bucket_sum in self._gradient_sums if bucket_sum.chunk == chunk and bucket_sum.id in buckets]
@@ -256,7 +258,7 @@ class Reduction:
     def _into(self, into: Sequence[BucketId]) -> frozenset[BucketId]:
         """Return the buckets as a set.
 
-        Cached for the newest sequence, which all microbatches of a plan share.
+        The set is cached for the newest sequence, which all microbatches of a `Compute` share.
         """
         if self._newest_into[0] is not into:
             self._newest_into = into, frozenset(into)
@@ -266,7 +268,7 @@ class Reduction:
         bucket_sum.count(microbatch, self._exponent)
 
     def count_ledger(self, microbatch: int) -> None:
-        """Count a microbatch whose row of the ledger is complete."""
+        """Count a microbatch whose row of the ledger has its losses; on the last stage only."""
         assert self._ledger_sum is not None
         self._ledger_sum.counts.add(microbatch)
 
@@ -275,10 +277,12 @@ class Reduction:
     def reduce(self, plan: Plan, *, note_finished: Callable[[], object] = lambda: None) -> None:
         """Carry out a plan, and return when that is done. Called by the training thread.
 
-        `note_finished()` is called in the training thread after each sum. Where passes may overlap
-        it is called once, when the thread `recover-reduce` is done (`reducing_thread`,
-        Note [One thread]). Raises NotFinite for a gradient or a loss that is not finite, if
-        Megatron was set to check. No rank holds a result with one.
+        The failure of a transfer or a sum over replicas is not raised (`Crossing`).
+        `note_finished()` is called in the training thread after each sum and at the end. With
+        `--overlap-grad-reduce` it is called once, when the thread `recover-reduce` is done
+        (`reducing_thread`, Note [One thread]). Raises NotFinite for a gradient or a loss of this
+        rank that is not finite, if Megatron was set to check. No rank holds a result with one.
+        Raises DeviceError if the device has no memory left.
         """
         if self._gradients.can_watch:
             self.finish(self.start(plan), note_finished)
@@ -290,9 +294,10 @@ class Reduction:
             self._let_training_wait()
 
     def start(self, plan: Plan, wait_for: Callable[[BucketId], None] = lambda bucket: None) -> Future[None]:
-        """Start to carry out a plan in the thread `recover-reduce`; `finish` must follow.
+        """Start to carry out a plan in the thread `recover-reduce`.
 
-        `wait_for(bucket)` returns when the last backward is done with the bucket.
+        `finish` must follow, unless the pass raises. `wait_for(bucket)` is called in that thread
+        before the bucket is summed. It returns when no backward of the pass will touch the bucket.
         """
         self._prepare(plan)
         return self._thread.begin(lambda: self._carry_out(plan, wait_for, lambda: None))
@@ -300,7 +305,7 @@ class Reduction:
     def finish(self, started: Future[None], note_finished: Callable[[], object]) -> None:
         """Return when a plan is carried out that has started; raise what `reduce` raises.
 
-        `note_finished()` is called then.
+        `note_finished()` is called then, also before an exception is raised.
         """
         try:
             started.result()
@@ -320,7 +325,9 @@ class Reduction:
     def _carry_out(self, plan: Plan, wait_for: Callable[[BucketId], None], note_finished: Callable[[], object]) -> None:
         """Carry out a plan's transfers, then its sums, bucket by bucket, on `stream`.
 
-        Sums over lanes are always carried out in full, sums over replicas until one fails.
+        After a failure no further transfer or sum over replicas begins. Sums over lanes are still
+        carried out in full, unless an exception is raised. A NotFinite names the microbatches if
+        their losses are the cause.
         """
         with torch.cuda.stream(self.stream):  # does nothing without a GPU
             try:
@@ -368,7 +375,9 @@ class Reduction:
     def apply(self, buckets: Sequence[BucketId]) -> None:
         """Make the results of these buckets the gradient, once the step is committed.
 
-        Results are gathered over the lanes if each lane needs all of them.
+        Results are gathered over the lanes if each lane needs all of them. Buckets of other ranks
+        are ignored. On a GPU the results lose their memory. Log a gradient that outgrew the grid of
+        `exact`.
         """
         for bucket_sum in self._gradient_sums:
             if bucket_sum.id not in buckets:
