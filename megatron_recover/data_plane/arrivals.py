@@ -15,11 +15,11 @@ from megatron_recover.authentication.admission import Admission, ReportStrangers
 from megatron_recover.authentication.handshake import Party, Reply, Role
 
 MAX_PARKED = 1024
-"""Proven connections that are kept until their generation is opened."""
+"""Most proven connections that are kept until a call of their generation takes them."""
 
 
 class Parked:
-    """A proven connection that waits until this rank opens its generation."""
+    """A proven connection that waits until a call of its generation takes it."""
 
     def __init__(self, proven: Unproven) -> None:
         self.sock = proven.sock
@@ -47,7 +47,10 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 class Arrivals:
-    """The connections to one listener. The lock of the endpoint guards every call."""
+    """The connections to one listener.
+
+    The lock of the endpoint guards every call, except in a forked child.
+    """
 
     def __init__(self, listener: socket.socket, key: bytes, rank: int, report: ReportStrangers) -> None:
         self.admission = Admission(listener, key, "data", report)
@@ -59,10 +62,10 @@ class Arrivals:
         """Proven connections by (generation, replica)."""
 
     def greet(self, me: int, generation: int, *, expects: bool = True) -> None:
-        """Advance all handshakes without waiting, as replica `me` in `generation`.
+        """Accept connections and advance all handshakes, as replica `me` in `generation`.
 
-        `expects`: the caller needs a peer that has not connected. Otherwise the call accepts only a
-        few connections, at most once every `REST_S`.
+        Nothing waits. `expects`: the caller needs a peer that has not connected. Otherwise the call
+        accepts only a few connections, and does nothing for `REST_S` after the last such call.
         """
         if not expects and self.admission.rests:
             return
@@ -88,8 +91,8 @@ class Arrivals:
         """Park a connection of this or a newer generation, and refuse any other.
 
         Refused are a connection of an older generation, a second one of the same peer and
-        generation, and any above `MAX_PARKED`. A watch is welcome in any generation and replaces
-        the peer's previous watch.
+        generation while the first is parked, and any above `MAX_PARKED`. A watch is welcome in any
+        generation and replaces the peer's previous watch.
         """
         acceptor, arrived = unproven.acceptor, Parked(unproven)
         peer = acceptor.peer

@@ -24,7 +24,8 @@ WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
 """Buffers in one system call; far below IOV_MAX."""
 REDIAL_S = 0.02
-"""Seconds before dialling a peer again whose connection ended before the verdict."""
+"""Seconds before dialling a peer again if its connection ended before the verdict or could not be
+begun."""
 
 
 class Connection:
@@ -94,7 +95,8 @@ class Connection:
     def poll_mask(self, *, sending: bool, receiving: bool) -> int:
         """Return the events to poll for, and store them in `interest`.
 
-        A socket that is polled with 0 still reports a reset.
+        Until the connection is ready, only the handshake decides. A socket that is polled with 0
+        still reports a reset.
         """
         if not self.ready:
             self.interest = select.POLLOUT if self._to_say else select.POLLIN
@@ -170,8 +172,9 @@ def connect(address: str, key: bytes, role: Role, *, generation: int, me: int, p
 def dial(address: str, peer: int) -> socket.socket:
     """Return a non-blocking socket that is connecting to `host:port`.
 
-    Raises PeerLost if nobody listens there, and `CannotDial` if the connection cannot be begun
-    here, for instance without a free descriptor, memory or local port.
+    Raises PeerLost if the kernel knows at once that nobody listens there. Raises `CannotDial` if
+    the connection cannot be begun here, for instance without a free descriptor, memory or local
+    port.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -1,27 +1,30 @@
 """Direct reduction over TCP: each member sends shard j to its owner j, which returns the sum.
 
-The owner adds in ascending order of replica id and sends the sum to all members. Every member has a
-connection to every other one. So all survivors see a death themselves, and no member waits on a
-distant ring neighbour. A direct reduction moves as many bytes as a ring, in 2 hops instead of
-2(n-1).
+The owner adds in ascending order of replica id and sends the sum to all members. Every member adds
+a small tensor for itself (`shards.py`). Every member has a connection to every other one. So all
+survivors see a death themselves, and no member waits on a distant ring neighbour. A larger tensor's
+reduction moves as many bytes as a ring, in 2 hops instead of 2(n-1).
 
 One thread does everything: the caller's, inside the call, with non-blocking sockets and `poll`.
-Bytes move directly from the source and into the result. So after a call has returned or raised,
-nothing is left running that could write memory. `revoke` sets a flag, wakes the poll and shuts the
-sockets down. It then waits for the piece of at most 1 MiB that the call may be receiving or adding
-(`writing.py`). `revoke` writes no tensor and closes no descriptor.
+Bytes move directly from the source, and sums directly into the result. Only the contributions of
+peers go through scratch. So after a call has returned or raised, nothing is left running that could
+write memory. `revoke` sets a flag, wakes the poll and shuts the data connections down. It then
+waits for the piece that the call may be receiving or adding (`writing.py`). A piece is at most
+1 MiB of a sum, or what the kernel has received of a copy. `revoke` writes no tensor and closes no
+descriptor.
 
 Generations are fenced by three means:
 
-* A connection belongs to one generation. The handshake binds that generation, and an acceptor in a
-  newer one refuses it.
+* A data connection belongs to one generation. The handshake binds that generation, and an acceptor
+  in a newer one refuses it.
 * Opening a generation retires the older transport.
 * Each frame repeats generation and tag.
 
 Of two members the higher id connects. Until then the lower id holds a *watch*: a connection to the
 peer's listener that carries nothing but a handshake. If a proven watch ends, or if nobody listens
-any more, the peer's process has ended without ever connecting. A connection that ends before the
-acceptor's verdict is no such evidence: strangers may have crowded it out. It is dialled again.
+any more, the peer has ended or has closed its endpoint before it connected. A connection that ends
+before the acceptor's verdict is no such evidence: strangers may have crowded it out. It is dialled
+again.
 
 A member whose call failed does not shut its sockets down. Otherwise the others would blame this
 member, the first to notice, and not the culprit.
@@ -111,7 +114,8 @@ class DirectEndpoint:
         """Return the transport of `generation`, and close the previous one.
 
         Raises Revoked if the endpoint is closed, or unless `generation` is newer than all that were
-        opened before. Raises TransportError if this process has no free descriptor.
+        opened before. Raises TransportError if this process has no free descriptor; the previous
+        transport is closed then, too.
         """
         previous = None
         try:
@@ -144,10 +148,10 @@ class DirectEndpoint:
         return connect(address, self._key, role, generation=generation, me=me, peer=peer, rank=self._rank)
 
     def greet(self, me: int, *, expects: bool = True) -> int:
-        """Accept new connections and advance all handshakes, without waiting.
+        """Accept new connections and advance all handshakes, as `Arrivals.greet` does.
 
-        `expects`: the caller needs a peer that has not connected. Return the descriptor that is
-        readable when there is more to do. Raises Revoked if the endpoint is closed.
+        Return the descriptor that is readable when there is more to do. Raises Revoked if the
+        endpoint is closed.
         """
         with self._lock:
             if self._closed:
@@ -156,10 +160,11 @@ class DirectEndpoint:
             return self._arrivals.admission.fileno()
 
     def take(self, generation: int) -> tuple[dict[int, Parked], dict[int, int]]:
-        """Return the proven connections for `generation`, by peer, and the peers in a newer one.
+        """Take the proven connections for `generation`; return them and the peers in a newer one.
 
-        The second dictionary maps a peer to the newer generation of its connection. Connections of
-        older generations are refused.
+        The first dictionary maps a peer to its connection, which is no longer parked. The second
+        maps a peer to the newer generation of its connection. Connections of older generations are
+        refused.
         """
         with self._lock:
             parked = self._arrivals.parked
@@ -237,7 +242,10 @@ class DirectTransport:
             exchange.finish()
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
-        """Copy as `Transport.copy_into` does; CPU tensors."""
+        """Copy as `Transport.copy_into` does; CPU tensors.
+
+        Raises ValueError if the source or a target is no member.
+        """
         check_operands(tensors, device="cpu")
         if not {source, *targets} <= set(self.members):
             raise ValueError(f"copy from {source} to {list(targets)}, but the members are {list(self.members)}")
@@ -249,8 +257,9 @@ class DirectTransport:
     def revoke(self) -> None:
         """Revoke as `Transport.revoke` does.
 
-        The sockets are shut down, so that the peers notice even while this rank computes. Return
-        when a call in another thread, if any, has left its piece of memory; it then writes no more.
+        The data connections are shut down, so that the peers notice even while this rank computes.
+        Return when a call in another thread, if any, has left its piece of memory; it then writes
+        no more.
         """
         with self._lock:
             if not self._revoked:
@@ -318,10 +327,17 @@ class DirectTransport:
                 self._scratch.clear()
 
     def _run(self, exchange: Exchange, peers: Sequence[int]) -> None:
-        """Connect to `peers`, then move bytes until the exchange is complete."""
+        """Connect to `peers`, then move bytes until the exchange is complete.
+
+        Raises:
+        - PeerLost, PeerAhead or TransportError as `_advance` does;
+        - Revoked after a revoke, with the suspects if the call had waited for half of its limit;
+        - DeadlineExceeded if no byte has moved for as long as the part may last;
+        - TransportError in its place if this member lacks a resource to dial a peer of lower id.
+        """
         part, limit_s = CallPart.CONNECT, CallPart.CONNECT.limit_s(self._endpoint.deadlines)
         progressed_at = time.monotonic()
-        self._endpoint.greet(self.me, expects=False)  # drop strangers in any case: the kernel's queue is short
+        self._endpoint.greet(self.me, expects=False)  # also if no peer is missing: strangers fill the kernel's queue
         while not exchange.complete():
             if self._revoked:
                 stalled = time.monotonic() - progressed_at >= limit_s / 2
@@ -383,7 +399,10 @@ class DirectTransport:
         self._dial_at[connection.peer] = time.monotonic() + REDIAL_S
 
     def _advance(self, peer: int, exchange: Exchange) -> bool:
-        """Send and receive what is possible without waiting; return whether any byte moved."""
+        """Advance the handshake, then send and receive once; return whether a frame's byte moved.
+
+        Nothing waits. Raises PeerLost, PeerAhead, or TransportError for an unexpected frame.
+        """
         connection = self._connections.get(peer)
         try:
             if connection is None and (watch := self._watches.get(peer)) is not None and not watch.ready:
@@ -407,7 +426,11 @@ class DirectTransport:
             raise PeerLost(peer, error.strerror or str(error)) from error
 
     def _wait(self, exchange: Exchange, peers: Sequence[int], timeout_s: float) -> None:
-        """Sleep until a socket is ready, a peer arrives, somebody revokes, or the time is over."""
+        """Sleep until a socket is ready, a peer arrives, somebody revokes, or the time is over.
+
+        The sleep ends earlier if a peer is to be dialled. Raises PeerLost if a connection on which
+        nothing is to be sent or received was reset, or if a proven watch has ended.
+        """
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         if self._arrivals is not None:
@@ -430,17 +453,18 @@ class DirectTransport:
                     idle[connection.sock.fileno()] = peer
         for descriptor, _ in poll.poll(timeout_s * 1000):
             if descriptor in idle:
-                # Nothing was polled for here, so this is a reset. The peer gave up: no peer can be
-                # done before this member is.
+                # Nothing was polled for here, so this is a reset. The peer gave up or died: a peer
+                # that is done has read all bytes, so its end is no reset.
                 raise PeerLost(idle[descriptor], "connection reset")
             if descriptor in watched:
                 self._check()
                 raise PeerLost(watched[descriptor], "ended before it connected")
 
     def _adopt(self, peers: Sequence[int]) -> None:
-        """Accept the peers that have connected to this generation.
+        """Accept the peers that have connected to this generation, if one of `peers` is missing.
 
-        Raises PeerAhead if a missing peer has connected to a newer generation.
+        Refused are a second connection of a peer, and one of a peer that is no member or has a
+        lower id. Raises PeerAhead if a missing peer has connected to a newer generation.
         """
         self._arrivals = None
         if all(peer in self._connections for peer in peers):
@@ -468,9 +492,10 @@ class DirectTransport:
     def _suspects(self, exchange: Exchange, peers: Sequence[int]) -> list[int]:
         """Return the peers that keep this member waiting.
 
-        These are the peers that never connected or have not sent their own data. Without any, it is
-        the peer that does not receive this member's data or has not sent a sum, if there is only
-        one. Several such peers are themselves waiting for a third, so none is returned.
+        These are the peers that are not connected. If all are, they are the peers that have not
+        sent their own data. If all have, it is the one peer that does not receive this member's
+        data, or else the one that has not sent a sum. Several such peers are themselves waiting for
+        a third, so none is returned.
         """
         connected = [peer for peer in peers if peer in self._connections and self._connections[peer].ready]
         first_hand = [peer for peer in peers if peer not in connected] or [

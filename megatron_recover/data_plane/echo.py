@@ -2,8 +2,8 @@
 
 A ring collective stalls on all members alike and cannot show which peer is unreachable. So each
 rank of such a framework runs an `EchoServer`, which answers whatever the rank is doing. A rank
-whose collective has failed probes all peers at once (`unreachable`). A peer that answers is
-reachable, however late its collective is. The answer proves nothing about the peer's training
+whose collective has stalled or failed probes all peers at once (`unreachable`). A peer that answers
+is reachable, however late its collective is. The answer proves nothing about the peer's training
 thread. A probe is the handshake of every other connection (`handshake.py`) with nothing after it,
 so no stranger can answer for a peer.
 """
@@ -34,7 +34,7 @@ class EchoServer:
     def __init__(self, host: str, key: bytes, rank: int, report: ReportStrangers = lambda name, number: None) -> None:
         """Listen on a free port of `host`, as the rank at position `rank` of its replica.
 
-        `key` is the job's.
+        Start the thread. `key` is the job's. `report`: see `Admission`; called in the thread.
         """
         self._rank = rank
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -67,7 +67,7 @@ class EchoServer:
             self._close_sockets()
 
     def _admits(self, peer: Party, wanted: Party) -> bool:
-        """Return whether both ends are probes at this rank's position.
+        """Return whether both ends have the role ECHO and this rank's position.
 
         The replica that the peer asks for is not checked: no other replica listens on this port.
         """
@@ -96,8 +96,9 @@ def unreachable(addresses: Mapping[int, str], key: bytes, me: Party, timeout_s: 
     """Return the peers that do not answer a probe within `timeout_s`.
 
     `addresses` maps each replica to the address of its `EchoServer`. `me` names the replica and
-    rank that probe. A peer that this rank has no descriptor to probe is not returned. A probe that
-    ends before the peer's verdict is sent again: strangers may have crowded it out.
+    rank that probe. A peer that this rank lacks a resource to probe (`CannotDial`) is not returned.
+    A probe that ends before the peer's verdict is sent again: strangers may have crowded it out. A
+    peer where nobody listens is probed only once.
     """
     until, rank = time.monotonic() + timeout_s, me.rank
     silent = set(addresses)

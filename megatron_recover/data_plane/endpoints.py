@@ -27,7 +27,7 @@ def open_endpoint(
     deadlines: Deadlines | None = None,
     report: ReportStrangers = lambda name, number: None,
 ) -> Endpoint:
-    """Return a rank's endpoint on the data plane, to be published to its peers.
+    """Return a rank's endpoint on the data plane, whose address is to be published to its peers.
 
     Peers are the same-position ranks of the other replicas.
 
@@ -38,7 +38,7 @@ def open_endpoint(
     - `deadlines`: how long the parts of a call may last.
     - `report`: see `Admission`. Any thread may call it.
 
-    Raises ValueError if the kind cannot serve the device, or if nccl lacks CUDA or nccl4py.
+    Raises ValueError if the kind is unknown or cannot serve the device, and as `nccl.load` does.
     """
     deadlines = deadlines or Deadlines.of()
     on_cuda = device.split(":")[0] == "cuda"
@@ -85,11 +85,11 @@ class RendezvousEndpoint:
         report: ReportStrangers,
         overlap_refusal: Callable[[int, Collection[Operand]], str] = lambda generation, operands: "",
     ) -> None:
-        """Listen on `host`. `transport(direct, unreachable)` makes one generation's transport.
+        """Listen on `host` for probes. `close` also closes the endpoint `direct`.
 
-        The new transport owns `direct`, the direct transport of that generation. `unreachable()`
-        probes the other members and returns the members that do not answer. `overlap_refusal`: see
-        `Endpoint`.
+        `transport(direct, unreachable)` makes one generation's transport. The new transport owns
+        its argument `direct`, the direct transport of that generation. `unreachable()` probes the
+        other members and returns the members that do not answer. `overlap_refusal`: see `Endpoint`.
         """
         self.overlap_refusal = overlap_refusal
         self._direct = direct
@@ -102,8 +102,7 @@ class RendezvousEndpoint:
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
         """Return the transport of `generation`, and close the previous one.
 
-        Raises Revoked unless `generation` is newer than all that were opened before, and
-        TransportError if this process has no free descriptor.
+        Raises Revoked or TransportError as `DirectEndpoint.open` does.
         """
         both = {member: address.partition(" ") for member, address in addresses.items()}
         direct = self._direct.open(generation, me, {member: each[0] for member, each in both.items()})

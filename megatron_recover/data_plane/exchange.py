@@ -1,8 +1,8 @@
 """The frames that one call of a direct transport sends and expects, per peer; the sum itself.
 
-All members derive the same frames in the same order from the same tensors. Any other frame (another
-call, generation, tensor, shard or size) raises TransportError. Its payload is never written outside
-the buffer of the expected frame. Nothing here waits.
+All members derive the same frames in the same order from tensors of the same types and sizes. Any
+other frame (another call, generation, tensor, shard or size) raises TransportError. Its payload is
+never written outside the buffer of the expected frame. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 1 << 20
 SMALL_BYTES = 1 << 15
 SLOTS = 2
-"""Segments that a peer may be ahead of the slowest peer. Bounds scratch to (members - 1) * SLOTS *
-SEGMENT_BYTES."""
+"""Segments that a peer may be ahead of the slowest peer. So scratch has at most (members - 1) *
+SLOTS * SEGMENT_BYTES bytes."""
 
 FRAME = struct.Struct("<QqIIIIQ")
-"""Generation, tag, kind, tensor, shard (position of its owner), bytes, first element."""
+"""Generation, tag, kind, tensor, shard (position of its owner; copy: 0), bytes, first element."""
 CONTRIBUTION, SUM, COPY = 1, 2, 3
 
 Frame = tuple[bytes, memoryview]
@@ -69,7 +69,8 @@ class Exchange:
     def receive(self, peer: int, connection: Connection) -> bool:
         """Receive at most one frame; return whether any byte came.
 
-        Raises TransportError if the header is not the expected one.
+        Raises TransportError if the header is not the expected one. Raises PeerLost at the end of
+        the stream.
         """
         views = self._views[peer]
         if not views:
@@ -165,7 +166,7 @@ class SumExchange(Exchange):
         return super().complete()
 
     def finish(self) -> None:
-        """Reach the instants that were not reached (small operands, a lone member), then `end`."""
+        """Reach the instants that were not reached (empty operands, a lone member), then `end`."""
         for instant in list(self._instants):
             self._reach(instant)
         self.tell()
@@ -235,7 +236,7 @@ class SumExchange(Exchange):
 class CopyExchange(Exchange):
     """The exchange of a copy: whole tensors from one member to its peers.
 
-    `sending` is true on the source; each of the others has the source as its one peer.
+    `sending` is true on the source; each target has the source as its one peer.
     """
 
     def __init__(self, generation: int, tag: int, peers: Sequence[int], tensors: Sequence[Tensor], *, sending: bool) -> None:

@@ -1,6 +1,6 @@
 """The stream and the memory in which a GPU's sums over replicas happen.
 
-One `Scratch` serves all sums of a rank for the life of its reduction. A stream for each pass would
+One `Scratch` serves all sums of a rank for the life of its endpoint. A stream for each pass would
 make torch's allocator keep as many sets of memory, since it reuses a block only on its own stream.
 """
 
@@ -17,11 +17,11 @@ from megatron_recover.data_plane.transport import DeviceError
 
 
 class Scratch:
-    """Used by one transport at a time.
+    """The stream and the memory of a rank's sums. One transport at a time uses them.
 
     After a call that failed, a kernel may still write the memory, and other work on the stream
     would wait for that kernel. So `abandon` hands both to whoever retires the communicator, and the
-    next use begins with new ones.
+    next use begins with those that were given back, or with new ones.
     """
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
@@ -46,8 +46,8 @@ class Scratch:
     def like(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Return a flat tensor for each source, of its type, device and number of elements.
 
-        The content is undefined. The memory is that of the call before. Raises DeviceError if the
-        device has no memory left.
+        The content is undefined. The memory is that of the call before, where that is large enough.
+        Raises DeviceError if the device has no memory left.
         """
         try:
             with self._cuda.stream(self.stream):  # where the kernels use it
@@ -66,7 +66,7 @@ class Scratch:
     def abandon(self) -> tuple[Any, list[Tensor]]:
         """Return the stream and the memory, which must be kept until no kernel uses them.
 
-        The next use has new ones, or those that were given back.
+        The next use has those that were given back, or new ones.
         """
         abandoned = self._stream, self._memory
         self._stream, self._memory = self._spare.pop() if self._spare else (None, [])

@@ -2,8 +2,9 @@
 
 A tensor above `small_bytes` is cut into one contiguous shard per member. The member at position j
 of the roster owns shard j: it adds shard j of all members and sends the sum to all. A shard travels
-in segments, so that scratch stays small and adding overlaps with receiving. A smaller tensor is one
-*shared* segment, which every member adds for itself: one message each way instead of two.
+in segments, so that scratch stays small and adding overlaps with receiving. Any other tensor is one
+*shared* segment, which every member adds for itself: one message each way instead of two. A tensor
+without elements has no segment.
 
 Every element is added in ascending order of replica id, so the result has the same bits on all
 members.
