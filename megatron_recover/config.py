@@ -184,13 +184,13 @@ _FLIGHT_RECORD_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 def separate_flight_records(path: str | None, replica: int, run_dir: str) -> str | None:
-    """Give each replica files of its own for torch's flight recorder; return the path to use.
+    """Give each replica files of its own for torch's flight recorder; return `path` changed alike.
 
     The files, and the pipe that requests them, end with the rank inside the replica, so those of
     two replicas would be the same. A folder gets files inside it. `path` is that of
-    `--flight-recorder-dump-path`, if given. The variables of the environment are changed alike, if
-    set. Without a place for the files they come into `run_dir`: torch's default is a folder of the
-    user (getWriter in torch's FlightRecorder.cpp).
+    `--flight-recorder-dump-path`; None: not given, and None is returned. The variables of the
+    environment are changed alike, if set. Without a place for the files they come into `run_dir`:
+    torch's default is a folder of the user (getWriter in torch's FlightRecorder.cpp).
     """
 
     def separate(prefix: str) -> str:
@@ -226,12 +226,12 @@ empty value (src/misc/param.cc). 0 would change torch's communicators, whose cal
 
 
 def nccl_order() -> dict[str, str]:
-    """Return the variables of `NCCL_ORDER` as they are set here; the user may have set them."""
+    """Return the variables of `NCCL_ORDER` as they are set here; empty where one is not set."""
     return {name: os.environ.get(name, "") for name in NCCL_ORDER}
 
 
 class DeviceQueues(NamedTuple):
-    """Settings of the environment that decide the order of kernels on a GPU."""
+    """Settings of the environment for the order of kernels on a GPU, and for NCCL's calls."""
 
     number: str
     """CUDA_DEVICE_MAX_CONNECTIONS: hardware queues that the streams of the process share; empty:
@@ -245,7 +245,7 @@ class DeviceQueues(NamedTuple):
 
 
 def device_queues() -> DeviceQueues:
-    """Return what the environment says about the order of kernels; the user may have set it."""
+    """Return these settings of the environment; the user may have set them."""
     return DeviceQueues(
         os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0",

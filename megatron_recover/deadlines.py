@@ -57,12 +57,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     the scheduler of a busy machine takes less."""
     stopped_s: float
     """Least time that the detector waits for a stopped process; two typical steps if these are
-    longer. Then the replica is killed. Fixed: a stopped rank is to be gone within 1 s or three
-    steps."""
+    longer. Then the replica is killed, if another one is neither silent nor stopped. Fixed: a
+    stopped rank is to be gone within 1 s or three steps."""
     hung_s: float
     """Least time that the detector waits for a rank that shows no progress. The wait is longer
     where four typical steps, or twice the longest operation of its kind, are longer. Then the
-    replica is killed. Fixed: an endless loop is to be ended within 3 s or five steps."""
+    replica is killed, if another one is neither silent nor stopped. Fixed: an endless loop is to be
+    ended within 3 s or five steps."""
     after_work_s: float
     """Time for which a replica still counts as at work after it was last seen at work. Meanwhile
     the replica is not blamed for keeping others waiting. Fixed: this bridges the instants between
@@ -86,44 +87,47 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Time that a rank whose gradient is not finite leaves the other ranks of its replica to name
     the microbatch, before it reports all of the pass. Fixed: they find it in the same moment."""
     silence_s: float
-    """Time without a message after which leader and coordinator report each other as silent. The
-    report ends nothing."""
+    """Time without a message of the coordinator, or without a leader's answer to a beat, after
+    which the other end reports the silence. The launcher also reports a standstill of its own that
+    lasts so long. The reports end nothing."""
     words_s: float
     """Longest wait of a rank that raised, or of a leader that was ordered to stop, until its last
-    messages were read. Then the process ends."""
+    messages were read. Also the longest wait of a rank for stderr to take the reason of its end.
+    Then the process ends."""
     sigkill_s: float
     """Longest wait of the agent for a killed process to take the signal. Then the launcher sets the
-    process aside."""
+    process aside. The launcher waits as long for the process of `report_s` that it has killed."""
     follow_s: float
     """Longest wait of the coordinator for the members to enter a generation. Then the coordinator
     removes and kills the members that have not, if another has; it waits on for members at work. A
-    rank whose replica is broken waits as long for the agent to kill the rank; then the rank ends
-    itself."""
+    rank whose replica is broken waits as long for the agent to kill the rank. Then the rank ends
+    itself: it stops its training thread, and ends the process after as long again."""
     lock_s: float
-    """Longest wait of a new writer for the lock of the save folder, which a killed writer holds
-    until it is dead. Then the save fails and is tried again at the next save point."""
+    """Longest wait of a writer for the lock of the save folder, which a killed writer holds until
+    it is dead. Then the save fails. The next save point, or the end of training, tries again."""
     probe_s: float
-    """Longest wait of a rank whose sum ran out of time for its peers to answer a probe. Then the
-    rank names the peers that did not."""
+    """Longest wait of a rank for its peers to answer a probe, after a sum by `gloo` or `nccl` that
+    ran out of time or failed without a culprit. Then the rank names the peers that did not."""
     connect_s: float
-    """Longest wait of a rank inside a sum for the connection to a member. Then the sum fails, and
-    the leader requests a generation. On a GPU a run refuses a deadline below 250 s, which leaves
-    NCCL less than 10 s to connect the members."""
+    """Longest wait of a rank inside a sum or a transfer for the connection to a member. Then the
+    sum fails, and the leader requests a generation. On a GPU a run refuses a deadline below 250 s,
+    which leaves NCCL less than 10 s to connect the members."""
     sum_s: float
     """Longest wait of a rank inside a sum that all members have entered without any byte of any of
-    them (`gloo`: without a finished piece of 1 MiB). Then the sum fails, and the leader requests a
-    generation."""
+    them (`gloo`: without a finished piece of 1 MiB; `nccl`: without a finished tensor). Then the
+    sum fails, and the leader requests a generation. Transfers wait as long."""
     slowest_s: float
     """Longest wait of a rank inside a sum for the slowest member to enter the sum, without any byte
     of anyone. Then the sum fails, and the leader requests a generation."""
     stall_s: float
     """Longest wait of a leader for the status or vote of other members. Then the leader requests a
-    generation. A member that does not enter that generation is removed by `follow_s`."""
+    generation. A member that does not enter that generation is removed by `follow_s`. Also the
+    longest time for which a leader tries to connect to another one."""
     blame_s: float
-    """Longest wait of the coordinator for a committed step, from the first generation that was made
-    without a loss. Then the coordinator removes the member that the evidence names. After as long
-    again, if there are two members and the evidence names neither, the coordinator removes the one
-    with the higher id."""
+    """Longest wait of the coordinator for a committed step, from the first generation that a member
+    requested without a save or work to excuse it. At the next request the coordinator removes the
+    member that the evidence names. After as long again, if there are two members and the evidence
+    names neither, the coordinator removes the one with the higher id."""
     finish_s: float
     """Longest wait of the coordinator for the last members to finish once one has. Then the
     coordinator removes and kills them."""
@@ -132,10 +136,12 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     server ends without the ranks that are left."""
     close_s: float
     """Longest wait of the launcher for the fork server to kill and reap the ranks at the end. Then
-    the launcher kills the fork server, too."""
+    the launcher kills the fork server, too. Also the longest wait of a rank for the thread that
+    reads ahead to end, and for an NCCL communicator to come to rest. Then the rank continues
+    without the thread, and keeps the communicator."""
     stop_s: float
     """Longest wait of the launcher for the ranks to end by themselves after a job that did not end
-    well. Then the launcher kills them."""
+    well. Then the launcher kills them. Before generation 1 it kills them at once."""
     end_s: float
     """Longest wait of the launcher for the ranks to end by themselves after a job that ended well.
     Then the launcher kills them. Also its longest wait for the kernel to take down a process that
@@ -154,7 +160,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of the recorder for the files of the trace to close, and for those of the logs.
     Then the recorder ends all the same. Fixed: see `trace_s`."""
     orphan_s: float
-    """Longest wait of the recorder of a launcher that is gone for the last events of ranks, which
+    """Time for which the recorder of a launcher that is gone still records events of ranks, which
     are being killed. Fixed: see `trace_s`."""
     replies_s: float
     """Longest wait of the recorder, at its end, for the launcher to take its messages. Then the
@@ -179,7 +185,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     prints it on stderr. Fixed: see `trace_s`."""
     terminal_s: float
     """Longest wait of the launcher, after `trace_s`, for the recorder to have shown the end of the
-    run. Fixed: see `trace_s`."""
+    run. Then the launcher prints the end on stderr, and kills the recorder. Fixed: see
+    `trace_s`."""
     trace_s: float
     """Longest wait of the recorder, at the end, for the disk to take the rest of the trace. Then
     the rest is lost, and the recorder reports it. Fixed: the exit code is known by then, and a
@@ -189,24 +196,25 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of the launcher for the process that makes summary and plot. Then the launcher
     ends that process, and prints how to make them."""
     build_s: float
-    """Longest wait of a rank for another process that builds the data index. Then the rank builds
-    the index, too."""
+    """Longest wait of a rank for another process that builds the data index, or compiles Megatron's
+    index builder. Then the rank does so, too."""
     start_s: float
     """Longest wait of the coordinator from the first replica that is ready to the last. Then the
     coordinator continues without the others."""
     leader_s: float
     """Longest time for which a rank tries to connect to its leader at the start. Also its longest
-    wait for each key in torch's store of its replica. Then the rank ends, and its replica is
-    lost."""
+    wait for each key in torch's store of its replica. Then the rank ends, and its replica is lost.
+    A leader tries as long to connect to the coordinator."""
     save_s: float
     """Longest wait of members for one that saves a checkpoint. Then the coordinator suspects that
-    member. Also the longest time for which the last save of a run is tried again where there is no
-    room. Then the run ends with code 16."""
+    member. Also the longest time for which the last save of a run is tried again after a failure.
+    Then the run ends with code 16."""
     deadline_s: float
     """The user's deadline. Longest wait of the launcher for the imports, for the dry run, and for
     the first replica to be ready. Longest wait of a replica for a launcher that is stopped (code
-    13), and of members where nobody can be blamed. A rank that hangs where nothing distinguishes a
-    hang from slow work is ended after this time, and so is a collective inside a replica."""
+    13), and of members where nobody can be blamed. Longest time for which the work of a member
+    excuses the waits of others. A rank that hangs where nothing distinguishes a hang from slow work
+    is ended after this time, and so is a collective inside a replica."""
 
     @staticmethod
     def of(deadline_s: float = DEFAULT_S) -> Deadlines:

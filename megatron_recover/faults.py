@@ -35,7 +35,7 @@ class FaultPoint(enum.Enum):
     """Inside the sum of a bucket over the replicas."""
     BEFORE_VOTE = "before_vote"
     IN_VOTE = "in_vote"
-    """Leader only: the vote was sent to some members and not yet to the others."""
+    """Leader only: the vote was sent to the first other member, if any, and not yet to the rest."""
     AFTER_VOTE = "after_vote"
     OPTIMIZER = "optimizer"
     EVALUATE = "evaluate"
@@ -45,7 +45,7 @@ class FaultPoint(enum.Enum):
     PROMISE = "promise"
     """A newer generation is known and not yet acknowledged."""
     STATUS = "status"
-    """Leader only: the status was sent to some members and not yet to the others."""
+    """Leader only: the status was sent to the first other member, if any, and not to the rest."""
     RECOMPUTE = "recompute"
     """The forward of each microbatch of a later plan of a training step.
 
@@ -139,7 +139,8 @@ _POINTS_WITH = {
 def never_passed(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield each key of a fault that does not fit its point, with the remedy.
 
-    `table` is the fault as written in a file. Such a fault would strike nowhere.
+    `table` is the fault as written in a file. Such a fault would strike nowhere. Yield nothing for
+    an unknown point or for `compute`.
     """
     point = next((point for point in FaultPoint if point.value == table.get("point")), None)
     if point in (None, FaultPoint.COMPUTE):
@@ -254,7 +255,8 @@ class FaultInjector:
     def stretch(self, step: int, seconds: float) -> float:
         """Wait as long as a slow rank takes longer for a forward or backward of `seconds`.
 
-        Return the seconds with that wait.
+        Return the seconds with that wait. The training thread calls this. The first call that a
+        fault slows records that fault.
         """
         factor = 1.0
         for fault in self._slow:

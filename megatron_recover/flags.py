@@ -1,7 +1,7 @@
-"""Answers to mistyped command lines: the word that was meant, and all mistakes at once.
+"""Answers to mistyped command lines: the word that was meant, and all unknown flags at once.
 
-This module uses the standard library only, so that `--help` stays instant. A rank
-reports unknown flags of Megatron's command line with the same texts (`megatron/training.py`).
+This module uses the standard library only, so that `--help` stays instant. A rank reports unknown
+flags of Megatron's command line with the same texts (`megatron/training.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def _telling(word: str) -> str:
-    """Return the part of a flag that distinguishes it: no dashes, no prefix `recover-`."""
+    """Return the part of a flag that distinguishes it: no leading dashes, no prefix `recover-`."""
     return word.lstrip("-").removeprefix("recover-")
 
 
@@ -47,7 +47,7 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
 
 
 def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") -> list[str]:
-    """Return one line for each word that looks like a flag and is unknown to the parser.
+    """Return one line for each word that begins with `--` and is no flag of the parser, once each.
 
     Words after a bare `--` are ignored. `elsewhere` extends the remedy for a flag that is like no
     known one: the place where such a flag may belong.

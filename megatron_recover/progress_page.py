@@ -62,7 +62,7 @@ class ProgressPage:
     """The writing end of a page, for the training thread of a rank alone, except `show_reading`."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Map the page behind `descriptor`, and close the descriptor.
+        """Map the page behind `descriptor`, close the descriptor, and enter `Phase.LOADING`.
 
         None: make a page that nobody reads.
         """

@@ -1,21 +1,22 @@
 """A data plane over gloo, which cannot be trusted to stop: abandon its operations, do not abort.
 
-Nothing ends a blocked gloo call: its `abort` does nothing, and distant ring neighbours of a dead
-member wait for the timeout. So no caller ever blocks in gloo. Each generation has one thread of its
-own. That thread builds the process group, runs the collectives on scratch, and at the end destroys
-the group. The caller waits for the thread or abandons it. After a revoke the thread owns all memory
-that gloo may still write. It ends when gloo returns, at gloo's own timeout at the latest. The
-caller itself copies scratch to results, piece by piece (`writing.py`), so no result is written
-after `revoke` returns. That copy is the price of working out of place.
+Nothing surely ends a blocked gloo call: its `abort` does nothing, and distant ring neighbours of a
+dead member wait for the timeout. So no caller ever blocks in gloo. Each generation of two or more
+members has one thread of its own. That thread builds the process group, runs the collectives on
+scratch, and at the end destroys the group. The caller waits for the thread or abandons it. After a
+revoke the thread owns all memory that gloo may still write. It ends when gloo returns, at gloo's
+own timeout at the latest. The caller itself copies scratch to results, piece by piece
+(`writing.py`), so no result is written after `revoke` returns. That copy is the price of working
+out of place.
 
 Rendezvous: gloo needs a store. Its store here exchanges the members' entries over a `direct`
-transport of the same generation. So building a group has the fences of that transport and is ended
-by a revoke, and no member is a server for the others. (A TCPStore offers neither. It also looks up
-each peer's name at every connection: with a name server that drops a packet, 5 s in the middle of a
-recovery.) The store lives only while the group is built. So gloo connects eagerly, even where
-`TORCH_GLOO_LAZY_INIT` would delay connecting until the first sum. Transfers use the same `direct`
-sockets. Through gloo they could not end early: a send or receive that times out closes all
-connections of the group.
+transport of the same generation. So the exchange has the fences of that transport, a revoke ends
+it, and no member is a server for the others. (A TCPStore offers neither. It also looks up each
+peer's name at every connection: with a name server that drops a packet, 5 s in the middle of a
+recovery.) A revoke does not end gloo's connecting, which follows. The store lives only while the
+group is built. So gloo connects eagerly, even where `TORCH_GLOO_LAZY_INIT` would delay connecting
+until the first sum. Transfers use the same `direct` sockets. Through gloo they could not end early:
+a send or receive that times out closes all connections of the group.
 
 Note [Pieces of a sum]. Gloo cannot distinguish a slow sum from a stalled one: an operation reports
 nothing until it is done. So a large sum is many operations, one for each piece of at most
@@ -85,8 +86,9 @@ class GlooTransport:
     ) -> None:
         """Begin to build the group at once, in the transport's thread.
 
-        `deadlines`: how long the parts of a call may last. `unreachable()` returns the members that
-        do not answer a probe; gloo's ring stalls on all members alike.
+        A lone member needs neither group nor thread. `deadlines`: how long the parts of a call may
+        last. `unreachable()` returns the members that do not answer a probe; gloo's ring stalls on
+        all members alike.
         """
         self.generation = direct.generation
         self.members = direct.members
@@ -118,7 +120,8 @@ class GlooTransport:
         """Sum as `Transport.sum_into` does, in the order of gloo's ring.
 
         A ring cannot distinguish a late member from a broken link. So the members meet first, by a
-        sum of one byte over `direct`; gloo's part begins when all have entered.
+        sum of one byte over `direct`; gloo's part begins when all have entered. A lone member only
+        copies.
         """
         check_operands(sources, results, device="cpu")
         probe = probe or no_probe
@@ -209,8 +212,9 @@ class GlooTransport:
     def _do(self, job: Callable[[ProcessGroupGloo], None], part: CallPart, begun: Callable[[], None] | None = None) -> None:
         """Run `job` in the thread, and wait until it is done.
 
-        `begun()` is called once the thread has the job. Raises the error of `_fail` if the job
-        makes no progress for as long as `part` may last.
+        `begun()` is called when the job is handed over. Raises the error of `_fail` if the
+        transport is revoked, if its thread has failed, or if the job makes no progress for as long
+        as `part` may last.
         """
         shared, limit_s = self._shared, part.limit_s(self._deadlines)
         with shared.changed:
@@ -262,7 +266,7 @@ def copy(piece: Tensor, into: Tensor) -> None:
 
 
 class _Shared:
-    """The state that a transport shares with its thread, all guarded by `changed`."""
+    """The state that a transport shares with its thread; `changed` guards every write."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.changed = changed

@@ -1,7 +1,7 @@
 """A stable `ProcessGroup` for torch to hold, over a transport that each generation replaces.
 
-Training does not use it: a training thread takes its transports from `RankDriver.transport`. It is
-for code that needs a torch process group over all replicas.
+Training does not use it, and takes its transports from `RankDriver.transport`. It is for code that
+needs a torch process group over all replicas.
 
 A native process group can neither shrink nor change its rank. Code that caches a group (Megatron's
 DDP, buffers and optimizers; torch's DDP, DeviceMesh and FSDP2) keeps it for life. So the object
@@ -23,9 +23,10 @@ none. A failed collective raises inside the call. So does one with `async_op=Tru
 already complete when it is returned.
 
 Collectives: all_reduce, reduce_scatter_tensor (both SUM and AVG), all_gather,
-all_gather_into_tensor, broadcast, barrier, and their coalesced forms; all others are refused. AVG
-divides by the current number of members, so its meaning changes with the membership. Prefer to sum
-gradients and divide them by a count of microbatches.
+all_gather_into_tensor, broadcast, barrier, and the coalesced forms of all_reduce and of the two
+that end in `_tensor`; all others are refused. AVG divides by the current number of members, so its
+meaning changes with the membership. Prefer to sum gradients and divide them by a count of
+microbatches.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class FaultTolerantGroup(dist.ProcessGroup):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Replica ids of the current generation, ascending. Positions are group ranks."""
+        """Replica ids of the current generation, ascending. Positions are group ranks.
+
+        Before the first generation only this replica is a member.
+        """
         return (self._me,) if self._transport is None else self._transport.members
 
     def revoke(self) -> None:
@@ -88,7 +92,8 @@ class FaultTolerantGroup(dist.ProcessGroup):
     def shrink(self, generation: int, members: Iterable[int]) -> None:
         """Enter `generation`, which consists of `members`.
 
-        Raises ValueError if the address of a member is unknown or if this replica is not a member.
+        Raises ValueError if the address of a member is unknown or if this replica is not a member,
+        and what `Endpoint.open` raises.
         """
         self._enter(generation, set(members))
 
@@ -96,7 +101,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
         """Enter `generation`: the current members and those at `addresses`.
 
         `addresses` maps a replica id to the address of its endpoint. For the first generation it
-        must include this replica's own address.
+        must include this replica's own address. Raises as `shrink` does.
         """
         self._addresses.update(addresses)
         members = set(self._transport.members) if self._transport is not None else set()
@@ -290,7 +295,7 @@ def rank_map(group: FaultTolerantGroup) -> dict[int, int]:
 
 
 def _chunks(tensor: Tensor, num_chunks: int) -> list[Tensor]:
-    """Split a contiguous tensor into equal flat views."""
+    """Split a contiguous tensor into equal flat views. Raises ValueError if it does not divide."""
     flat = tensor.view(-1)
     if flat.numel() % num_chunks:
         raise ValueError(f"{flat.numel()} elements do not divide among {num_chunks} members")

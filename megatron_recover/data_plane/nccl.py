@@ -1,8 +1,8 @@
 """A data plane over NCCL on CUDA. **It is not verified on a GPU**.
 
-Each generation has a communicator of its own per position. nccl4py makes it directly and
-nonblocking, for two reasons. torch's process group would bring a watchdog that ends the process.
-Communicators split from a parent do not inherit the parent's abort.
+Each generation of two or more members has a communicator of its own per position. nccl4py makes it
+directly and nonblocking, for two reasons. torch's process group would bring a watchdog that ends
+the process. Communicators split from a parent do not inherit the parent's abort.
 
 NCCL may not stop at once, and may write memory after a revoke, so it reduces into scratch
 (`scratch.py`). The host waits for the kernels' event in short slices. Between slices it checks for
@@ -78,7 +78,7 @@ MOST_QUEUES = "32"
 """Largest CUDA_DEVICE_MAX_CONNECTIONS."""
 SHORTEST_SLICE_S, LONGEST_SLICE_S = 20e-6, 1e-3
 """Seconds between two looks at an event. The slice doubles each time, so that a small sum is not
-delayed and a large one costs no CPU."""
+delayed and a large one costs little CPU."""
 
 
 class NcclTransport:
@@ -98,7 +98,9 @@ class NcclTransport:
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
         cuda: Any = torch.cuda,
     ) -> None:
-        """Use the binding `nccl` (see `load`). The first call makes the communicator.
+        """Use the binding `nccl` (see `load`). The first sum makes the communicator.
+
+        A lone member makes none.
 
         - `deadlines`: how long the parts of a call may last.
         - `scratch`, `retirement`: those of this rank, for its transports of all generations.
@@ -187,7 +189,7 @@ class NcclTransport:
         self.revoke()
 
     def has_summed(self, operands: Collection[Operand]) -> bool:
-        """Return whether the communicator has summed tensors of all these types and sizes.
+        """Return whether this transport has summed tensors of all these types and sizes.
 
         Making a communicator may wait for the device, and so may the first sum that NCCL does by an
         algorithm or that needs more scratch than the sums before.
@@ -242,7 +244,7 @@ class NcclTransport:
         communicator = self._communicator
         self._begin(CallPart.SLOWEST)
         stream, summed = self._scratch.stream, self._scratch.like(sources)
-        # Behind the writers of the sources, and behind the copies out of the scratch.
+        # The sums run behind the writers of the sources, and behind the copies out of the scratch.
         stream.wait_stream(self._cuda.current_stream())
         self._sources = [*sources]
         done: list[Any] = []
@@ -267,21 +269,23 @@ class NcclTransport:
         """Return whether the kernels before `event` have ended without an error.
 
         NCCL is asked in each look: a connection that is lost does not end the kernel. It is asked
-        after the event: an error that came before the event is then known.
+        after the event: an error that came before the event is then known. Raises as
+        `Communicator.is_idle` does.
         """
         has_completed = event.query()
         return communicator.is_idle() and has_completed
 
     def _come_to_rest(self) -> bool:
-        """Wait a little for this rank's older communicators; return whether they are at rest."""
+        """Wait a little for older communicators of ours; return whether all rest or are kept."""
         self._pause_while(lambda: not self._retirement.is_resting(self.generation))
         return self._retirement.is_resting(self.generation)
 
     def _settle(self, *, others_rest: bool) -> None:
-        """Before the first sum, have the communicators of older generations destroyed.
+        """Have the communicators of older generations destroyed, before the first sum.
 
         All members have promised this generation, and nothing else of ours runs on the device now.
-        `others_rest`: those of the other members are at rest. One that hangs is left to itself.
+        `others_rest`: the older communicators of all members are at rest or kept. If not, destroy
+        none before a newer generation. One that hangs as it is destroyed is left to itself.
         """
         self._is_settled = True
         if others_rest:

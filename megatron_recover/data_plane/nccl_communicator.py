@@ -10,22 +10,23 @@ Note [Retiring]
       src/init.cc) and an event behind its kernels has completed on ours. Only then is scratch
       given back. The state that NCCL reports does not decide it: the error of a lost connection
       stays in that state for good.
-    - It is destroyed when the communicators of all members of a newer generation are at rest.
-      Before that a kernel of another member may still read this process's memory over NVLink
-      (NVIDIA/nccl#863).
+    - It is destroyed in a newer generation, if the older communicators of all its members are at
+      rest or kept. Before that a kernel of another member may still read this process's memory over
+      NVLink (NVIDIA/nccl#863).
 
     Revoking and destroying free memory, which may wait for the device (NVIDIA/nccl#564). So both
-    happen between two calls of a newer generation, with nothing else of ours on the device. Only a
-    communicator whose kernels still run is revoked at once.
+    happen in the first sum of a newer generation, before any of its kernels, with nothing else of
+    ours on the device. Only a communicator whose kernels may still run is revoked at once.
 
     A communicator that was never connected has no kernels; it is aborted, since a revoke would read
     what is not there yet. While NCCL's own thread still enqueues a sum, a revoke has to wait: it
     would leave a job behind that is freed (`ncclGroupJobAbort`).
 
-    On any doubt (NCCL does not finish enqueuing, it does not come to rest, or a call of it does not
-    return) communicator and scratch are kept for the life of the process, which costs memory. The
-    others do not wait for it: what has not returned for `close_s` is taken for something that never
-    does. If it did, a kernel could still read memory that another member has freed.
+    On any doubt (NCCL does not finish enqueuing, it does not come to rest, destroying it fails, or
+    a call of it does not return) the communicator is kept for the life of the process, with all
+    that was not given back, which costs memory. The others do not wait for it: what has not
+    returned for `close_s` is taken for something that never does. If it did, a kernel could still
+    read memory that another member has freed.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Communicator:
         self.is_connected = False
         """True once NCCL has been ready for a call."""
         self.is_pending = True
-        """True from the begin of a call until NCCL was ready again."""
+        """True from the beginning of a call until `is_idle` has found NCCL ready again."""
         with transport_errors("ncclCommInitRank"):
             self._raw: Any = nccl.Communicator.init(
                 num_members, position, nccl.UniqueId.from_bytes(unique_id),
@@ -183,8 +184,8 @@ class Retirement:
 
         - `stream`: that of its kernels; None: none of them runs.
         - `sources`: what they may read.
-        - `at_rest()` gives back what they may write. It is called when they have ended, in any
-          thread.
+        - `at_rest()` gives back what they may write. It is called when they have ended, in the
+          thread that retires the communicator, and never if it does not come to rest.
         """
         retired = Retired(generation, communicator, stream, sources, at_rest, time.monotonic() + self._rest_s)
         with self._lock:
@@ -211,10 +212,10 @@ class Retirement:
         return all(each.is_at_rest or each.is_in_doubt for each in older)
 
     def settle(self, generation: int) -> None:
-        """Destroy the communicators older than `generation` that are at rest.
+        """Let the communicators older than `generation` that are at rest be destroyed.
 
-        All members have promised `generation`, and theirs are at rest. The others wait for the next
-        generation.
+        Their threads do so. All members have promised `generation`, and theirs are at rest or kept.
+        A communicator that is not at rest waits for a newer generation.
         """
         for each in self._older(generation):
             if each.is_at_rest:
@@ -261,7 +262,8 @@ class Retirement:
     def _bring_to_rest(self, retired: Retired) -> bool:
         """Revoke the communicator, and give back what its kernels used.
 
-        Return False if NCCL has an error; it then can only be aborted. Raises TransportError if the
+        Return False if the revoke fails; the communicator can then only be aborted. Raises
+        TransportError or DeviceError if NCCL fails otherwise, and TransportError if the
         communicator does not come to rest.
         """
         communicator, until = retired.communicator, time.monotonic() + self._rest_s

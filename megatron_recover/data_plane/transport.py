@@ -13,14 +13,15 @@ Contract of every implementation:
   that were enqueued before may (below).
 * Every call ends: it returns, or it raises. It raises within milliseconds after `revoke`. It also
   raises when a part of the call (`CallPart`) has made no progress for as long as the endpoint's
-  `Deadlines` allow. The parts are connecting, waiting for the slowest member, and the sum itself. A
-  call that has stalled for half of that time may take `probe_s` longer, to find out which peers are
-  unreachable (`TransportError.peers`).
+  `Deadlines` allow. The parts are connecting, waiting for the slowest member, and the sum itself.
+  In `gloo` and `nccl` a call may take `probe_s` longer, to find out which peers are unreachable
+  (`TransportError.peers`): if it fails without a revoke, or had stalled for half of that time.
 * After `revoke` has returned, no host thread writes memory that anything but the transport can
-  reach. `revoke` waits for the piece that a call is writing: about 1 MiB in `direct`, at most
-  2**20 elements in `gloo`, and the enqueuing of one tensor's copy in `nccl`. Gloo itself may still
-  write scratch that belongs to an abandoned thread. On a GPU, copies that `nccl` has enqueued run
-  later, in the order of the stream that was current for the call.
+  reach. `revoke` waits for the piece that a call is writing: about 1 MiB in `direct`, at most 2**20
+  elements in `gloo`, and one tensor in `nccl`, whose copy is enqueued, or made from host memory in
+  a transfer. Gloo itself may still write scratch that belongs to an abandoned thread. On a GPU,
+  copies that `nccl` has enqueued run later, in the order of the stream that was current for the
+  call.
 * A failed call may have different outcomes on different members. Callers must not act on its
   outcome: the members decide by votes what is committed.
 """
@@ -57,8 +58,8 @@ class TransportError(Exception):
     """
 
     peers: tuple[int, ...] = ()
-    """Members that the caller lost or waited for in vain, if known. Each is evidence that an end of
-    the connection to that member is at fault."""
+    """Members that the caller lost, waited for in vain, or got a damaged copy from, if known. Each
+    is evidence that an end of the connection to that member is at fault."""
     miscounted = False
     """True if the sum arrived but does not count every microbatch once; all members see the same
     sum."""
@@ -169,7 +170,11 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Revoke the transport and release sockets, communicators and scratch, in bounded time."""
+        """Revoke the transport and release its sockets, in bounded time.
+
+        What a library may still use is released later: gloo's group when gloo returns, and NCCL's
+        communicator as it is retired (`nccl_communicator`, Note [Retiring]).
+        """
 
 
 class Endpoint(Protocol):
@@ -180,10 +185,12 @@ class Endpoint(Protocol):
     can read it."""
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
-        """Return the transport of `generation` among `addresses` (replica id -> address).
+        """Return the transport of `generation` among `addresses`, and close the previous one.
 
-        `addresses` include the address of `me`. Return without waiting for peers. Connections are
-        made by the first call that needs one, or by a thread of the transport (gloo).
+        `addresses` map replica ids to addresses, and include the address of `me`. Return without
+        waiting for peers. Connections are made by the first call that needs one, or by a thread of
+        the transport (gloo). Raises Revoked unless `generation` is newer than all that were opened
+        before, and TransportError if this process has no free descriptor.
         """
 
     def overlap_refusal(self, generation: int, operands: Collection[Operand]) -> str:
@@ -193,7 +200,7 @@ class Endpoint(Protocol):
         """
 
     def close(self) -> None:
-        """Stop listening, and retire the current transport."""
+        """Stop listening, and close the current transport."""
 
 
 def check_operands(sources: Sequence[Tensor], results: Sequence[Tensor] | None = None, *, device: str) -> None:
