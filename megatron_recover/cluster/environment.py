@@ -16,8 +16,9 @@ end the process. torch's default is 480 (ProcessGroupNCCL.cpp)."""
 def environment_of_workers(environment: dict[str, str], deadlines: Deadlines, *, on_gpus: bool) -> dict[str, str]:
     """Return the user's environment with defaults for ranks that are all on this machine.
 
-    By default a rank has one OpenMP thread, and gloo listens on the loopback interface only. On
-    GPUs NCCL adds in a fixed order (`config.NCCL_ORDER`), none of its files makes its calls block
+    A variable that the user has set keeps its value. By default a rank has one OpenMP thread, and
+    gloo listens on the loopback interface only. On GPUs, also by default, NCCL adds in a fixed
+    order (`config.NCCL_ORDER`), none of its files makes its calls block
     (`config.NCCL_NOT_BY_FILES`), and torch's heartbeat monitor ends no rank before the user's
     deadline.
     """
@@ -30,7 +31,10 @@ def environment_of_workers(environment: dict[str, str], deadlines: Deadlines, *,
 
 
 def environment_warnings(environment: dict[str, str], deadlines: Deadlines) -> list[str]:
-    """Return a line for each variable that the user has set against what a run relies on."""
+    """Return a line for each variable that the user has set against what a run relies on.
+
+    Only `config.NCCL_ORDER` and `HEARTBEAT` are judged here.
+    """
     found = [
         f"{name} is {environment[name]} in the environment, not {pinned}: replicas stay bit-identical only if NCCL "
         "adds in the same order in each of them"

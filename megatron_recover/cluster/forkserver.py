@@ -16,8 +16,9 @@ rank and warm process. So no process of a rank's group outlives the rank, and no
 launcher.
 
 `cluster.agent.Agent` runs it as ``python -m megatron_recover.cluster.forkserver FD REAP_S NUM_WARM
-MODULE...``. FD is a SOCK_SEQPACKET socket. NUM_WARM is the number of warm processes to start in
-advance; 0: fork. A MODULE may also be a function to call (``module:function``).
+MODULE...``. FD is a SOCK_SEQPACKET socket. REAP_S is the wait at the end, in seconds, for the
+children to die. NUM_WARM is the number of warm processes to start in advance; 0: fork. A MODULE may
+also be a function to call (``module:function``).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from megatron_recover.config import importing_without_driver, inherited_environm
 from megatron_recover.host.process_stat import cause_of, state_of
 
 _LOOK_S = 1.0
-"""Seconds between two looks at the warm processes that are no ranks yet."""
+"""Seconds without an event after which the server looks at the warm processes that are no ranks
+yet."""
 _STOPPED = "T"
 
 
@@ -75,11 +77,12 @@ class _Child:
     def __init__(self, pid: int, control: socket.socket | None = None) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
         self.control = control
-        """Socket of a warm process; None: the child is a rank."""
+        """Socket of a warm process; None: the child is a rank, or a warm process that ends."""
         self.spawn: Spawn | None = None
         """Request for the rank that the child is; None: it is none yet."""
         self.is_warm = False
-        """True once the child has imported everything."""
+        """True once a warm process has reported, before it became a rank, that it has imported
+        everything."""
 
 
 class _Source(abc.ABC):
@@ -155,8 +158,8 @@ class _WarmProcesses(_Source):
     def wake(self) -> None:
         """Continue each process that somebody has stopped (SIGSTOP).
 
-        A process that imports would keep the run from its start. One that waits would become a rank
-        that never begins, and nobody could tell that rank from a slow one.
+        A stopped process that imports would keep the run from its start. `take` also continues the
+        process that it takes.
         """
         for child in self._idle:
             if state_of(child.pid) == _STOPPED:
@@ -180,7 +183,9 @@ class _WarmProcesses(_Source):
     def take(self, spawn: Spawn, descriptors: Sequence[int]) -> _Child:
         """Return a child that becomes the rank.
 
-        A process that still imports is a rank already: it reads the request when it is done.
+        Prefer a process that has imported everything, then the oldest one. Without any, start one.
+        A process that still imports counts as the rank at once: it reads the request when it is
+        done.
         """
         while True:
             child = next((each for each in self._idle if each.is_warm), None) or next(iter(self._idle), None) or self.start()
@@ -205,9 +210,10 @@ class _WarmProcesses(_Source):
 
 class _Server:
     def __init__(self, control: socket.socket, reap_s: float, num_warm: int = 0, modules: Sequence[str] = ()) -> None:
-        """Serve requests on `control`, with forks or with `num_warm` processes that import.
+        """Prepare to serve requests on `control`; start `num_warm` processes that import `modules`.
 
-        `reap_s`: seconds to wait at the end for the children to die (`Deadlines.reap_s`).
+        With `num_warm` 0 ranks are forked. `reap_s`: seconds to wait at the end for the children to
+        die (`Deadlines.reap_s`).
         """
         self._control, self._reap_s = control, reap_s
         self._selector = selectors.DefaultSelector()
@@ -264,9 +270,12 @@ class _Server:
         return True
 
     def _hear(self, child: _Child) -> None:
-        """Note that a warm process has imported everything, or that it ends."""
+        """Note that a warm process has imported everything, or that it ends.
+
+        Report `Ready` once all have imported everything.
+        """
         assert self._warm is not None
-        if child.control is None:  # it became a rank in this very turn
+        if child.control is None:  # it became a rank, or was reaped, in this very turn
             return
         packet, _ = receive(child.control, MAX_PACKET_BYTES)
         if packet != WARM:
@@ -292,11 +301,11 @@ class _Server:
             self._lost(child, status)
 
     def _lost(self, child: _Child, status: int) -> None:
-        """Replace a warm process that ended before it became a rank.
+        """Replace a warm process that had imported everything and ended before it became a rank.
 
-        If it ended before it had imported everything, another one may end in the same way. So the
-        server then ends, unless it is ready: then others have imported the same, and may be ranks.
-        `take` starts another one for the next request.
+        One that ended while it imported is not replaced, since another one may end in the same way.
+        The server then ends, unless it is ready: then others have imported the same, and may be
+        ranks. `take` starts a process for a request that finds none.
         """
         assert self._warm is not None
         if self._is_over:
@@ -307,7 +316,7 @@ class _Server:
             _say(f"a warm process ended by {cause_of(status)}; another one takes its place")
             try:
                 self._warm.start()
-            except OSError as error:  # the next request tries again
+            except OSError as error:  # a request that finds no process tries again
                 _say(f"no other one could be started ({error.strerror})")
             return
         if status < 0 or self._is_ready:  # else its traceback is the last that was printed
@@ -349,8 +358,8 @@ def _import(modules: Sequence[str]) -> None:
             preload(name)
     if threading.active_count() != 1:
         _say(f"threads started by imports: {threading.enumerate()}")
-    # A garbage collection in a child would write to, and so copy, the pages that the child shares
-    # with the server.
+    # A garbage collection that covers what was imported writes to, and so copies, the pages that a
+    # child shares with the server. A child has none before `_begin` allows it again.
     gc.disable()
     gc.collect()
     gc.freeze()

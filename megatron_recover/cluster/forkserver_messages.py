@@ -2,9 +2,10 @@
 
 A warm process is a fresh interpreter that a request turns into a rank (`cluster/forkserver.py`).
 
-All travel over SOCK_SEQPACKET sockets. A message of the server is one packet of JSON; `Started` has
-a descriptor attached. A request is the packet `REQUEST`, with descriptors (`Spawn`). A warm process
-sends the packet `WARM` once it has imported everything.
+All travel over SOCK_SEQPACKET sockets. A message of the server to the agent is one packet of JSON;
+`Started` has a descriptor attached. A request is the packet `REQUEST`, with descriptors (`Spawn`);
+the server forwards it to a warm process. A warm process sends the packet `WARM` once it has
+imported everything.
 """
 
 from __future__ import annotations

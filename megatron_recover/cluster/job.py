@@ -46,12 +46,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Script that runs the training script up to where training would begin. None: the training
     script does so itself."""
     preload: tuple[str, ...] = ()
-    """Modules that every rank finds imported."""
+    """Modules that every rank finds imported, and functions (`module:function`) called before."""
     rank_start: RankStart = "fork"
     num_microbatches: int | None = None
     """M of every training step, from the command line; None if it is unknown or changes."""
     microbatch_samples: int | None = None
-    """Samples of each microbatch; None if unknown."""
+    """Samples of each microbatch, over all lanes; None if unknown."""
     trace_level: Level = "microbatches"
     trace_file_bytes: int = PART_BYTES
     """Size in bytes at which a trace file is put aside and compressed; 0: never."""
@@ -107,7 +107,10 @@ def new_folder(prefix: str = "") -> Path:
 
 
 def create_run_dir(run_dir: Path | None) -> Path:
-    """Create the folder of a run, `runs/<time>` by default. Raises ValueError with the remedy."""
+    """Create the folder of a run, `runs/<time>` by default, and return its absolute path.
+
+    It has an empty folder for logs. Raises ValueError with the remedy.
+    """
     return claim_folder(run_dir if run_dir is not None else new_folder(), LOGS)
 
 
@@ -132,7 +135,8 @@ def sharing_a_gpu(place: int) -> dict[str, str]:
     """Return the environment with which NCCL accepts several ranks on one device.
 
     NCCL refuses two ranks of one host on one device, so each rank claims a host of its own, and all
-    use sockets. Without `NCCL_NET` NCCL would take a plugin or InfiniBand first where there is one.
+    use sockets. `place`: the rank's number among all ranks of the job, from 0. Without `NCCL_NET`
+    NCCL would take a plugin or InfiniBand first where there is one.
     """
     return {
         "NCCL_HOSTID": f"rank-{place}",

@@ -4,6 +4,7 @@ The launcher joins the agent (processes), the membership (decisions) and the rec
 console, which have a process of their own). At its end it kills every process that is left. The
 core decides what a loss does to the job. The launcher itself decides about:
 
+- imports and a dry run that fail, take too long or are interrupted;
 - bad input, found in the dry run or by a rank before generation 1;
 - a fork server that is lost;
 - a second Ctrl-C;
@@ -63,7 +64,7 @@ _CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megat
 
 
 class Launcher:
-    """One run. The thread that calls `run` does everything."""
+    """One run. The main thread calls `run` and does everything."""
 
     def __init__(self, job: Job, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
         """Prepare the run of `job`; `run` starts it.
@@ -100,6 +101,7 @@ class Launcher:
         """Run the job to its end; return its exit code.
 
         The code is one of `core.values.ExitCode`, or 128 + signal if the job was killed on request.
+        Raises OSError if the run directory accepts no description or no trace.
         """
         job = self._job
         write_description(job)
@@ -130,14 +132,16 @@ class Launcher:
     def release_signals(self) -> None:
         """Restore the signal handlers from before `run`.
 
-        Between the end of `run` and this call, signals do not change the exit code.
+        If the end was requested by a signal, only that of SIGINT is restored, and the other signals
+        stay ignored. Between the end of `run` and this call, signals do not change the exit code.
         """
         self._end_request.release()
 
     def is_hurried(self) -> bool:
         """Return whether a signal came after the exit code was known.
 
-        What is left to do then should end early.
+        What is left to do then should end early. If the end was requested by a signal, only SIGINT
+        counts.
         """
         return self._end_request.is_hurried
 
@@ -239,6 +243,8 @@ class Launcher:
         """Return whether the script accepts its arguments.
 
         One process runs the script with its own parser and Megatron's, and ends before it trains.
+        If the script accepts, show its lines for the console. Otherwise, or if a signal or the
+        deadline comes first, the run ends.
         """
         script = self._job.argv[0]
         with descriptors_needed():
@@ -273,9 +279,9 @@ class Launcher:
         self._membership.launched()
 
     def _spawn_replica(self, replica: int, leader: socket.socket) -> None:
-        """Start the ranks of a replica, each with a copy of the replica's store.
+        """Start the ranks of a replica, each with a descriptor of the replica's one store.
 
-        Rank 0 also gets a copy of the leader's listening socket.
+        Rank 0 also gets a descriptor of the leader's listening socket.
         """
         with descriptors_needed():
             store = rendezvous.create_store()
@@ -304,7 +310,10 @@ class Launcher:
         return {keys.DESCRIPTOR: self._sealed_key}
 
     def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
-        """Return the variables that a rank's process gets beside the inherited environment."""
+        """Return the variables that a rank's process gets beside the inherited environment.
+
+        `dry_run`: the process is the dry run, which gets no faults.
+        """
         job = self._job
         mine = tuple(
             msgspec.json.encode(fault).decode() for fault in job.faults if (fault.replica, fault.rank) == (replica, rank)
@@ -402,7 +411,10 @@ class Launcher:
             self._recording.says("somebody stopped the fork server: continued it, since it starts ranks and reports their ends")
 
     def _say_if_it_stood_still(self) -> None:
-        """Report, once this process continues, that it was stopped (Ctrl-Z, SIGSTOP, suspend)."""
+        """Report, once this process continues, that it was stopped (Ctrl-Z, SIGSTOP, suspend).
+
+        A stop shorter than `Deadlines.silence_s` is not reported.
+        """
         gap_s, self._stood_still_s = self._loop.stood_still_s - self._stood_still_s, self._loop.stood_still_s
         if gap_s >= self._deadlines.silence_s:
             self._recording.says(f"the launcher stood still for {gap_s:.0f} s; its deadlines are extended by that time")
@@ -466,7 +478,8 @@ class Launcher:
 def _refusal(output: Output) -> str:
     """Return why a process did not accept its arguments.
 
-    The reason is its `BAD_ARGUMENTS` lines. Without any it is the last line, as argparse writes it.
+    The reason is its `BAD_ARGUMENTS` lines. Without any it is the last line, less what argparse
+    writes before the reason. Without output it is a fixed text.
     """
     lines = output.end().strip().splitlines() or ["the training script refused its arguments"]
     said = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]

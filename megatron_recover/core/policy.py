@@ -40,7 +40,8 @@ def loss_of(status: int, *, started: bool, out_of_memory: bool = False) -> LossK
 
     `status`: the exit code, or minus the signal.
     `started`: generation 1 was made. A script that ends with code 0 before that has not called
-    `pretrain`. After that it has left without the others (`sys.exit`), which counts as killed.
+    `pretrain`. After that it has left without the others (`sys.exit`), and the kind is that of a
+    signal from outside, `PROCESS_ENDED`.
     `out_of_memory`: the kernel has just killed a process of the rank's control group for want of
     memory, possibly this one.
     """
@@ -94,7 +95,8 @@ def aborted_by_communication(status: int, said: str) -> bool:
 
     The watchdog ends the process by SIGABRT; so does torch's heartbeat monitor where the watchdog
     hangs. `said`: the newest output of the process. The watchdog also ends a process whose device
-    has failed. Its message then names the error of the device (`is_computed`).
+    has failed. Its message then names the error of the device. The result is False if that error is
+    one that a computation causes (`is_computed`), and True for any other.
     """
     said = said[-_LAST_WORDS:]
     return status == -_SIGABRT and is_communication_text(said) and _ASSERT not in said
@@ -151,7 +153,8 @@ def poisoned(
       names. Any other loss is charged to those that a rank named before it ended.
     - Several microbatches may be named (a gradient that is not finite, a device that runs behind).
       Then only what both replicas name counts: a microbatch dealt to one replica is computed by
-      another only after the first is lost.
+      another only after the first is lost. Of several pairs of failures, the one with the fewest
+      common microbatches is named.
     """
     pairs = [
         (sorted({*one.microbatches} & {*other.microbatches}), one, other)

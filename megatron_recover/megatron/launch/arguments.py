@@ -117,7 +117,7 @@ REFUSALS = (
             "it compares lanes only", "use --recover-digest-interval, which compares replicas"),
     Refusal("--ddp-average-in-collective", lambda args: args.ddp_average_in_collective and args.lanes > 1,
             "gradients are summed over lanes and replicas and divided once", _DROP),
-    # The schedule decides when gradients are reduced.
+    # Gradients, and the schedule that decides when they are reduced.
     Refusal("--fp8-format", _set("fp8"), _QUANTISED, "use --bf16"),
     Refusal("--fp4-format", _set("fp4"), _QUANTISED, "use --bf16"),
     Refusal("--te-precision-config-file", _set("te_precision_config_file"), _QUANTISED, _DROP),
@@ -260,7 +260,7 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
 def cpu_refusals(args: Namespace) -> list[str]:
     """Return one line for each argument that is refused without CUDA.
 
-    gloo or torch's CPU layers get these arguments wrong.
+    torch's layers, which Megatron uses there, get these arguments wrong.
     """
     found = []
     if args.sequence_parallel:

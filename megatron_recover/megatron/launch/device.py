@@ -14,9 +14,9 @@ _HIDE_ALL = ("", "-1")
 
 
 def unseen_gpu() -> list[str]:
-    """Return the refusal, in one line, if this machine has a GPU of NVIDIA and torch sees none.
+    """Return the refusal, in one line, if this machine has a GPU of NVIDIA.
 
-    Return no line if the user has hidden the GPUs. Call this where torch sees no GPU.
+    Return no line if the user has hidden the GPUs. Call this only where torch sees no GPU.
     """
     visible = visible_gpus()
     if not has_nvidia_gpu() or visible in _HIDE_ALL:

@@ -1,7 +1,7 @@
-"""Checks a Megatron command line before any rank starts: shapes, data, unsupported flags.
+"""Checks a Megatron command line before any rank starts: shapes, data, folders, unsupported flags.
 
 Reads only the flags that matter here and leaves all others to Megatron's own parser. Imports
-neither torch nor Megatron, which takes one second instead of ten. Returns the layout of a replica,
+neither torch nor Megatron, and so takes one second instead of ten. Returns the facts about the job,
 or reports all mistakes that do not hide behind others at once.
 """
 
@@ -152,8 +152,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--wandb-project": _TEXT,
     "--yaml-cfg": _TEXT,
 }
-"""Megatron's flags that are checked here, declared as Megatron declares them (a test compares
-both); `--rerun-mode` has this package's default."""
+"""Megatron's flags that are read here, declared as Megatron declares them (a test compares both).
+Only the default of `--rerun-mode` differs: without the flag this package disables that mode."""
 
 
 class Preflight(msgspec.Struct, frozen=True):
@@ -176,7 +176,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     """Check `argv`, the flags after the training script's name, and return the facts about the job.
 
     Each of the `num_replicas` replicas has `lanes` lanes. Raises ValueError with one line per
-    mistake, each with the offending flag and the remedy.
+    mistake, which names the flag; also if the installed Megatron is not supported.
     """
     args, others, unreadable = _read(argv)
     found = [*unreadable.values(), *_unknown(others), *refusals(args, lanes=lanes)]
@@ -229,7 +229,7 @@ class Undecided:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        """Raise ValueError if `argv` cannot be read."""
+        """Raise ValueError if `argv` cannot be read or the installed Megatron is not supported."""
         self._args, self._others, self._unreadable = _read(argv)
 
     def mistakes(self) -> list[str]:
@@ -251,7 +251,11 @@ class Undecided:
         return [*found, *shape, *_num_microbatches(args, 1, 1)[1], *_length(args), *_saving(args)]
 
     def refused(self, layout: Sized) -> list[str]:
-        """Return the lines by which `preflight` refuses a layout, if `argv` has no mistakes."""
+        """Return the lines by which `preflight` refuses a layout, if `argv` has no mistakes.
+
+        `--recover-min-replicas` is not compared: `layout/choice.py` considers no layout that it
+        forbids.
+        """
         args = self._with(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
         _, in_shape = _layout(args, layout.lanes)
         _, in_batch = _num_microbatches(args, layout.replicas, layout.lanes)
@@ -270,7 +274,7 @@ class Undecided:
 
 
 def _read(argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
-    """Parse `argv` as `_parsed` does. Raises ValueError for a version that is not supported."""
+    """Parse `argv` as `_parsed` does. Raises ValueError for an unsupported Megatron, too."""
     declared = seams.load()
     unsupported = seams.unsupported_version(declared)
     if unsupported:
@@ -285,7 +289,7 @@ def _read(argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
 def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
     """Parse `argv`; return the arguments, the unknown words, and messages by mistaken flag.
 
-    argparse stops at the first flag whose value has a wrong type. So that flag is removed, and the
+    argparse stops at the first flag whose value cannot be read. So that flag is removed, and the
     other words are parsed again. Raises ValueError where that does not help.
     """
     words, wrong = list(argv), dict[str, str]()
@@ -341,7 +345,7 @@ def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
 
 
 def _is_uneven(args: Namespace) -> bool:
-    """Return whether the stages of the pipeline have different numbers of layers."""
+    """Return whether the stages of the pipeline may have different numbers of layers."""
     settings = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,
@@ -455,7 +459,8 @@ def _saving(args: Namespace) -> list[str]:
 def _unwritable(args: Namespace) -> list[str]:
     """Return one line for each folder that cannot be created or written.
 
-    The job would notice only when it first writes there, at the latest at its first checkpoint.
+    The job would notice only when it first writes there, at the latest at its first checkpoint. A
+    name with `://` is not checked.
     """
     found = []
     folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir, "--data-cache-path": args.data_cache_path}

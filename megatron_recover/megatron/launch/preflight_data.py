@@ -20,7 +20,7 @@ import msgspec
 _INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
 _INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
 """Header of an `.idx` file: magic, version, type of a token, number of sequences, number of
-documents."""
+documents plus one."""
 _DEFAULT_SPLIT: Final = "969, 30, 1"
 """Upstream's value of `--split` where `--data-path` is given alone."""
 _SPLITS: Final = {"train": "training", "valid": "validation", "test": "testing"}
@@ -44,7 +44,10 @@ class _Blend(msgspec.Struct, frozen=True):
 
 
 def mistakes(args: Namespace) -> list[str]:
-    """Return one line per mistake, each with the flag and the remedy."""
+    """Return one line per mistake, each with the flag and the remedy; none with `--mock-data`.
+
+    The files of a prefix with `://` are not checked.
+    """
     if args.mock_data:
         return []
     try:
@@ -110,8 +113,8 @@ def _words(listed: list[str] | str | None) -> list[str]:
 def _ratios(args: Namespace, shared: Sequence[str]) -> list[float] | None:
     """Return the shares of training, validation and testing; None if each split has its own data.
 
-    `shared` are the flags whose data `--split` cuts. Raises ValueError for a wrong or missing
-    `--split`.
+    `shared` are the flags whose data `--split` cuts. Raises ValueError for a wrong, missing or
+    needless `--split`.
     """
     if not shared:
         if args.split is not None:
@@ -141,7 +144,10 @@ def _without_data(args: Namespace, blends: Sequence[_Blend], ratios: Sequence[fl
 
 
 def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[float] | None) -> list[str]:
-    """Return one line for each mistake in one data set."""
+    """Return one line for each mistake in one data set.
+
+    Upstream splits a data set by its sequences. The lines call them documents.
+    """
     missing = []
     for file in (f"{prefix}.bin", f"{prefix}.idx"):
         try:
@@ -173,7 +179,7 @@ def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[floa
 
 
 def is_number(word: str) -> bool:
-    """Return whether a word of a list of data sets is a weight."""
+    """Return whether a word is a number; in a list of data sets it is then a weight."""
     try:
         float(word)
     except ValueError:
