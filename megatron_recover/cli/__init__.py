@@ -1,7 +1,7 @@
 """The command line, which finds a verb and runs its module.
 
-No large module is imported here. A verb's module, and with it torch, is imported when the verb
-runs, so `--help` is instant.
+No large module is imported here. A verb's module is imported when the verb runs, and torch only
+where the verb needs it. So `--help` is instant.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`megatron-recover check RUN_DIR`: prints the verdict of `observe.verify.check` on a run.
 
-The exit code is 14 if an invariant is broken, two exact runs differ, or the run ended without a
-step. It is 3 if the run has not ended, or if part of it could not be judged.
+The exit code is 14 if an invariant is broken, two exact runs differ, the run ended without a step,
+the trace lacks its start, or a trace with its end cannot be compared with the reference. Otherwise
+it is 3 if the run has not ended, or if part of it could not be judged.
 """
 
 from __future__ import annotations

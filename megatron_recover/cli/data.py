@@ -24,7 +24,7 @@ between machines."""
 
 
 def files_in(paths: Sequence[Path], suffixes: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths that are no directories, and the files in the directories, in sorted order.
+    """Yield the paths that are no directories, and the files of each directory in sorted order.
 
     In directories only files with one of the suffixes count; without suffixes all do. Files of
     packages that pip installed do not count. Raises OSError if a directory cannot be read, since
@@ -128,7 +128,8 @@ def _input(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
 def _claim(prefix: str, *, overwrite: bool) -> Path:
     """Return the output prefix after a check that files can be written there.
 
-    The check comes before imports that take seconds. Raises ValueError, or OSError.
+    Creates the folder of the files. The check comes before imports that take seconds. Raises
+    ValueError, or OSError.
     """
     output = Path(prefix)
     if os.path.basename(prefix) in ("", ".", ".."):

@@ -1,8 +1,8 @@
 """`megatron-recover demo`: trains a model twice, and kills real processes in the second run.
 
-It then shows that the deaths made no difference. The demo uses the entry points that a user has:
-`data`, `run --chaos`, `check --against`. This module chooses the runs and prints the checker's
-findings in words. It computes no result itself.
+It then shows whether the deaths made a difference. The demo runs the verbs `data` and `run` as a
+user would, and calls the functions behind `check --against` and `report --against`. This module
+chooses the runs and prints the checker's findings in words. It computes no result itself.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _place(fault: FaultSummary) -> str:
 
 
 def story(summary: Summary) -> Iterator[str]:
-    """Yield what happened at each fault, a sentence each."""
+    """Yield what happened at each fault and in the recovery from it, a line each."""
     for fault in summary.faults:
         if fault.kind == FaultKind.SLOW.value:
             yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was slowed down for a step"
@@ -244,7 +244,10 @@ class _Demo:
         print(text, file=self._say, flush=True)
 
     def run(self) -> tuple[Verdict, Verdict]:
-        """Make the data, run both runs and check them. Raises RuntimeError if a stage fails."""
+        """Make the data, run both runs and check them; return the verdicts on both.
+
+        Raises RuntimeError if a verb fails, and what `check` raises.
+        """
         model = "a GPT of 4 layers as 2 pipeline stages"
         self.tell("1/4  the text of Python's standard library becomes a data set")
         self._command("data", "--output", str(self.data))
@@ -266,7 +269,7 @@ class _Demo:
         """Run one verb in a separate process, and show its output indented.
 
         Its output also goes to a file. Its stderr goes to another file, which matters only if the
-        command fails.
+        command fails. Raises RuntimeError unless the exit code is 0.
         """
         command = [sys.executable, "-m", "megatron_recover", *arguments]
         log, errors = (self.folder / f"{arguments[0]}.{kind}" for kind in ("log", "err"))
@@ -319,7 +322,8 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
 def main(argv: list[str]) -> int:
     """Run the demo and return its exit code.
 
-    0: every claim holds; 14: a claim does not hold; 1: a run failed; 2: bad input; 15: interrupted.
+    0: every claim holds; 14: a claim does not hold; 1: a stage failed; 2: bad input;
+    15: interrupted.
     """
     parser = Parser(
         prog="megatron-recover demo",

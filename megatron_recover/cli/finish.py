@@ -28,8 +28,8 @@ _LAST_WORDS = 400
 def failure(run_dir: Path, deadlines: Deadlines, is_hurried: Callable[[], bool] = lambda: False) -> str | None:
     """Make the files of a run in a separate process; return in a few words why it failed, or None.
 
-    The wait ends after `report_s` seconds, or soon after `is_hurried()` is true. A process that
-    does not die when it is killed is left alone.
+    The process is killed after `report_s` seconds, soon after `is_hurried()` is true, or at a
+    KeyboardInterrupt, which is not raised again. A process that does not die then is left alone.
     """
     command = [sys.executable, "-m", "megatron_recover.cli.finish", str(run_dir)]
     try:

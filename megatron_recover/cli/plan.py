@@ -34,9 +34,9 @@ from megatron_recover.megatron.layout.sizes import Elements, Layout, Sizes
 _UNITS = {"GB": 10**9, "GiB": 2**30}
 _GB = 10**9
 _ROWS = 12
-"""Layouts that are printed without `--all`."""
+"""Layouts that are printed at most without `--all`."""
 _ROWS_OF_NONE = 3
-"""Layouts that are printed if none fits."""
+"""Layouts that are printed at most without `--all` if none fits."""
 _WIDTH = 10_000
 """More columns than any table needs: a narrow terminal wraps its lines, and no figure is lost."""
 _PARTS = ("weights", "gradient", "result", "optimizer", "activations", "sums", "redirected")
@@ -110,8 +110,8 @@ def _parser() -> Parser:
 def read_sizes(script: str, flags: Sequence[str]) -> Sizes:
     """Return the sizes of the model that a script trains.
 
-    Raises ValueError for bad input, ScriptError if the script fails, and OSError if it cannot be
-    read.
+    Raises ValueError for bad input, also for a script that never calls `pretrain`. Raises
+    ScriptError if the script fails, and OSError if it cannot be read.
     """
     if _is_shell(script):
         raise ValueError(f"{script} is a shell script; write the Python script, not the shell script, and its flags")

@@ -228,7 +228,11 @@ def _run(launcher: Launcher) -> int:
 
 
 def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> int:
-    """Write the files that a run leaves at its end, and return its exit code."""
+    """Write the files that a run leaves at its end, or discard its folder; return its exit code.
+
+    The folder is discarded after bad input, and after a signal before training began. After a run
+    that was killed on request nothing is written.
+    """
     interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
         _discard(job.run_dir, existed=existed)

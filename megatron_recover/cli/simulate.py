@@ -1,7 +1,8 @@
 """`megatron-recover simulate SCENARIO`: runs the protocol's machines on a virtual clock.
 
-The result is compared with checkpoint-restart and other policies. With `--processes` the same
-scenario also runs on real processes, and the verb prints how far the two are apart.
+Without `--processes` the result is compared with checkpoint-restart and other policies. With it the
+scenario also runs on real processes, and the verb prints how far the step times of the two are
+apart.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ committed gradient to upstream's finalize; upstream's clip and optimizer follow.
 
 Note [Who calls what]
     Megatron's training loop calls `CommitLoop.run` through the seam `forward_backward`. `run`
-    returns when the step is committed. Then the gradient buffers hold the step's gradient. On the
-    last stage `run` returns the loss dictionaries of all M microbatches in the order of their ids.
-    So all that follows (clip, optimizer, logging) is upstream's code and sees a whole batch.
+    returns when the step is committed. In training the gradient buffers then hold the step's
+    gradient. On the last stage `run` returns the loss dictionaries of all M microbatches in the
+    order of their ids. So all that follows (clip, optimizer, logging) is upstream's code and sees a
+    whole batch.
 
 Note [Giving up]
     A step that is given up has read data and computed gradients. Neither is state. Upstream changes
@@ -131,12 +132,12 @@ class CommitLoop:
         """The state of this rank; None before the first step or save."""
         self._num_evaluations = 0
         self._applied: tuple[int, Apply, float | None] | None = None
-        """(step, order, mean loss) of the applied step whose optimizer has not run yet."""
+        """(step, order, mean loss) of a committed step until `stepped` records it as applied."""
         self._step = self._next_step = 0
         self._generation = 0
         """Generation of the newest order; 0 before the first."""
         self._settled_generation = 0
-        """Generation of the newest commit. A pass of a later one may follow a fault."""
+        """Generation of the newest commit. A pass of a later generation may follow a fault."""
         self._has_given_up = False
 
     def close(self) -> None:
@@ -161,7 +162,10 @@ class CommitLoop:
         self, forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Call upstream's train_step, then record the step as applied (seam `train_step`)."""
+        """Call upstream's train_step, then record the step as applied (seam `train_step`).
+
+        Returns what upstream returns, and `OF_A_STEP_GIVEN_UP` for a step that is given up.
+        """
         self.know_state(model, optimizer, opt_param_scheduler)
         try:
             with self._fault_in_optimizer():
@@ -299,8 +303,8 @@ class CommitLoop:
     def _next_order(self, work: Work) -> Plan | Apply:
         """Wait for the next order and return it.
 
-        Raises RuntimeError for an order of another step or other work, or of an older generation
-        than the order before.
+        Raises `JobStopped`. Raises RuntimeError for an order of another step or other work, or of
+        an older generation than the order before.
         """
         order = self._driver.next_order()
         asked: Work | str
@@ -423,7 +427,7 @@ class CommitLoop:
         """Wait for all live replicas at the end of training and compare their state.
 
         `round` counts the calls, from 0. A rank that has had no step joins the job here, with
-        the ledger as its only bucket.
+        the ledger as its only bucket. Of its state only the counters are compared.
         """
         self.agree(Label(StepKind.END, round))
 
@@ -449,7 +453,11 @@ class CommitLoop:
         self.stepped(trained=False)
 
     def stepped(self, trained: bool = True) -> None:
-        """Record `applied`: the optimizer has run, or the step has nothing for the optimizer."""
+        """Record `applied`: the optimizer has run, or the step has nothing for the optimizer.
+
+        Does nothing without a committed step that is not recorded yet. In a training step whose
+        number is a multiple of `--recover-digest-interval`, also computes the parameters' digest.
+        """
         if self._applied is None:
             return
         (step, order, loss), self._applied = self._applied, None

@@ -40,7 +40,7 @@ class NoStream:
 class Properties:
     """The device properties that Megatron reads.
 
-    Below compute capability 10 Megatron insists on the environment variable
+    Below compute capability 10, with TP or CP above 1, Megatron insists on the environment variable
     CUDA_DEVICE_MAX_CONNECTIONS.
     """
 
@@ -242,6 +242,7 @@ def leave_out_the_compiler() -> None:
 def enable_cpu() -> None:
     """Install the substitutes, so that Megatron runs in this process without CUDA.
 
+    Also silences a logger of Megatron's, and has functions that torch has compiled run eagerly.
     Idempotent. Call it before Megatron's arguments are parsed. Raises RuntimeError where CUDA is
     available: there the substitutes would be wrong.
     """
@@ -262,7 +263,7 @@ def enable_cpu() -> None:
     # The tracker warns when the CPU's random state changes while the GPU's is forked. Here both are
     # the same generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    # What was compiled before (`leave_out_the_compiler`).
+    # Where `leave_out_the_compiler` was not called, functions have been compiled already.
     torch.compiler.set_stance("force_eager")
 
 

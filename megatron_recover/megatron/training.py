@@ -3,8 +3,8 @@
 `pretrain` parses the arguments itself and then calls upstream's `pretrain`:
 
 - Without a launcher (no `RankContext`) it installs no seam: upstream trains. Only the parsing
-  differs: `--rerun-mode` is `disabled`, the `--recover-*` flags are known, and bad arguments end
-  with code 2. On a machine without a GPU `cpu.py` is used.
+  differs: `--rerun-mode` is `disabled` by default, the `--recover-*` flags are known, and bad
+  arguments end with code 2. Where torch finds no GPU, `cpu.py` is used.
 - With a launcher it installs the seams, lets upstream train, and makes all replicas end together.
 
 Steps, membership and data are decided elsewhere.
@@ -78,8 +78,9 @@ def pretrain(
     `args_defaults` are those of upstream's `parse_and_validate_args`, all others those of its
     `pretrain`. `store` and `process_non_loss_data_func` are refused under the launcher. In the dry
     run this function ends before training, with code 100. Bad arguments end the process with exit
-    code 2 and a message. Under `megatron-recover run` this function always ends the process;
-    docs/reference/exit_codes.md lists the exit codes.
+    code 2 and a message. Under `megatron-recover run` this function never returns: it raises
+    SystemExit with the exit code, or what the training raised. docs/reference/exit_codes.md lists
+    the exit codes.
     """
     context = rank_context()
     if context is not None:
@@ -96,9 +97,10 @@ def pretrain(
 
 
 def parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], defaults: dict[str, Any]) -> Namespace:
-    """Parse and validate Megatron's arguments and the `--recover-*` flags; return the arguments.
+    """Parse Megatron's arguments and the `--recover-*` flags, and validate Megatron's; return all.
 
-    `defaults` replaces some of Megatron's defaults. Bad input ends the process (`bad_input_ends`).
+    Without CUDA, install the CPU's substitutes first (`cpu.enable_cpu`). `defaults` replaces some
+    of Megatron's defaults. Bad input ends the process with exit code 2.
     """
     import torch
     from megatron.training.arguments import parse_and_validate_args
@@ -186,8 +188,9 @@ class _Training:
     ) -> int:
         """Train until the job ends and return the exit code.
 
-        A dry run returns before training begins. The parameters are those of `pretrain`. Raises
-        `JobStopped` and whatever the training raises.
+        A dry run returns before training begins. The parameters are those of `pretrain`. Bad input
+        ends the process with exit code 2. If the training raises InvariantViolation, the code is
+        14. Raises `JobStopped` and whatever else the training raises.
         """
         from megatron.training import pretrain as upstream
         from megatron.training import print_rank_0
@@ -350,7 +353,7 @@ def _seeding(seed: int) -> Callable[[int, int, int], None]:
     from megatron_recover.megatron.data.randomness import seed_microbatch
 
     @functools.cache
-    def place() -> dict[str, int]:  # called in the first step: until then Megatron has no groups
+    def place() -> dict[str, int]:  # called late, as Megatron has no groups while `_seeding` runs
         from megatron.core import parallel_state
 
         return {
@@ -368,7 +371,10 @@ def _seeding(seed: int) -> Callable[[int, int, int], None]:
 
 
 def alike(args: Namespace, *, rank: int, exact: bool) -> dict[str, str]:
-    """Return all that must be equal on the same rank of every replica, by name, except state."""
+    """Return all that must be equal on the same rank of every replica, by name.
+
+    The shape and the state are left out: `CommitLoop` adds them.
+    """
     from megatron.core import parallel_state
 
     from megatron_recover.megatron.data import alike as parts
@@ -386,7 +392,8 @@ def counters(args: Namespace) -> dict[str, int]:
 def building_cache_once(provider: Callable[..., Any], args: Namespace, page: ProgressPage | None = None) -> Callable[..., Any]:
     """Return `provider` wrapped: a single process of the job at a time builds the index cache.
 
-    `page` shows the phase `BUILDING_DATA` meanwhile.
+    Only rank 0 of a replica takes the lock, since upstream builds in rank 0. Without a folder for
+    the cache no rank does. `page` shows the phase `BUILDING_DATA` meanwhile.
     """
     import torch
 
