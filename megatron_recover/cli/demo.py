@@ -68,22 +68,31 @@ PLAIN_TORCH = (
 )
 """Flags for a GPU without Transformer Engine and Apex, which Megatron's defaults need."""
 CHAOS = """\
-# A straggler and two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
-[[fault]]  # so that the first death finds a 1F1B running on a busy machine too, where the dying one may lag behind
+# Two stragglers and two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
+[[fault]]  # both survivors are slow, so that the first death finds their 1F1B running, however busy the machine is
+replica = 0
+rank = 1
+point = "compute"
+kind = "slow"
+factor = 10.0
+step = 8
+steps = 1
+
+[[fault]]
 replica = 1
 rank = 1
 point = "compute"
 kind = "slow"
-factor = 15.0
+factor = 10.0
 step = 8
 steps = 1
 
-[[fault]]  # a last stage dies in the middle of its step: the others have begun theirs, one is far from done: 3 -> 2 replicas
+[[fault]]  # a last stage dies within its step: the others have begun theirs, and are far from done: 3 -> 2 replicas
 replica = 2
 rank = 1
 point = "backward"
 step = 8
-occurrence = 8
+occurrence = 4
 
 [[fault]]  # the replica that writes logs dies while its first stage sums a bucket beside the backward: 2 -> 1 replicas
 replica = 0
