@@ -39,8 +39,8 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Resilience settings of a run; equal on every rank."""
 
     min_replicas: int = 1
-    """Least number of replicas to train with. Below it the run ends with exit code 10, with a
-    checkpoint if `--save` is set."""
+    """Least number of replicas to train with. With fewer, but at least one, the run ends with exit
+    code 10, with a checkpoint if `--save` is set."""
     determinism: Literal["fast", "exact"] = "fast"
     """`exact`: gradients are accumulated on a grid in fp64, so that parameters are bit-identical to
     those of the failure-free run, whichever replica computed what. `fast`: all replicas are

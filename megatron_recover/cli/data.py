@@ -1,7 +1,8 @@
 """`megatron-recover data`: turns text files, byte for byte, into Megatron's `.bin` and `.idx`.
 
-Every file is one document: its bytes as tokens 0..255, then the end-of-document token 256. Train on
-the data set with ``--tokenizer-type NullTokenizer --vocab-size 257``.
+Every file with text in it is one document: its bytes as tokens 0..255, then the end-of-document
+token 256. Of a directory `files_in` chooses the files. Train on the data set with
+``--tokenizer-type NullTokenizer --vocab-size 257``.
 """
 
 from __future__ import annotations

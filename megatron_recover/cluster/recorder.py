@@ -71,8 +71,8 @@ batch."""
 _BATCH_BYTES = 2**20
 """Bytes that are written at once. The rings get room when a batch is written."""
 _AHEAD_BYTES = 16 * 2**20
-"""Maximum bytes of events that are taken out of the rings and not yet written. The console shows
-these events while the disk stalls. They stay in the rings until they are written."""
+"""About how many bytes of events are read from the rings ahead of the disk, at most. The console
+shows these events while the disk stalls. They stay in the rings until they are written."""
 _TELL_LOSSES_S = 10.0
 _STOPPED = "T"
 

@@ -6,8 +6,8 @@ coordinator removes no member because of a silence.
 Note [Beats]. The coordinator sends each leader a `Beat` every `Deadlines.beat_s`, and the leader's
 control thread answers. The coordinator sends a beat only if the previous one was answered, so at
 most one beat waits for a stopped process. A leader takes any message of the coordinator
-as a sign of life. The coordinator takes only the answer to its beat as a leader's sign of life. No
-message shows that a training thread is alive.
+as a sign of life. The coordinator takes only the answer to its beat as a leader's sign of life.
+Neither a beat nor its answer shows that a training thread is alive.
 
 Training needs no coordinator until something fails. From then on the replicas need the coordinator,
 which may be stopped (Ctrl-Z, SIGSTOP of the launcher). A leader then reports what it waits for, and

@@ -71,9 +71,10 @@ class OutgoingLink(Link):
             self._advance()
 
     def receive(self) -> Iterator[Message]:
-        """Read what has arrived, and yield every complete message. Raises `LinkClosed`.
+        """Read a bounded part of what has arrived, and yield its complete messages.
 
-        Until the peer has welcomed this end, continue the handshake instead, and yield nothing.
+        Raises `LinkClosed`. Until the peer has welcomed this end, continue the handshake
+        instead, and yield nothing.
         """
         if self.proven:
             yield from super().receive()

@@ -43,7 +43,7 @@ def announcements(
     replicas only. The leader of a new replica needs the addresses of all.
     """
     fresh = tuple(peers[replica] for replica in new.roster if replica not in announced)
-    to_old = frame(Announcement(new, fresh, noticed_s))
+    to_old = frame(Announcement(new, fresh, noticed_s)) if announced else b""
     to_new = frame(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
     for replica in new.roster:
         yield replica, to_old if replica in announced else to_new

@@ -280,7 +280,7 @@ def _on_begin(state: RankState, begin: Begin) -> Step:
 
 
 def _on_take(state: RankState, _: Take) -> Step:
-    """Give the next order to the training thread; a plan drops the results that it replaces."""
+    """Take the next order: `Close` ends the pass; a plan drops the results that it replaces."""
     if not state.queue:
         raise ValueError("there is no order to take: ask only when the queue is not empty")
     order, *rest = state.queue

@@ -21,8 +21,8 @@ from megatron_recover import trace
 from megatron_recover.observe.history import History, Line
 
 MAX_BITS = 1 << 17
-"""Smallest microbatch id that is counted without a bit mask, which would be long. No real job has
-such an id."""
+"""Microbatch ids from this one on, and negative ones, are counted without a bit mask, which would
+be long. No real job has such an id."""
 
 Result = trace.Reduced | trace.Transferred
 Backward = tuple[int, int, int, int, int]
@@ -30,7 +30,10 @@ Backward = tuple[int, int, int, int, int]
 
 
 class Ids:
-    """Multiset of microbatches: a bit for the first occurrence, a number for further ones."""
+    """Multiset of microbatches: a bit for the first occurrence, a number for further ones.
+
+    An id below 0 or from `MAX_BITS` on has no bit: its number counts all occurrences.
+    """
 
     __slots__ = ("bits", "more")
 

@@ -18,8 +18,9 @@ def run_pass(arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listen
     """Run forwards and backwards (with `forward_only` forwards alone) until the queue ends.
 
     `arguments` are the arguments of Megatron's call of its forward-backward function. Losses are
-    divided by `divisor`. `is_first`: this is the step's first pass. When this function returns, the
-    listener has had every call for every microbatch.
+    divided by `divisor`, except with `--calculate-per-token-loss` (Note [Divisor] in
+    `schedule/pipeline.py`). `is_first`: this is the step's first pass. When this function returns,
+    the listener has had every call for every microbatch.
     """
     upstream = MegatronPass(arguments, divisor=divisor, listener=listener, is_first=is_first)
     with contextlib.ExitStack() as stack:
