@@ -196,7 +196,8 @@ def _gpus(number: int) -> str:
 def flags_of(layout: Layout, sizes: Sizes) -> tuple[str, str]:
     """Return the flags of a layout: those of the launcher, and those of Megatron.
 
-    The latter are complete. So they override whatever sizes stand before them on a command line.
+    The latter override TP, PP, a CP above 1 and, of a model with experts, EP where these stand
+    before them on a command line. Expert TP is named only where the user gave one.
     """
     ours = f"--replicas {layout.replicas}" + (f" --lanes {layout.lanes}" if layout.lanes > 1 else "")
     theirs = f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"

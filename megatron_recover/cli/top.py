@@ -40,12 +40,14 @@ class Gone(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Show a run until it ends."""
+    """Show a run until its trace has the end of the run, which a killed launcher does not write."""
     parser = Parser(
         prog="megatron-recover top",
         description="Follow a run: newest step, its loss and time, generation, replicas, recoveries, quotas. On a terminal one "
-        "line that is rewritten, else one line a step. It ends with the run, or by Ctrl-C, which leaves the run alone.",
-        epilog=f"Exit code 0: the run has ended, however it did, or Ctrl-C. {ExitCode.BAD_INPUT:d}: there is no run.",
+        "line that is rewritten, else one line a step. It ends with the run, or by Ctrl-C, which leaves the run alone. After a "
+        "killed launcher only Ctrl-C ends it.",
+        epilog=f"Exit code 0: the run has ended, with whatever exit code, or Ctrl-C. {ExitCode.BAD_INPUT:d}: there is no run, "
+        "or its trace cannot be read or has gone.",
     )
     parser.add_argument(
         "run_dir",

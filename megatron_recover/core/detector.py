@@ -106,14 +106,15 @@ TIMES_LONGEST = 2.0
 OLDER = 2.0
 """Factor on figures of an older generation."""
 _KEPT_STEPS, _ENOUGH_STEPS = 16, 5
-"""Step times that are kept, the newest; step times that are needed to know the typical one."""
+"""Step times that are kept, the newest; step times that are needed to know the typical one. Each
+rank's time of a step is one."""
 
 
 class Figures(Value, frozen=True):
     """The measured durations from which limits are derived, in seconds."""
 
     steps_s: tuple[float, ...] = ()
-    """The newest times of training steps, at most 16."""
+    """The newest times of training steps, at most 16: one for each rank and step."""
     longest_s: Mapping[Phase, float] = MappingProxyType({})
     """The longest operation that any rank finished, per phase."""
 

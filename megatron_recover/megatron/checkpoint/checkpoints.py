@@ -399,7 +399,7 @@ class Checkpoints:
         return args.iteration == iteration and from_here and self._agree(lambda: self.folder.named() == iteration)
 
     def _exists(self, iteration: int) -> bool:
-        """Return whether this job has saved `iteration`.
+        """Return whether this job has saved `iteration` or a later one.
 
         A replica that has saved it knows so even if the folder can no longer be read.
         """
