@@ -69,8 +69,8 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     `--split`, `--seed`) than this run would read. `other`: resume; the data was changed on
     purpose."""
     digest_interval: int = 1
-    """Steps after which the replicas compare their parameters again, and write the digest to the
-    trace (0: only with the state digest)."""
+    """Training steps after which the replicas compare their parameters again, and write the digest
+    to the trace (0: only with the state digest)."""
     state_digest_interval: int = 16
     """Training steps after which the replicas compare all their state again, optimizer and buffers
     included. They also compare it before each save and at the end, which cannot be switched off."""

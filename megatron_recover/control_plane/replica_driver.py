@@ -202,13 +202,16 @@ class ReplicaDriver:
 
     def _from_rank(self, rank: int, link: Link, message: Message) -> None:
         match message:
-            case values.Begun() | values.Promised() | values.Holds() | values.RankBlocked() | values.RankFinished():
+            case values.Begun() | values.Promised() | values.Holds() | values.RankBlocked() | values.RankFinished() if (
+                message.rank == rank
+            ):
                 self.report(message)
-            case values.RankFailing():
+            case values.RankFailing() if message.rank == rank:
                 self.report(message)
                 self._loop.send(link, Heard())
             case _:
-                self._fail(f"rank {rank} of this replica sent a {type(message).__name__}")
+                other = f" of rank {named}" if (named := getattr(message, "rank", rank)) != rank else ""
+                self._fail(f"rank {rank} of this replica sent a {type(message).__name__}{other}")
 
     def _rank_lost(self, rank: int, why: str) -> None:
         """End this process after `follow_s`, unless the agent kills the replica before."""

@@ -392,7 +392,7 @@ def _on_failing(state: ReplicaState, report: RankFailing) -> Step:
 
 
 def _on_saving(state: ReplicaState, report: RankSaving) -> Step:
-    """Report to the coordinator that this replica takes part in no step until its save is over."""
+    """Report the beginning or end of this replica's save to the coordinator."""
     return state, (ToCoordinator(ReplicaSaving(state.replica, report.over)),)
 
 

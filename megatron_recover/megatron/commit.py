@@ -39,7 +39,7 @@ from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.label import Label, StepKind
+from megatron_recover.core.label import Label, StepKind, label_of
 from megatron_recover.core.plan import microbatches_of
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import Apply, Plan, Work
@@ -456,7 +456,8 @@ class CommitLoop:
         """Record `applied`: the optimizer has run, or the step has nothing for the optimizer.
 
         Does nothing without a committed step that is not recorded yet. In a training step whose
-        number is a multiple of `--recover-digest-interval`, also computes the parameters' digest.
+        iteration is a multiple of `--recover-digest-interval`, also computes the parameters'
+        digest. The iteration is that of the committed label, so all ranks of all replicas agree.
         """
         if self._applied is None:
             return
@@ -465,7 +466,7 @@ class CommitLoop:
         self._num_trained += trained
         interval = self._config.digest_interval
         digests: dict[str, str] = {}
-        if trained and interval and step % interval == 0:
+        if trained and interval and label_of(order.record.label).iteration % interval == 0:
             found = self._parameter_digest.compute()
             self._parameters_checksum, digests = found.everything, found.fields()
         self._record(

@@ -19,6 +19,12 @@ def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
 
     The sum is over replicas and lanes. With a per-token loss the ratio is an upper bound: it counts
     tokens that the loss leaves out, and the whole sequence for each context-parallel rank.
+
+    A loss function that returns the sum over the rank's own tokens makes a gradient that is smaller
+    by the context-parallel size. Scripts for older versions of upstream multiply the loss by that
+    size and count the tokens of all context-parallel ranks; upstream still accepts them. The ratio
+    bounds both, because a sum that outgrows the grid is not exact. For the first kind the grid is
+    log2(CP) bits coarser than needed.
     """
     config = get_model_config(chunk)
     scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))

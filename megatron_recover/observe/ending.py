@@ -131,6 +131,9 @@ class Account(msgspec.Struct):
     run_dir: str
     save: str | None = None
     load: str | None = None
+    """Folder that the run resumes from, if it holds a checkpoint. None with `--finetune`: then the
+    folder of `--load` holds the model that training begins with."""
+    finetunes: bool = False
     has_begun: bool = False
     lost: set[int] = msgspec.field(default_factory=set)
     saved: int | None = None
@@ -145,7 +148,8 @@ class Account(msgspec.Struct):
         """Take the next event of the run."""
         match event:
             case trace.RunStarted(argv=argv):
-                self.save, self.load = value_of(argv, "--save"), value_of(argv, "--load")
+                self.finetunes = "--finetune" in argv
+                self.save, self.load = value_of(argv, "--save"), None if self.finetunes else value_of(argv, "--load")
             case trace.Generation(losses=losses):
                 self.has_begun = True
                 self.lost |= {one.replica for one in losses}
@@ -208,4 +212,5 @@ class Account(msgspec.Struct):
         folder = self.newest[1] if self.newest is not None else self._unknown
         if folder is not None and (self.load is None or Path(folder) != Path(self.load)):
             again += f" and --load {shlex.quote(folder)}"
+        again += ", without --finetune" if self.finetunes else ""
         return f"{again}: it goes on after iteration {self.newest[0]}" if self.newest is not None else again

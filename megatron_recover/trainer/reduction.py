@@ -130,7 +130,7 @@ class Reduction:
         - `scale`: ratio of the gradient summed over replicas and lanes to the mean-loss gradient,
           for the grid of `exact`.
         - `parameters_checksum`: the newest checksum of the parameters. It is computed when the rank
-          joins, and after each training step whose number is a multiple of
+          joins, and after each training step whose iteration is a multiple of
           `--recover-digest-interval`. It is combined into every checksum that is voted on. So
           replicas whose parameters have drifted disagree in the step after that, and a minority is
           outvoted instead of training on.

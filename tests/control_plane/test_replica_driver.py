@@ -21,12 +21,19 @@ from megatron_recover.core.digest import digest
 from megatron_recover.core.replica import ToCoordinator, waiting_for
 from megatron_recover.core.values import (
     Apply,
+    Begun,
     Diverged,
     Entered,
     Held,
+    Holds,
     Miscounted,
     NewGeneration,
+    Promised,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
     ReplicaBlocked,
+    Report,
     Shape,
     Status,
     Statuses,
@@ -245,6 +252,49 @@ def test_who_has_no_business_with_a_leader_is_not_let_in(lead: Lead, claimed: Pa
     leading.other.loop.watch(link, lambda link, message: None, lambda link, why: closed.append(why))
     leading.other.wait(lambda: closed)
     assert not link.proven
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        Begun(1, 0, WORK), Promised(1, 1), Holds(1, 0, (Held(1, 1, 7),)), RankBlocked(1, 1, "it broke"),
+        RankFailing(1, 0, "train 1", (), "it broke"), RankFinished(1),
+    ],
+    ids=lambda forged: type(forged).__name__,
+)  # fmt: skip
+def test_inv_5_a_rank_reports_for_the_rank_that_it_proved_and_for_no_other(
+    partner: Partner, other_leader: Partner, free: str, monkeypatch: pytest.MonkeyPatch, forged: Report
+) -> None:
+    """As it was, `Promised(rank=1)` of rank 2 counted as the promise of rank 1: the generation was entered too early."""
+    reports: list[Report] = []
+    feed = leader.ReplicaDriver.report
+    monkeypatch.setattr(leader.ReplicaDriver, "report", lambda self, report: (reports.append(report), feed(self, report)))
+    context = RankContext(
+        replica=0, rank=0, num_ranks=3, num_replicas=1, coordinator=partner.address, leader=free, run_dir="", started_at=0.0
+    )  # fmt: skip
+    member = RankDriver(
+        context, RecoverConfig(), FakeEndpoint([]), key=KEY, record=lambda event: None, end_process=lambda code: None
+    )  # fmt: skip
+    shape = Shape(3, ((0,), (1,), (2,)))
+    joining = threading.Thread(target=lambda: member.join(shape, ""))
+    joining.start()
+    partner.wait(lambda: member._leader)
+    links = [call(free, Party(Role.RANK, 0, rank), Party(Role.LEADER, 0)) for rank in (1, 2)]
+    for rank, link in enumerate(links, 1):
+        partner.loop.watch(link, lambda link, message: None, lambda link, why: None)
+        partner.loop.send(link, RankHello(rank, shape, f"{shape} ", ""))
+    partner.wait(lambda: partner.received)
+    [hello] = partner.received
+    assert isinstance(hello, LeaderHello)
+    partner.send(Announcement(NewGeneration(1, (0,)), (hello.peer,), 0.0))
+    joining.join(60)
+    partner.loop.send(links[1], forged)
+    partner.wait(lambda: member._failure is not None or forged in reports)
+    assert reports == [Promised(0, 1)]
+    for link in links:
+        partner.loop.drop(link)
+    with pytest.raises(JobStopped, match=f"rank 2 of this replica sent a {type(forged).__name__} of rank 1"):
+        member.close()
 
 
 def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout(lead: Lead) -> None:

@@ -133,6 +133,31 @@ def test_without_drift_all_agree_and_the_record_has_the_digests_of_all_ranks(thr
     )
 
 
+@pytest.mark.parametrize(("after", "due"), [(0, (2, 4, 6, 8)), (3, (4, 6, 8, 10))], ids=["anew", "resumed"])
+def test_parameters_are_compared_by_iteration_whatever_steps_come_between(
+    threads: Threads, after: int, due: tuple[int, ...]
+) -> None:
+    """As it was, by the step's number: here no training step after the save had an even one."""
+    job, log = Job(2, 2, (Strike(0, 0, FaultPoint.REDUCE, step=9, bucket=0),)), Events()
+    config = RecoverConfig(bucket_elements=16, rebalance="off", digest_interval=2)
+
+    def life(driver: Any, faults: Any) -> None:
+        trainer = Trainer(job, threads, driver, faults, config, num_microbatches=4, log=log)
+        trainer.iteration = after
+        for step in range(8):
+            trainer.step()
+            trainer.step(forward_only=True)
+            if step == 2:
+                trainer.loop.agree(f"save {trainer.iteration}")
+
+    job.run(life)
+    applied = [event for event in log.of(trace.Applied) if event.replica == 1]
+    assert all(event.step % 2 for event in applied if event.label.startswith("train") and event.step > 6)
+    for rank in (0, 1):
+        labels = [event.label for event in applied if event.rank == rank and event.parameter_digest is not None]
+        assert labels == [f"train {iteration}" for iteration in due]
+
+
 @pytest.mark.parametrize("point", [FaultPoint.BACKWARD, FaultPoint.REDUCE])
 def test_a_death_in_the_step_that_compares_does_not_hide_the_drift(threads: Threads, point: FaultPoint) -> None:
     """Its step is finished by the others, whose digests are those of its beginning."""

@@ -103,6 +103,24 @@ def test_of_a_run_that_ended_before_it_had_loaded_nothing_is_claimed() -> None:
     assert "give the same command with a new --run-dir" in last and "begins anew" not in last
 
 
+def test_a_run_that_fine_tunes_resumes_from_what_it_has_saved_alone() -> None:
+    """As it was, the folder of the model was said to name the newest checkpoint, and the same command to resume."""
+    argv, tracker = ("--save", "Y", "--load", "X", "--finetune"), "latest_checkpointed_iteration.txt"
+    made = account(argv=argv)
+    made.loaded = None  # no replica records it then
+    _, second, last = made.lines(ExitCode.FAILED, "a defect")
+    assert "no checkpoint: nothing was saved to Y yet" in second
+    assert "the same command, with a new --run-dir, begins anew" in last
+    made.is_complete = False
+    _, second, last = made.lines(ExitCode.FAILED, "a defect")
+    assert f"Y/{tracker} names the newest checkpoint" in second
+    assert last.endswith("with a new --run-dir and --load Y, without --finetune")
+    made.take(saved(9))
+    _, second, last = made.lines(ExitCode.FAILED, "a defect")
+    assert "newest checkpoint: iteration 9 in Y" in second
+    assert last.endswith("with a new --run-dir and --load Y, without --finetune: it goes on after iteration 9")
+
+
 def test_a_schedule_that_differs_from_the_checkpoints_is_told_its_flag() -> None:
     reason = "training raised: AssertionError: OptimizerParamScheduler: class input value 1 and checkpointvalue 2 for lr"
     assert "--override-opt-param-scheduler" in account().lines(ExitCode.FAILED, reason)[-1]
