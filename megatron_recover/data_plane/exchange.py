@@ -28,8 +28,10 @@ SLOTS = 2
 """Segments that a peer may be ahead of the slowest peer. So scratch has at most (members - 1) *
 SLOTS * SEGMENT_BYTES bytes."""
 
-FRAME = struct.Struct("<QqIIIIQ")
-"""Generation, tag, kind, tensor, shard (position of its owner; copy: 0), bytes, first element."""
+FRAME = struct.Struct("<QqIIIQQ")
+"""Generation, tag, kind, tensor, shard (position of its owner; copy: 0), bytes, first element.
+
+A copy sends each tensor in one frame, so the number of bytes has 64 bits."""
 CONTRIBUTION, SUM, COPY = 1, 2, 3
 
 Frame = tuple[bytes, memoryview]

@@ -86,9 +86,9 @@ class GlooTransport:
     ) -> None:
         """Begin to build the group at once, in the transport's thread.
 
-        A lone member needs neither group nor thread. `deadlines`: how long the parts of a call may
-        last. `unreachable()` returns the members that do not answer a probe; gloo's ring stalls on
-        all members alike.
+        A lone member needs neither group nor thread. If no thread can be started, each call raises
+        TransportError. `deadlines`: how long the parts of a call may last. `unreachable()` returns
+        the members that do not answer a probe; gloo's ring stalls on all members alike.
         """
         self.generation = direct.generation
         self.members = direct.members
@@ -114,7 +114,10 @@ class GlooTransport:
             # A daemon thread: an operation blocked in gloo must not keep the process from ending.
             name = f"gloo-generation-{self.generation}"
             self.thread = threading.Thread(target=_serve, args=(self._shared, build), name=name, daemon=True)
-            self.thread.start()
+            try:
+                self.thread.start()
+            except RuntimeError as error:  # no thread is left; each call raises this
+                self._shared.error = TransportError(f"cannot open generation {self.generation} ({error}); raise `ulimit -u`")
 
     def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
         """Sum as `Transport.sum_into` does, in the order of gloo's ring.
@@ -171,7 +174,8 @@ class GlooTransport:
     def revoke(self) -> None:
         """Revoke as `Transport.revoke` does.
 
-        The thread is abandoned, and a blocked operation is made to fail where gloo allows it.
+        The thread is abandoned, and a blocked operation is made to fail where gloo allows it and a
+        thread can be started.
         """
         with self._shared.changed:
             first, self._shared.revoked = not self._shared.revoked, True
@@ -180,7 +184,8 @@ class GlooTransport:
         self._direct.revoke()
         self._writing.shut()
         if first and group is not None:
-            threading.Thread(target=_poison, args=(group,), name="gloo-poison", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread is left; the operation ends at gloo's own timeout
+                threading.Thread(target=_poison, args=(group,), name="gloo-poison", daemon=True).start()
 
     def close(self) -> None:
         """Close as `Transport.close` does.

@@ -215,8 +215,8 @@ class NcclTransport:
             self._cuda.current_stream().query()  # raises the error of a lost device, which NCCL may see first
             if isinstance(error, TransportError) and not isinstance(error, DeadlineExceeded | PeerLost) and not error.peers:
                 self._probe_peers(error)
-            if not isinstance(error, Revoked):
-                self._check()  # after a revoke other errors are its consequences
+            if self._revoked.is_set() and not isinstance(error, Revoked):
+                raise self._revoked_error(error) from error
             raise
         finally:
             self._calling.release()
@@ -235,7 +235,16 @@ class NcclTransport:
 
     def _check(self) -> None:
         if self._revoked.is_set():
-            raise Revoked(f"generation {self.generation} was revoked")
+            raise self._revoked_error()
+
+    def _revoked_error(self, error: BaseException | None = None) -> Revoked:
+        """Return the error of a revoked call, with the peers of `error` and whether it had stalled.
+
+        After a revoke other errors are its consequences. But a wait or a probe that the revoke has
+        met is evidence.
+        """
+        known = error if isinstance(error, TransportError) else TransportError()
+        return Revoked(f"generation {self.generation} was revoked", known.peers, stalled=known.stalled)
 
     def _sum(self, sources: Sequence[Tensor], probe: Probe) -> list[Tensor]:
         """Return the complete sums, in scratch that is valid until the next call."""

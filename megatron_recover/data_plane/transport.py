@@ -17,11 +17,11 @@ Contract of every implementation:
   In `gloo` and `nccl` a call may take `probe_s` longer, to find out which peers are unreachable
   (`TransportError.peers`): if it fails without a revoke, or had stalled for half of that time.
 * After `revoke` has returned, no host thread writes memory that anything but the transport can
-  reach. `revoke` waits for the piece that a call is writing: about 1 MiB in `direct`, at most 2**20
-  elements in `gloo`, and one tensor in `nccl`, whose copy is enqueued, or made from host memory in
-  a transfer. Gloo itself may still write scratch that belongs to an abandoned thread. On a GPU,
-  copies that `nccl` has enqueued run later, in the order of the stream that was current for the
-  call.
+  reach. `revoke` waits for the piece that a call is writing: at most 1 MiB of a sum, or what the
+  kernel has received of a copy, in `direct`; at most 2**20 elements in `gloo`; and one tensor in
+  `nccl`, whose copy is enqueued, or made from host memory in a transfer. Gloo itself may still
+  write scratch that belongs to an abandoned thread. On a GPU, copies that `nccl` has enqueued run
+  later, in the order of the stream that was current for the call.
 * A failed call may have different outcomes on different members. Callers must not act on its
   outcome: the members decide by votes what is committed.
 """
@@ -132,7 +132,7 @@ class DeadlineExceeded(TransportError):
     stalled = True
 
     def __init__(self, part: CallPart, peers: Sequence[int], limit_s: float) -> None:
-        whom = f"replicas {sorted(peers)}" if peers else "replicas that cannot be named: all that were probed answered"
+        whom = f"replicas {sorted(peers)}" if peers else "replicas that cannot be named: none is known to be out of reach"
         super().__init__(f"{_FOR_WHAT[part].format(limit=figure(limit_s), whom=whom)} ({part.value})")
         self.part = part
         self.peers = tuple(sorted(peers))

@@ -123,7 +123,7 @@ class Crossing:
         try:
             operation(self._transport)
         except TransportError as error:
-            self._judge(wait=True)  # sums that were complete before the failure
+            self._judge(wait=True, after_stall=error.stalled)  # sums that were complete before the failure
             self._fail(bucket, error)
             return False
         return True
@@ -166,8 +166,12 @@ class Crossing:
 
     # --- results ----------------------------------------------------------------------------------
 
-    def _judge(self, *, wait: bool) -> None:
-        """Judge the sums whose summaries have arrived, in their order; with `wait` all of them."""
+    def _judge(self, *, wait: bool, after_stall: bool = False) -> None:
+        """Judge the sums whose summaries have arrived, in their order; with `wait` all of them.
+
+        `after_stall`: a later operation has stalled and is reported next, with the peers that it
+        waited for. So a result that a newer generation has overtaken is not the first failure.
+        """
         if wait and self._unjudged:
             self._unjudged[-1].wait()
         while self._unjudged and (wait or self._unjudged[0].has_arrived()):
@@ -178,7 +182,8 @@ class Crossing:
             try:
                 self._complete(judged)
             except TransportError as error:
-                self._fail(judged.bucket_sum.id, error)
+                if not (after_stall and isinstance(error, Revoked)):
+                    self._fail(judged.bucket_sum.id, error)
 
     def _complete(self, judged: ResultSummary) -> None:
         bucket_sum, generation = judged.bucket_sum, self._generation

@@ -5,6 +5,7 @@ Segments are a few bytes here, so that one call has many of them and members can
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_recover.data_plane import exchange
-from megatron_recover.data_plane.exchange import CopyExchange, Exchange, SumExchange
+from megatron_recover.data_plane.exchange import FRAME, CopyExchange, Exchange, SumExchange
 from megatron_recover.data_plane.transport import TransportError, no_probe
 
 MEMBERS = (2, 5, 6)
@@ -165,3 +166,19 @@ def test_copies_are_what_the_source_has(seed: int) -> None:
         run.send(source, target)
         run.receive(target, source)
     assert all(tensor.unique().tolist() == [source] for each in tensors.values() for tensor in each)
+
+
+@pytest.mark.parametrize(("claimed", "why"), [(1 << 32, ""), ((1 << 32) + 1, "sent frame"), (0, "sent frame")])
+def test_a_tensor_of_four_gib_is_copied_in_one_frame(claimed: int, why: str) -> None:
+    """Its size did not fit into the header, which raised no TransportError. No byte of the tensor is touched here."""
+    tensor = torch.empty(1 << 32, dtype=torch.uint8)
+    source = CopyExchange(1, 1, [5], [tensor], sending=True)
+    header, payload = source.outgoing[5]
+    assert len(payload) == 1 << 32
+    target, stream = CopyExchange(1, 1, [2], [tensor], sending=False), Stream()
+    fields = list(FRAME.unpack(header))
+    fields[fields.index(1 << 32)] = claimed
+    stream.bytes += FRAME.pack(*fields)
+    with pytest.raises(TransportError, match=why) if why else contextlib.nullcontext():
+        assert target.receive(2, stream)  # type: ignore[arg-type]
+        assert len(target._views[2][0]) == 1 << 32, "it waits for the elements now"

@@ -88,7 +88,7 @@ wide = st.one_of(st.integers(0, 9), st.just(2**64 - 1))
 
 @given(
     copies=st.booleans(), generation=wide, tag=st.integers(-9, 9), kind=st.sampled_from([0, CONTRIBUTION, SUM, COPY, 9]),
-    tensor=numbers, shard=numbers, size=st.sampled_from([0, 4 * ELEMENTS, 2**32 - 1]), start=wide,
+    tensor=numbers, shard=numbers, size=st.sampled_from([0, 4 * ELEMENTS, 2**32 + 4 * ELEMENTS, 2**64 - 1]), start=wide,
 )  # fmt: skip
 def test_a_header_of_another_frame_is_never_summed(
     copies: bool, generation: int, tag: int, kind: int, tensor: int, shard: int, size: int, start: int

@@ -371,6 +371,61 @@ def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch)
         endpoint.close()
 
 
+def no_thread_for(patch: pytest.MonkeyPatch, prefix: str) -> None:
+    """Let no thread start whose name begins with `prefix`."""
+    start = threading.Thread.start
+
+    def guarded(self: threading.Thread) -> None:
+        if self.name.startswith(prefix):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    patch.setattr(threading.Thread, "start", guarded)
+
+
+def test_a_revoke_without_a_free_thread_leaves_gloo_to_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called in the control thread, whose exception would end the rank."""
+    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
+    transports, running, over = pair(1, made), threading.Barrier(3), threading.Event()
+    original = gloo._pieces
+
+    def held(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        running.wait(60)
+        over.wait(60)
+        yield from original(tensors)
+
+    def revoke() -> None:
+        running.wait(60)
+        for transport in transports:
+            transport.revoke()
+
+    monkeypatch.setattr(gloo, "_pieces", held)
+    no_thread_for(monkeypatch, "gloo-poison")
+    outcomes = at_once(*[lambda t=t: t.sum_into([torch.ones(9)], [torch.empty(9)], tag=1) for t in transports], revoke)
+    assert [type(outcome) for outcome in outcomes] == [Revoked, Revoked, type(None)], outcomes
+    over.set()
+    for endpoint in made:
+        endpoint.close()
+
+
+def test_without_a_thread_for_its_group_each_call_of_a_transport_is_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        no_thread_for(patch, "gloo-generation-1")
+        transport, _ = pair(1, made)
+    calls = [
+        lambda: transport.sum_into([torch.ones(1)], [torch.empty(1)], tag=1),
+        lambda: transport.copy_into([torch.ones(1)], source=3, targets=[0], tag=2),
+    ]
+    for outcome in at_once(*calls):
+        assert type(outcome) is TransportError and "can't start new thread" in str(outcome), repr(outcome)
+    transports, results = pair(2, made), [torch.empty(1) for _ in made]
+    again = [lambda t=t, r=r: t.sum_into([torch.ones(1)], [r], tag=1) for t, r in zip(transports, results, strict=True)]
+    assert at_once(*again) == [None, None] and results[0].tolist() == [2.0]
+    for endpoint in made:
+        endpoint.close()
+
+
 def test_an_abandoned_builder_does_not_block_the_next_generation() -> None:
     """A member waits for one that never comes; its next generation must not wait for that."""
     made = [open_endpoint("gloo", key=KEY, rank=0, deadlines=within(seconds)) for seconds in (0.5, 20.0)]

@@ -417,6 +417,36 @@ def test_peers_that_the_rendezvous_named_are_not_replaced(pair: Pair) -> None:
     assert raised.value.peers == (1,)
 
 
+def test_a_revoke_that_comes_while_peers_are_probed_leaves_what_the_probe_finds() -> None:
+    """All members of a ring stall together: the first report makes a generation, which meets the others as they probe."""
+    with a_pair(SHORT) as pair:
+        transports, held = pair.open(), threading.Event()
+        pair.unreachable = [(1,), (0,)]
+        for transport in transports:
+            transport._unreachable = lambda t=transport, probe=transport._unreachable: (t.revoke(), probe())[1]
+        pair.world.pause = lambda source: held.wait(60)
+        outcomes, _ = pair.sum()
+        assert [(type(outcome), outcome.peers, outcome.stalled) for outcome in outcomes] == [
+            (Revoked, (1,), True), (Revoked, (0,), True),
+        ]  # fmt: skip
+        held.set()
+
+
+@pytest.mark.parametrize("stalled", [True, False])
+def test_a_revoke_while_a_failed_call_probes_leaves_its_peers_and_whether_it_had_stalled(pair: Pair, stalled: bool) -> None:
+    transport = pair.open()[0]
+
+    def probe() -> tuple[int, ...]:
+        transport.revoke()
+        return (1,)
+
+    transport._unreachable = probe
+    with pytest.raises(Revoked) as raised, transport._call():
+        transport._since -= LONG.slowest_s if stalled else 0.0
+        raise TransportError("x")
+    assert (raised.value.peers, raised.value.stalled) == ((1,), stalled)
+
+
 def test_an_asynchronous_error_is_seen_although_it_completes_the_event(pair: Pair) -> None:
     """Garbage would be taken for a sum, if NCCL were asked first and then the event."""
     pair.open()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from megatron_recover.data_plane import exchange
 from megatron_recover.data_plane.direct import DirectTransport
 from megatron_recover.data_plane.endpoints import open_endpoint
 from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, Endpoint
@@ -61,9 +62,9 @@ def nowhere() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def summed(transport: Any, **more: Any) -> torch.Tensor:
-    result = torch.empty(LARGE)
-    transport.sum_into([torch.ones(LARGE)], [result], tag=1, **more)
+def summed(transport: Any, num_elements: int = LARGE, **more: Any) -> torch.Tensor:
+    result = torch.empty(num_elements)
+    transport.sum_into([torch.ones(num_elements)], [result], tag=1, **more)
     return result
 
 
@@ -141,6 +142,29 @@ def check_a_sum_that_stops(deadlines: Deadlines) -> None:
 
 def test_a_sum_that_stops_is_told_from_a_member_that_is_slow() -> None:
     check_a_sum_that_stops(replace(LONG, sum_s=0.3))
+
+
+def test_a_sum_that_lacks_the_parts_of_several_names_nobody_and_claims_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three have sent their own data, and no sum: they may wait for a third. `direct` probes nobody."""
+    with endpoints("direct", 3, replace(LONG, sum_s=0.3)) as (made, addresses):
+        transports: list[Any] = [one.open(1, number, addresses) for number, one in enumerate(made)]
+        over, add, waiting = threading.Event(), exchange.add_in_order, set[threading.Thread]()
+
+        def stop(parts: Any, out: torch.Tensor) -> None:
+            if threading.current_thread() not in waiting:
+                over.wait(60)
+            add(parts, out)
+
+        def first() -> None:
+            waiting.add(threading.current_thread())
+            try:
+                summed(transports[0], num_elements=10_000)  # a shard goes in one piece
+            finally:
+                over.set()
+
+        monkeypatch.setattr(exchange, "add_in_order", stop)
+        outcome, *_ = at_once(first, *[lambda t=t: summed(t, num_elements=10_000) for t in transports[1:]])
+    check_part(outcome, CallPart.SUM, (), "waiting for replicas that cannot be named: none is known to be out of reach")
 
 
 def test_of_gloo_a_member_that_does_not_come_is_named_as_slow() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Held, Plan, Transfer, Work
-from megatron_recover.data_plane.transport import PeerLost, Revoked, TransportError
+from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, PeerLost, Revoked, TransportError
 from megatron_recover.faults import FaultPoint
 from megatron_recover.trainer.crossing import Miscounted, NotFinite
 from megatron_recover.trainer.reduction import Reduction
@@ -412,6 +412,20 @@ def test_sums_that_were_complete_before_a_failure_are_held_before_it_is_told(fai
         driver.open.fails_at[failing] = PeerLost(0, "gone")
         reduction.reduce(plan())
     assert driver.told == ["sum"] * (failing + 1) + [f"held {bucket}" for bucket in range(failing)] + ["blocked"]
+
+
+@pytest.mark.parametrize(
+    "stalled", [Revoked("over", (0,), stalled=True), DeadlineExceeded(CallPart.SUM, (0,), 1.0)], ids=["revoked", "deadline"]
+)
+def test_whom_a_sum_waited_for_is_told_although_a_result_before_it_was_overtaken(stalled: TransportError) -> None:
+    """The newer generation that ends the stalled sum also refuses the older result, which is judged first."""
+    events: list[trace.Event] = []
+    with pretended() as gpu:
+        reduction, driver = begun(gpu=gpu, log=SimpleNamespace(record=events.append))
+        driver.open.fails_at[1], driver.open.promises_at[1] = stalled, 2
+        reduction.reduce(plan())
+    assert (driver.told, driver.errors) == (["sum", "sum", "blocked"], [(1, stalled)])
+    assert [event.bucket for event in events if isinstance(event, trace.ReductionFailed)] == [1]
 
 
 def test_inv_1_a_miscount_that_is_seen_late_is_told_once_and_never_held() -> None:
