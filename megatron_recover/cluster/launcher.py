@@ -391,7 +391,10 @@ class Launcher:
                     replica=process.replica, rank=process.rank, pid=process.pid, state=process.state, wchan=process.wchan
                 )  # fmt: skip
             )
-        self._recording.says(f"{process} does not end although it was killed; the run does not wait for it")
+        self._recording.says(
+            f"{process} does not end although it was killed; the run does not wait for it. It keeps its memory and devices: "
+            "see `dmesg` for the disk or device that hangs"
+        )
 
     def _look_for_hangs(self) -> None:
         if self._ending is not None:
