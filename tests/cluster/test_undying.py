@@ -96,7 +96,7 @@ def test_closing_an_agent_reports_what_does_not_end_and_raises_nothing(tmp_path:
     agent = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "log"))
     until_readable(agent.fileno(), agent.is_ready, "the fork server")
     agent.spawn(3, 0, argv=(str(script),), environment={}, output=create(tmp_path / "rank.log"))
-    monkeypatch.setattr(agent_module, "_ended", lambda pidfd, until: False)
+    monkeypatch.setattr(agent_module, "ends_by", lambda pidfd, until: False)
     pid = agent._processes[3, 0].pid
     assert agent.undying() == []
     [left] = agent.close()
