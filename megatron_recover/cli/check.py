@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",
         epilog=f"Exit code 0: all hold. {ExitCode.UNFINISHED:d}: all that was judged holds, but the run still goes on or was "
         "cut off, or the trace lacks events, so that part of it was not judged (it says which). "
-        f"{ExitCode.INVARIANT_VIOLATED:d}: one is broken, two exact runs differ, or the run ended without a step. "
+        f"{ExitCode.INVARIANT_VIOLATED:d}: an invariant is broken, two exact runs differ, the run ended without a step, the "
+        "trace lacks its start, or a trace with its end cannot be compared with the reference. "
         f"{ExitCode.BAD_INPUT:d}: no readable trace.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl, or such a file")

@@ -32,6 +32,7 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultKind
 from megatron_recover.flags import Parser
 from megatron_recover.host.gpus import has_gpu
+from megatron_recover.host.process_stat import cause_of
 from megatron_recover.observe.history import History
 from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.report.page import PAGE_FILE
@@ -226,20 +227,27 @@ def story(summary: Summary) -> Iterator[str]:
 def num_gpus(devices: Path = Path("/dev")) -> int:
     """Return the number of GPUs that torch can use.
 
-    A process of its own asks torch, and only on a machine that has a GPU.
+    A process of its own asks torch, and only on a machine that has a GPU. Raises ValueError, with
+    the remedy, if that process fails.
     """
     if not has_gpu(devices):
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    except subprocess.CalledProcessError as error:
+        cause = next(iter(error.stderr.strip().splitlines()[-1:]), cause_of(error.returncode))
+        raise ValueError(
+            f"this machine has a GPU, and torch cannot be asked for it ({cause}); correct the installation of torch until "
+            f"`{shlex.join(command)}` prints a number"
+        ) from error
 
 
 class _Demo:
-    """The four stages of the demo, in one folder."""
+    """The four stages of the demo, in one folder, on `gpus` GPUs or on the CPU."""
 
-    def __init__(self, folder: Path, say: TextIO) -> None:
+    def __init__(self, folder: Path, say: TextIO, gpus: int) -> None:
         self.folder, self._say = folder, say
-        gpus = num_gpus()
         shared = -(-RANKS // (gpus or RANKS))
         self._extra = ["--recover-ranks-per-gpu", str(shared)] if shared > 1 else []
         if gpus:
@@ -345,12 +353,13 @@ def main(argv: list[str]) -> int:
     if not PRETRAIN.exists():
         parser.error(f"{PRETRAIN} is missing; run the demo from a checkout of the repository")
     try:
+        gpus = num_gpus()
         folder = arguments.run_dir or new_folder("demo-")
         claim_folder(folder)
     except ValueError as error:
         parser.error(str(error))
 
-    demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout)
+    demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout, gpus)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is terminated ends its runs
     try:

@@ -218,7 +218,7 @@ def main(argv: list[str]) -> int:
 def _run(launcher: Launcher) -> int:
     """Run the job and return its exit code.
 
-    An exception leaves the signal handlers as they were before.
+    After an exception, restore signal handlers as `Launcher.release_signals` does.
     """
     try:
         return launcher.run()

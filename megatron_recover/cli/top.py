@@ -6,6 +6,7 @@ It only reads: nothing in the run depends on it, and it can be started and ended
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from megatron_recover import trace
 from megatron_recover.cli.run_dirs import no_trace, run_folder
+from megatron_recover.cluster.job import LAUNCHER_LOG
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe.files import LOGS
@@ -64,12 +66,23 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:  # the usual way to end; rich has restored the terminal
         return ExitCode.OK
     except Gone:
-        parser.error(f"{place} has gone: the run was refused, or ended before it trained")
+        parser.error(
+            f"{place} has gone: the run was refused, or ended before it trained; read what its `megatron-recover run` printed"
+        )
     except trace.TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except ValueError as error:
         parser.error(f"cannot read the trace: {place}: {error}")
     return ExitCode.OK
+
+
+def _end(event: trace.RunFinished, run_dir: Path) -> str:
+    """Return how a run ended and, after a bad end, the command that shows what to do next."""
+    end = f"ended with exit code {event.exit_code} ({ExitCode.words(event.exit_code)}) after {event.t:.0f} s"
+    log = run_dir / LAUNCHER_LOG
+    if event.exit_code == ExitCode.OK or not log.is_file():  # the log is elsewhere if only the trace was copied
+        return end
+    return f"{end}; `{shlex.join(['tail', '-n', '3', str(log)])}` shows why, and what to do next"
 
 
 def _may_start(run_dir: Path) -> bool:
@@ -119,7 +132,7 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
                 yield "news", told
             if isinstance(event, trace.RunFinished):
                 yield "now", progress.line()
-                yield "end", f"ended with exit code {event.exit_code} ({ExitCode.words(event.exit_code)}) after {event.t:.0f} s"
+                yield "end", _end(event, place.parent)
                 return
         if seen and not event_files.exists(place.parent):
             raise Gone

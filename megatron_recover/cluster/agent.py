@@ -51,7 +51,8 @@ from megatron_recover.progress_page import DESCRIPTOR, PageReader
 _LOOK_S = 1.0
 """Seconds between two looks at a fork server while the agent waits for its reply."""
 
-
+_REMEDIES = {errno.EMFILE: "raise `ulimit -n`", errno.EAGAIN: "raise `ulimit -u`", errno.ENOMEM: "free memory"}
+"""Remedies for errors of a system that starts no process, by the number of the error."""
 _NO_DESCRIPTOR = "the launcher has no descriptor left to watch a rank with; raise `ulimit -n`"
 
 
@@ -146,7 +147,7 @@ class Agent:
 
         Returns when the rank has started. `descriptors` maps names to open descriptors of this
         process. The rank gets a copy of each (`config.inherited_descriptor`). The caller keeps its
-        own descriptors, and that of `output`.
+        own descriptors, and that of `output`. Raises `NodeLost` if the rank cannot be started.
         """
         with descriptors_needed():
             page = self._pages[replica, rank] = PageReader(f"progress-{replica}.{rank}")
@@ -164,6 +165,9 @@ class Agent:
                 raise NodeLost(
                     f"the fork server did not start a rank within {figure(self._deadlines.fork_s)} s; see {self._output.log}"
                 )
+            if isinstance(reply, messages.NotStarted):
+                remedy = _REMEDIES.get(reply.errno, f"see {self._output.log}")
+                raise NodeLost(f"the fork server could not start a rank ({os.strerror(reply.errno)}); {remedy}")
             self._pending.append(reply)
 
     def _request(self, spawn: messages.Spawn, descriptors: Sequence[int]) -> None:

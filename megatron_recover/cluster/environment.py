@@ -30,11 +30,14 @@ def environment_of_workers(environment: dict[str, str], deadlines: Deadlines, *,
     return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE} | environment
 
 
-def environment_warnings(environment: dict[str, str], deadlines: Deadlines) -> list[str]:
+def environment_warnings(environment: dict[str, str], deadlines: Deadlines, *, on_gpus: bool) -> list[str]:
     """Return a line for each variable that the user has set against what a run relies on.
 
-    Only `config.NCCL_ORDER` and `HEARTBEAT` are judged here.
+    Only `config.NCCL_ORDER` and `HEARTBEAT` are judged here, and only on GPUs: elsewhere no rank
+    uses NCCL.
     """
+    if not on_gpus:
+        return []
     found = [
         f"{name} is {environment[name]} in the environment, not {pinned}: replicas stay bit-identical only if NCCL "
         "adds in the same order in each of them"

@@ -44,6 +44,7 @@ from megatron_recover.cluster.forkserver_messages import (
     WARM,
     Exited,
     Importing,
+    NotStarted,
     Ready,
     Reply,
     Spawn,
@@ -52,6 +53,7 @@ from megatron_recover.cluster.forkserver_messages import (
 )
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.rank_process import become_rank, flush, preload, prepare, set_parent_death_signal
+from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.config import importing_without_driver, inherited_environment
 from megatron_recover.host.process_stat import cause_of, state_of
 
@@ -75,7 +77,13 @@ class _Child:
     """A child of the server: a rank, or a warm process that is none yet."""
 
     def __init__(self, pid: int, control: socket.socket | None = None) -> None:
-        self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        """Take over a process. Raises OSError, after the process's end, if it cannot be watched."""
+        try:
+            self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)  # nobody else reaps it, so the pid is still its own
+            os.waitpid(pid, 0)
+            raise
         self.control = control
         """Socket of a warm process; None: the child is a rank, or a warm process that ends."""
         self.spawn: Spawn | None = None
@@ -92,7 +100,7 @@ class _Source(abc.ABC):
     def take(self, spawn: Spawn, descriptors: Sequence[int]) -> _Child:
         """Return a child that becomes the rank, and whose end the selector watches.
 
-        The caller keeps the descriptors.
+        The caller keeps the descriptors. Raises OSError if no process can be started.
         """
 
 
@@ -254,7 +262,10 @@ class _Server:
         self._send(Ready(), [])
 
     def _serve(self) -> bool:
-        """Start the requested rank; return False if the launcher is gone or descriptors lack."""
+        """Start the requested rank; return False if the launcher is gone or descriptors lack.
+
+        If no process can be started, report that to the launcher, and go on.
+        """
         packet, descriptors = receive(self._control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
         if not packet:
             return False
@@ -262,9 +273,14 @@ class _Server:
         if spawn is None:
             _say("no descriptor is left to start a rank with; raise `ulimit -n`")
             return False
-        child = self._source.take(spawn, descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        try:
+            child = self._source.take(spawn, descriptors)
+        except OSError as error:
+            self._send(NotStarted(errno=error.errno or 0), [])
+            return True
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         child.spawn = spawn
         self._send(Started(replica=spawn.replica, rank=spawn.rank, pid=child.pid), [child.pidfd])
         return True
@@ -310,6 +326,9 @@ class _Server:
         assert self._warm is not None
         if self._is_over:
             return
+        # Its report and its end may come in one turn, in either order.
+        if child.control is not None and is_readable(child.control, 0.0):
+            self._hear(child)
         if child.control is not None:
             self._warm.forget(child)
         if child.is_warm:

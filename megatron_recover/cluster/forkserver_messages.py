@@ -70,6 +70,13 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
+class NotStarted(msgspec.Struct, frozen=True, tag=True):
+    """A message from the server instead of `Started`: the system gave it no process."""
+
+    errno: int
+    """The number of the system's error."""
+
+
 class Exited(msgspec.Struct, frozen=True, tag=True):
     """A message from the server: a rank is dead and reaped, and its process group was killed."""
 
@@ -79,7 +86,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     """Exit code, or minus the signal."""
 
 
-Reply = Ready | Importing | Started | Exited
+Reply = Ready | Importing | Started | NotStarted | Exited
 
 
 def write_request(spawn: Spawn) -> int:

@@ -153,9 +153,9 @@ class Launcher:
     def _run(self) -> int:
         job = self._job
         num_ranks = job.num_replicas * job.num_ranks
-        given = settings.inherited_environment()
-        environment = environment_of_workers(given, self._deadlines, on_gpus=job.rank_start == "warm")
-        for line in environment_warnings(environment, self._deadlines):
+        given, on_gpus = settings.inherited_environment(), job.rank_start == "warm"
+        environment = environment_of_workers(given, self._deadlines, on_gpus=on_gpus)
+        for line in environment_warnings(environment, self._deadlines, on_gpus=on_gpus):
             self._recording.says(line)
         self._node = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
@@ -391,7 +391,10 @@ class Launcher:
                     replica=process.replica, rank=process.rank, pid=process.pid, state=process.state, wchan=process.wchan
                 )  # fmt: skip
             )
-        self._recording.says(f"{process} does not end although it was killed; the run does not wait for it")
+        self._recording.says(
+            f"{process} does not end although it was killed; the run does not wait for it. It keeps its memory and devices: "
+            "see `dmesg` for the disk or device that hangs"
+        )
 
     def _look_for_hangs(self) -> None:
         if self._ending is not None:

@@ -16,7 +16,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.node import Node, ProcessEnd
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
-from megatron_recover.core.policy import aborted_by_communication, first_to_die, loss_of
+from megatron_recover.core.policy import first_to_die, loss_of, uncharged_abort
 from megatron_recover.core.progress import COMPUTES, WAITS, Phase
 from megatron_recover.core.values import Loss, LossKind, ReplicaFailing
 from megatron_recover.core.verdict import Condemned, Look, Named, SeenAtWork, Sight, Verdict
@@ -191,10 +191,10 @@ class Watch:
             detail += ", by the kernel, which was out of memory"
         if kind is LossKind.EXCEPTION and (error := exception_in(said())):
             detail += f" ({error})"
-        if by_communication := aborted_by_communication(end.status, said()):
-            detail += ", as communication inside its replica failed"
+        if innocent := uncharged_abort(end.status, said()):
+            detail += f", as {innocent}"
         progress = self._node.page(end.replica, end.rank)
-        if kind is not LossKind.CRASHED or by_communication or progress is None:
+        if kind is not LossKind.CRASHED or innocent or progress is None:
             return Loss(end.replica, kind, detail), None
         # In other phases the page may still name a microbatch whose work the device has not
         # finished.

@@ -63,12 +63,18 @@ _COMMUNICATION = re.compile(
     r"|NCCL (error|communicator was aborted)"
     r"|Watchdog caught collective operation timeout"
     r"|taking the entire process down"
+    r"|watchdog thread terminated with exception"
     # torch's heartbeat monitor: the watchdog itself hangs, in a call of NCCL or CUDA.
     r"|ProcessGroupNCCL's watchdog got stuck"
     r"|Terminating the process after attempting to dump debug info"
 )
-_ASSERT = "device-side assert"
-"""Error of a device that the computation has caused, such as an index out of range."""
+_ASSERT = "device-side assert triggered"
+"""Error of a device that the computation has caused, such as an index out of range.
+
+torch ends the text of every error of a device with the words `to enable device-side assertions`.
+"""
+_DEVICE_ERROR = re.compile(r"(CUDA|HIP) error: .+")
+"""Error of a device as torch prints it, to the end of its line."""
 _LAST_WORDS = 16_384
 """Characters at the end of the output that are searched: a C++ stack follows the message."""
 
@@ -90,16 +96,20 @@ def is_computed(device_error: str) -> bool:
     return _ASSERT in device_error
 
 
-def aborted_by_communication(status: int, said: str) -> bool:
-    """Return whether torch's NCCL watchdog ended a process because communication failed.
+def uncharged_abort(status: int, said: str) -> str:
+    """Return why torch's NCCL watchdog ended a process if no microbatch is to blame, else "".
 
-    The watchdog ends the process by SIGABRT; so does torch's heartbeat monitor where the watchdog
-    hangs. `said`: the newest output of the process. The watchdog also ends a process whose device
-    has failed. Its message then names the error of the device. The result is False if that error is
-    one that a computation causes (`is_computed`), and True for any other.
+    The watchdog ends the process by SIGABRT where communication or the device has failed; so does
+    torch's heartbeat monitor where the watchdog hangs. `said`: the newest output of the process. If
+    it names an error of the device, the device is the reason. An error that a computation causes
+    (`is_computed`) gives "".
     """
     said = said[-_LAST_WORDS:]
-    return status == -_SIGABRT and is_communication_text(said) and _ASSERT not in said
+    if status != -_SIGABRT or not is_communication_text(said) or is_computed(said):
+        return ""
+    if (found := _DEVICE_ERROR.search(said)) is not None:
+        return f"its device failed ({found[0]})"
+    return "communication inside its replica failed"
 
 
 def first_to_die(statuses: Sequence[int]) -> int:

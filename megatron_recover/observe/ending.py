@@ -88,8 +88,9 @@ ENDINGS: Mapping[int, Ending] = {
         "correct what ended the last replicas, which the message names; then resume",
     ),
     ExitCode.INVARIANT_VIOLATED: Ending(
-        "of `check` and `demo`: an invariant is broken, two exact runs differ, or there is nothing to prove. Of `run`: a check "
-        "inside a rank failed. It ends the rank, and so its replica; the job ends with this code if no replica is left. Or "
+        "of `check` and `demo`: an invariant is broken, two exact runs differ, the run ended without a step, the trace lacks "
+        "its start, or a trace with its end cannot be compared with the reference. Of `run`: a check inside a rank failed. "
+        "It ends the rank, and so its replica; the job ends with this code if no replica is left. Or "
         "[a step was miscounted twice](../design/guarantees.md#a-step-that-is-computed-anew), whatever is "
         "lost after that; the state "
         "before the step is saved if `--save` is set, and the message says whether it is",

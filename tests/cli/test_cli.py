@@ -158,6 +158,19 @@ def test_a_command_that_is_printed_works_when_it_is_pasted(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_help_and_document_give_every_reason_why_a_run_does_not_count_as_proven(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    written = Path(__file__).resolve().parents[2].joinpath("docs/reference/exit_codes.md").read_text()
+    reasons = "two exact runs differ, the run ended without a step, the trace lacks its start, or a trace with its end cannot "
+    reasons += "be compared with the reference. "
+    assert f" 14: an invariant is broken, {reasons}2: " in said
+    assert f"| of `check` and `demo`: an invariant is broken, {reasons}Of `run`: " in written
+
+
 def test_check_of_a_damaged_log_names_line_and_field(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path, traces.faulty_run().events)
     log = run_dir / trace.EVENTS_FILE

@@ -173,10 +173,31 @@ def test_a_stage_that_fails_is_named_with_its_command(
     assert f"     megatron-recover run: --data-path {tmp_path}" in error, "what the command itself says"
 
 
-def test_ranks_share_gpus_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("torch", "cause"),
+    [
+        ("raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13: no such file"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    ],
+)
+def test_a_machine_with_a_gpu_whose_torch_cannot_be_imported_is_refused_in_one_line(
+    torch: str, cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch.py").write_text(torch)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(demo, "has_gpu", lambda devices: True)
+    with pytest.raises(SystemExit) as end:
+        demo.main(["--run-dir", str(tmp_path / "demo")])
+    assert end.value.code == ExitCode.BAD_INPUT
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"megatron-recover demo: this machine has a GPU, and torch cannot be asked for it ({cause}); ")
+    assert line.endswith(f" until `{sys.executable} -c 'import torch; print(torch.cuda.device_count())'` prints a number")
+    assert not (tmp_path / "demo").exists()
+
+
+def test_ranks_share_gpus_where_there_are_fewer(tmp_path: Path) -> None:
     for gpus, expected in ((0, []), (1, ["6"]), (4, ["2"]), (6, []), (8, [])):
-        monkeypatch.setattr(demo, "num_gpus", lambda gpus=gpus: gpus)
-        extra = demo._Demo(tmp_path, io.StringIO())._extra
+        extra = demo._Demo(tmp_path, io.StringIO(), gpus)._extra
         assert ("--recover-ranks-per-gpu" in extra) == bool(expected) and set(expected) <= set(extra)
 
 
@@ -184,9 +205,8 @@ def test_ranks_share_gpus_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch,
 def test_a_gpu_without_transformer_engine_gets_the_flags_that_need_none(
     engine: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo, "num_gpus", lambda: 8)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if engine else None)
-    assert ("--transformer-impl" in demo._Demo(tmp_path, io.StringIO())._extra) == (not engine)
+    assert ("--transformer-impl" in demo._Demo(tmp_path, io.StringIO(), 8)._extra) == (not engine)
 
 
 def test_torch_is_asked_for_gpus_only_where_the_machine_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

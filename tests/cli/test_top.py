@@ -19,7 +19,7 @@ import pytest
 
 from megatron_recover import cli, trace
 from megatron_recover.cli import top
-from megatron_recover.cluster.job import Job, write_description
+from megatron_recover.cluster.job import LAUNCHER_LOG, Job, write_description
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.follow import launcher
@@ -198,7 +198,24 @@ def test_a_run_that_comes_to_nothing_is_told(
     with pytest.raises(SystemExit) as end:
         cli.main(["top", str(run_dir)])
     assert end.value.code == ExitCode.BAD_INPUT
-    assert "has gone: the run was refused, or ended before it trained" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has gone: the run was refused, or ended before it trained" in said
+    assert said.endswith("; read what its `megatron-recover run` printed\n")
+
+
+@pytest.mark.parametrize(("exit_code", "has_log"), [(0, True), (13, True), (13, False)])
+def test_the_end_of_a_run_that_failed_is_shown_with_the_command_that_says_what_to_do_next(
+    exit_code: int, has_log: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *events, last = traces.quiet_run().events
+    assert isinstance(last, trace.RunFinished)
+    run_dir = traces.write(tmp_path / "a run", [*events, msgspec.structs.replace(last, exit_code=exit_code)])
+    if has_log:
+        (run_dir / LAUNCHER_LOG).touch()
+    assert cli.main(["top", str(run_dir)]) == ExitCode.OK
+    end = capsys.readouterr().out.splitlines()[-1]
+    expected = f"; `tail -n 3 '{run_dir / LAUNCHER_LOG}'` shows why, and what to do next" if exit_code and has_log else ""
+    assert end == f"ended with exit code {exit_code} ({ExitCode.words(exit_code)}) after {last.t:.0f} s{expected}"
 
 
 def test_a_run_that_has_a_folder_and_no_trace_yet_is_waited_for(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import os
 import resource
 import selectors
@@ -10,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +31,7 @@ from megatron_recover.cluster.node import NodeLost, ProcessEnd
 from megatron_recover.cluster.output import create
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane import wire
+from megatron_recover.deadlines import Deadlines
 from tests.cluster.waiting import until_ended, until_readable
 
 pytestmark = pytest.mark.timeout(240)
@@ -124,6 +128,64 @@ def test_a_fork_server_without_descriptors_for_a_rank_says_so(num_left: int, cap
     os.close(request)
     assert "ulimit -n" in capfd.readouterr().err
     server._selector.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.EAGAIN, "the fork server could not start a rank (Resource temporarily unavailable); raise `ulimit -u`"),
+        (errno.EMFILE, "the fork server could not start a rank (Too many open files); raise `ulimit -n`"),
+        (errno.ENOMEM, "the fork server could not start a rank (Cannot allocate memory); free memory"),
+    ],
+)
+@pytest.mark.parametrize("how", ["fork", "warm"])
+def test_a_rank_for_which_no_process_can_be_started_is_named_and_the_server_stays(
+    how: str, number: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(tmp_path)
+    served.agent._pages, served.agent._pending, served.agent._deadlines = {}, deque(), Deadlines.of()
+    server = forkserver._Server(served.server, 1.0)
+    if how == "warm":
+        server._source = forkserver._WarmProcesses(server._selector, 0, [])
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    def send(sock: socket.socket, packets: list[bytes], descriptors: list[int]) -> None:
+        original(sock, packets, descriptors)
+        if packets == [messages.REQUEST]:
+            assert server._serve(), "the server ends"
+
+    original = socket.send_fds
+    monkeypatch.setattr(os, "fork" if how == "fork" else "posix_spawn", fail)
+    monkeypatch.setattr(socket, "send_fds", send)
+    with pytest.raises(NodeLost) as lost:
+        served.agent.spawn(0, 1, argv=("train.py",), environment={}, output=served.agent._output)
+    assert str(lost.value).startswith(message)
+    del lost
+    served.agent._pages.popitem()[1].close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before, "a descriptor is left open"
+    server._selector.close()
+    for each in (served.server, served.agent._control):
+        each.close()
+
+
+def test_a_process_that_cannot_be_watched_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    pid = os.posix_spawnp("sleep", ["sleep", "1000"], dict(os.environ))
+    with pytest.raises(OSError, match="Too many open files"):
+        forkserver._Child(pid)
+    is_reaped = not Path(f"/proc/{pid}").exists()
+    if not is_reaped:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert is_reaped
 
 
 @pytest.mark.parametrize(

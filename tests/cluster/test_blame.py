@@ -99,6 +99,41 @@ def test_a_crash_is_charged_only_inside_a_microbatch_and_not_where_communication
     assert (failing is not None and failing.microbatches == (3,)) if is_charged else failing is None
 
 
+DEVICE = """\
+[rank0]:[E1123 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with \
+exception: CUDA error: {}
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+terminate called after throwing an instance of 'c10::DistBackendError'
+"""
+"""What torch prints where its watchdog finds that the device has failed, with SIGABRT behind it."""
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (WATCHDOG, "rank 0: SIGABRT, as communication inside its replica failed"),
+        (HEARTBEAT, "rank 0: SIGABRT, as communication inside its replica failed"),
+        (
+            DEVICE.format("uncorrectable ECC error encountered"),
+            "rank 0: SIGABRT, as its device failed (CUDA error: uncorrectable ECC error encountered)",
+        ),
+        (
+            f"CUDA error: an illegal memory access was encountered\n{WATCHDOG}",
+            "rank 0: SIGABRT, as its device failed (CUDA error: an illegal memory access was encountered)",
+        ),
+    ],
+)
+def test_a_failed_device_is_told_from_failed_communication_and_neither_is_charged(said: str, expected: str) -> None:
+    loss, failing = loss_with(signal.SIGABRT, Phase.FORWARD, said)
+    assert loss.detail == expected and failing is None
+
+
+def test_an_assertion_that_the_watchdog_finds_is_charged() -> None:
+    loss, failing = loss_with(signal.SIGABRT, Phase.PIPELINE, DEVICE.format("device-side assert triggered"))
+    assert failing is not None and " failed" not in loss.detail
+
+
 def test_the_installed_torch_ends_a_process_with_these_words() -> None:
     """Other words would not be recognised, and the microbatch in work would be charged."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
@@ -106,6 +141,7 @@ def test_the_installed_torch_ends_a_process_with_these_words() -> None:
         pytest.skip("a torch without CUDA has no watchdog")
     words = [b"ProcessGroupNCCL's watchdog got stuck for ", b"Terminating the process after attempting to dump debug info"]
     words += [b"ProcessGroupNCCL watchdog hang", b"Watchdog caught collective operation timeout", HEARTBEAT_VARIABLE.encode()]
+    words += [b"watchdog thread terminated with exception: "]
     with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
         assert [word for word in words if text.find(word) < 0] == []
 

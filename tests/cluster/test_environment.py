@@ -16,7 +16,7 @@ def test_the_heartbeat_monitor_of_torch_ends_no_rank_before_the_deadline() -> No
     """Its default is 480 s: it would end a rank whose collective may still take half an hour."""
     environment = environment_of_workers({}, DEADLINES, on_gpus=True)
     assert int(environment[HEARTBEAT]) == 1801
-    assert environment_warnings(environment, DEADLINES) == []
+    assert environment_warnings(environment, DEADLINES, on_gpus=True) == []
     assert HEARTBEAT not in environment_of_workers({}, DEADLINES, on_gpus=False)
 
 
@@ -24,15 +24,21 @@ def test_the_heartbeat_monitor_of_torch_ends_no_rank_before_the_deadline() -> No
 def test_a_heartbeat_of_the_user_stays_and_is_named_if_it_is_shorter_than_the_deadline(value: str, is_named: bool) -> None:
     environment = environment_of_workers({HEARTBEAT: value}, DEADLINES, on_gpus=True)
     assert environment[HEARTBEAT] == value
-    found = environment_warnings(environment, DEADLINES)
+    found = environment_warnings(environment, DEADLINES, on_gpus=True)
     assert len(found) == is_named and all("480" in line and "leave the variable out" in line for line in found)
 
 
 def test_another_order_of_nccl_is_named() -> None:
     environment = environment_of_workers({"NCCL_ALGO": "Tree"}, DEADLINES, on_gpus=True)
     assert environment == environment_of_workers({}, DEADLINES, on_gpus=True) | {"NCCL_ALGO": "Tree"}
-    [line] = environment_warnings(environment, DEADLINES)
+    [line] = environment_warnings(environment, DEADLINES, on_gpus=True)
     assert "NCCL_ALGO is Tree" in line and NCCL_ORDER["NCCL_ALGO"] in line
+
+
+@pytest.mark.parametrize("user", [{"NCCL_ALGO": "Tree"}, {HEARTBEAT: "1"}])
+def test_on_a_cpu_no_variable_of_nccl_is_named(user: dict[str, str]) -> None:
+    assert len(environment_warnings(user, DEADLINES, on_gpus=True)) == 1
+    assert environment_warnings(user, DEADLINES, on_gpus=False) == []
 
 
 @pytest.mark.parametrize(("user", "expected"), [({}, ""), ({"NCCL_COMM_BLOCKING": "1"}, "1")])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.cluster import agent as agent_module
 from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.node import Undying
 from megatron_recover.cluster.output import create
 from megatron_recover.core.values import ExitCode
@@ -94,9 +96,22 @@ def test_closing_an_agent_reports_what_does_not_end_and_raises_nothing(tmp_path:
     agent = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "log"))
     until_readable(agent.fileno(), agent.is_ready, "the fork server")
     agent.spawn(3, 0, argv=(str(script),), environment={}, output=create(tmp_path / "rank.log"))
-    monkeypatch.setattr(agent_module, "_ended", lambda pidfd, until: False)
+    monkeypatch.setattr(agent_module, "ends_by", lambda pidfd, until: False)
     pid = agent._processes[3, 0].pid
     assert agent.undying() == []
     [left] = agent.close()
     assert left == Undying(3, 0, pid, left.state, left.wchan)
     assert str(left).startswith(f"replica 3 rank 0 (pid {pid}, state ")
+
+
+def test_a_process_that_does_not_end_is_reported_once_and_with_what_to_look_at() -> None:
+    said: list[str] = []
+    launcher = Launcher.__new__(Launcher)
+    launcher._set_aside = set()
+    launcher._recording = SimpleNamespace(says=said.append, ended=lambda *rank: None, record=lambda event: None)
+    for _ in range(2):
+        launcher._give_up(Undying(1, 0, 17, "D", "nfs_wait"))
+    assert said == [
+        "replica 1 rank 0 (pid 17, state D in nfs_wait) does not end although it was killed; the run does not wait for it. "
+        "It keeps its memory and devices: see `dmesg` for the disk or device that hangs"
+    ]

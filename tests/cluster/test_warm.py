@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from megatron_recover.cli.run import PRELOAD
+from megatron_recover.cluster import forkserver
+from megatron_recover.cluster import forkserver_messages as messages
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.node import NodeLost
 from megatron_recover.cluster.output import create
+from megatron_recover.cluster.packets import receive
+from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.cluster.jobs import ROOT, Spec, run
@@ -103,6 +109,29 @@ def test_a_warm_process_that_dies_is_replaced_and_the_next_rank_starts(tmp_path:
         assert made.pid(0, 0) != warm.pid
         until_all_ended(made, 1)
         assert result.read_text().startswith(str(made.pid(0, 0)))
+
+
+def test_a_warm_process_whose_end_is_seen_before_its_report_has_imported_everything() -> None:
+    """Both may come in one turn of the loop, and no order of the two is promised."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        server = forkserver._Server(theirs, 10.0, 1, ["decimal"])
+        assert server._warm is not None
+        [child] = server._warm._idle
+        try:
+            assert child.control is not None and is_readable(child.control, 60.0)
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED | os.WNOWAIT)
+            server._reap(child)
+            assert not server._is_over
+            assert is_readable(ours, 0.0)
+            assert isinstance(msgspec.json.decode(receive(ours, 4096)[0], type=messages.Reply), messages.Ready)
+            [other] = server._warm._idle
+            assert other is not child
+        finally:
+            ours.close()
+            server.run()  # finds the launcher gone, and kills the other one
+            server._selector.close()
 
 
 BLOCKS = """

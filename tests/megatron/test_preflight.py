@@ -60,6 +60,9 @@ def test_layout_of_a_job(data: str) -> None:
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {}, "does not divide the 2 layers"),
         ("--expert-model-parallel-size 2", {}, "--expert-model-parallel-size 2 does not divide"),
         ("--eval-global-batch-size 5", {}, "--eval-global-batch-size 5 is not a multiple"),
+        ("--eval-global-batch-size 5", {}, "5 is not a multiple of --micro-batch-size 2 = 2"),
+        ("--eval-micro-batch-size 3", {}, "--global-batch-size 16 is not a multiple of --eval-micro-batch-size 3 = 3"),
+        ("--eval-micro-batch-size 3 --eval-global-batch-size 4", {}, "--eval-global-batch-size 4 is not a multiple of --eval"),
         ("--step-batch-size-schedule 0:2,10:16", {}, "--step-batch-size-schedule 2 is 1 microbatches"),
         ("--data-path /nowhere/text", {}, "megatron-recover data --output /nowhere/text"),
         ("--data-path 0.5 {data} 0.5 /nowhere/text", {}, "/nowhere/text.bin and /nowhere/text.idx not found"),
@@ -94,6 +97,12 @@ def test_layout_of_a_job(data: str) -> None:
 def test_mistakes_are_named(flags: str, shape: dict[str, int], expected: str, data: str) -> None:
     [line] = refused(data, flags.format(data=data), **shape)
     assert expected in line
+
+
+def test_a_mistake_in_the_batch_of_an_evaluation_names_only_flags_of_the_command_line(data: str) -> None:
+    for flags in ("--eval-micro-batch-size 3", "--eval-global-batch-size 5"):
+        [line] = refused(data, flags)
+        assert [word for word in line.split() if word.startswith("--eval")] == [flags.split()[0]]
 
 
 def test_all_mistakes_at_once(data: str) -> None:

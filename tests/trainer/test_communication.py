@@ -75,11 +75,17 @@ def test_the_error_behind_an_error_counts_and_a_text_alone_does_not() -> None:
     assert not is_communication_error(None)
 
 
+HINT = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+"""The end of every error of a device in torch (get_cuda_check_suffix)."""
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
         (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
+        (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{HINT}"), True),
+        (torch.AcceleratorError(f"CUDA error: device-side assert triggered\n{HINT}"), False),
         (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
         (RuntimeError("CUDA error"), False),
         (ValueError("x"), False),

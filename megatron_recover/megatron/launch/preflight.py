@@ -423,11 +423,10 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
     num, found = _count(flag, batch, "--micro-batch-size", micro, num_replicas, lanes)
     evaluated, eval_micro = args.eval_global_batch_size, args.eval_micro_batch_size
     if evaluated is not None or eval_micro is not None:
-        _, wrong = _count(
-            "--eval-global-batch-size", evaluated or args.global_batch_size or batch,
-            "--eval-micro-batch-size", eval_micro or micro, 1, lanes,
-        )  # fmt: skip
-        found += wrong
+        # What is not given is that of training; a mistake names the flag with that number.
+        whole = ("--eval-global-batch-size", evaluated) if evaluated else (flag, batch)
+        part = ("--eval-micro-batch-size", eval_micro) if eval_micro else ("--micro-batch-size", micro)
+        found += _count(*whole, *part, 1, lanes)[1]
     return num, found
 
 
