@@ -38,7 +38,8 @@ class Outcome:
     young_daly_steps: tuple[float, float] | None = None
     """The interval by Young's and by Daly's formula, in steps, not rounded."""
     microbatches_redone: int | None = None
-    """Microbatches that recoveries dealt because no member held them."""
+    """Microbatches that were computed although an older plan had dealt them for the same bucket, as
+    `observe/work.py` counts them in a trace."""
     in_schedule: int | None = None
     """Microbatches among these that were added to a pass that still ran."""
     steps_left_out: int | None = None
