@@ -63,7 +63,10 @@ class Outcome:
     def microbatches_at(self, gpu_hours: float) -> float | None:
         """Return how many microbatches were committed when `gpu_hours` were spent.
 
-        Interpolate between two entries of `curve`. Return None if the run is shorter.
+        Interpolate between two entries of `curve`: the microbatches of a step count evenly over its
+        time, also if a loss struck in it. Between the last commit before a restart and the first
+        one after it the result therefore falls evenly, although the work since the save was lost at
+        once. Return None if the run is shorter.
         """
         before = (0.0, 0)
         for spent, done in self.curve:
