@@ -7,7 +7,7 @@ agreement is in the next step.
 The time of a step without its fault is estimated from the undisturbed steps:
 
 - The estimate is the median time per microbatch of the largest quota, times the largest quota of
-  the step.
+  the step. Both quotas are those of an even deal, whatever the real quotas are.
 - The median is taken over steps of the same kind (training or evaluation) with as many replicas.
 - If there are none, it is taken over the steps with the nearest number of replicas.
 
@@ -49,7 +49,11 @@ class StepTime:
 
     @property
     def largest_quota(self) -> int:
-        """Return how many microbatches the busiest replica has if they are dealt evenly."""
+        """Return how many microbatches the busiest replica has if they are dealt evenly.
+
+        Quotas that follow the paces, or that fill groups of model chunks, are not even. The number
+        only compares steps of different sizes, and steps of the same size need no comparison.
+        """
         return -(-self.num_microbatches // self.replicas) if self.replicas else 0
 
     @property

@@ -19,7 +19,7 @@ from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.compare import Comparison
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
-from megatron_recover.observe.history import History
+from megatron_recover.observe.history import History, Line
 from megatron_recover.observe.replay import Taker, replay
 from megatron_recover.observe.standstills import Standstill, standstills
 from megatron_recover.observe.step import Step
@@ -161,13 +161,13 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
 
     - all injected faults;
     - standstills of ranks that no injected fault explains;
-    - the first failure of each replica that no injected fault has struck, slowness aside, and no
-      standstill has ended.
+    - the first failure of each replica that no injected fault explains, nor a standstill that ended
+      the replica. Slowness explains no failure, nor does a freeze that has ended (`_may_end`).
     """
     still = [one for one in standstills(history) if one.rank is not None and one.verdict != "slow"]
     until: dict[int, float | None] = {}
     found: list[FaultSummary] = []
-    explained = {event.replica for event in history.strikes}
+    explained: set[int] = set()
     for one in still:
         strike = next((event for event in reversed(history.strikes) if _explains(event, one)), None)
         if strike is not None:
@@ -183,7 +183,7 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
         for _, event in history.of(trace.Fault)
     ]  # fmt: skip
     for line, event in history.of(trace.Failure):
-        if event.replica not in explained:
+        if event.replica not in explained and not any(_may_end(history, strike, line, event) for strike in history.strikes):
             explained.add(event.replica)
             step = history.planned_at_failure.get(line)
             found.append(
@@ -197,6 +197,21 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
 
 def _explains(strike: trace.Fault, one: Standstill) -> bool:
     return strike.replica == one.replica and one.begin - _SLACK_S <= strike.t <= one.told_at
+
+
+def _may_end(history: History, strike: trace.Fault, line: Line, failure: trace.Failure) -> bool:
+    """Return whether an injected fault may have led to a failure of its replica.
+
+    A freeze that ended before the failure has not, unless the replica was already removed.
+    """
+    if strike.replica != failure.replica:
+        return False
+    has_ended = any(
+        (thawed.replica, thawed.rank) == (strike.replica, strike.rank) and at < line and strike.t <= thawed.t
+        for at, thawed in history.of(trace.Thawed)
+    )
+    removed = history.lost_at.get(strike.replica)
+    return not has_ended or (removed is not None and removed[0] < line)
 
 
 def _end(history: History, one: Standstill) -> float:

@@ -141,4 +141,5 @@ class Gap(Event, frozen=True, kw_only=True):
     num_events: int
     """Number of lost events; all events of a damaged part of a ring count as one."""
     since: float
-    """No lost event is older than this time, in seconds as `Event.t`."""
+    """No lost event is older than this time, in seconds as `Event.t`. All may be younger, if an
+    earlier gap of the rank was not yet stored when the first of them was lost."""

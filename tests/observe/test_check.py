@@ -51,6 +51,18 @@ def _broken(events: Events) -> dict[str, list[int]]:
     return found
 
 
+def test_with_lanes_only_wrong_counts_are_named() -> None:
+    """Two lanes count each microbatch twice; the rank reports which counts are wrong."""
+    events = traces.faulty_run().events
+    _edit(events, trace.RunStarted, to={"layout": trace.Layout(tp=1, pp=1, lanes=2)})
+    index = _edit(events, trace.Reduced, to={"provenance": (2, 2, 4, 2, 2, 1)}, step=2, bucket=1, replica=1)
+    where = {"replica": 1, "rank": events[index].rank, "generation": events[index].generation, "step": 2, "bucket": 1}
+    told = trace.Miscounted(t=events[index].t, **where, microbatches=(2, 5), own_counts=(2, 2, 4, 2, 2, 1))
+    events.insert(index + 1, told)
+    [found] = [one for one in violations(History(enumerate(events, start=1))) if one.line == index + 1]
+    assert found.message.endswith("which counts microbatch: times {2: 4, 5: 1} (over all lanes)")
+
+
 # Each breakage of the faulty run (steps 0..4; generation 2 in step 1 lost replica 2, generation 3 in step 3 lost replica 0)
 # returns the index of the event that the verdict must name.
 

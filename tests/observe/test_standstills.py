@@ -118,6 +118,33 @@ def test_an_injected_fault_explains_the_standstill_and_is_counted_once(hung: tra
     assert (fault.kind, fault.until) == ("loop", only(hung).end)
 
 
+def test_a_failure_after_a_freeze_that_thawed_is_another_fault() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.add(trace.Fault, replica=1, rank=0, point="forward", kind="freeze", step=1, microbatch=1, until="committed")
+    run.t += 1.0
+    run.add(trace.Thawed, replica=1, rank=0)
+    run.quiet_step()
+    run.add(trace.Failure, replica=1, rank=1, cause="SIGKILL")
+    told = [(fault.kind, fault.rank, fault.cause) for fault in summary.faults(history_of(run))]
+    assert told == [("freeze", 0, None), ("external", 1, "SIGKILL")]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_failure_that_a_freeze_may_explain_is_no_other_fault(is_removed: bool) -> None:
+    """The rank is still frozen, or its replica was removed before it thawed; another rank thaws in both cases."""
+    run = traces.Run()
+    run.quiet_step()
+    run.add(trace.Fault, replica=1, rank=0, point="forward", kind="freeze", step=1, microbatch=1, until="generation")
+    run.add(trace.Thawed, replica=1, rank=1)
+    if is_removed:
+        lost = trace.Loss(replica=1, kind=LossKind.SUSPECTED)
+        run.add(trace.Generation, generation=2, roster=(0, 2), losses=(lost,), reason="no progress")
+        run.add(trace.Thawed, replica=1, rank=0)
+    run.add(trace.Failure, replica=1, rank=0, cause="exit code 1")
+    assert [fault.kind for fault in summary.faults(history_of(run))] == ["freeze"]
+
+
 def test_the_lanes_show_who_hung_and_who_waited_for_it(hung: traces.Run) -> None:
     history = history_of(hung)
     timeline = Timeline(history)

@@ -75,6 +75,25 @@ def test_what_dies_in_the_reduction_is_computed_in_a_second_pass() -> None:
     assert alone + second_pass < step_seconds(job)[2] < alone + second_pass + timing.reduction_s(4) + 0.1
 
 
+def test_what_is_dealt_for_the_first_time_after_a_loss_is_not_redone() -> None:
+    """The leader dies before its plan of step 2, which the others have begun when the loss is noticed."""
+    what = scenario(failures={"detect_s": 0.5, "grace_s": 2.0})
+    job = job_of(what, kill(1, 0, "optimizer", 1))
+    assert job.run().exit_code == 0
+    [recovery] = job.account.recoveries.values()
+    assert 0.5 > what.compute.optimizer_s and recovery.step == 2
+    assert (recovery.redone, recovery.in_schedule) == (0, 0)
+
+
+def test_what_a_second_death_leaves_unfinished_is_redone_once() -> None:
+    """As in a trace, a microbatch is redone when its backward has ended."""
+    job = job_of(scenario(), kill(1, 0, "reduce", 2, bucket=1), kill(2, 0, "recompute", 2))
+    assert job.run().exit_code == 0
+    first, second = job.account.recoveries.values()
+    assert first.redone == 5, "the replica that dies had 3 of 8, and has finished none"
+    assert second.redone == 8 + 3, "what the dead had at first, and what it was to compute again"
+
+
 def test_survivors_know_what_to_do_soon_after_the_death() -> None:
     what = scenario(failures={"detect_s": 0.15})
     job = job_of(what, kill(3, 0, "backward", 1), kill(0, 1, "optimizer", 2))

@@ -32,7 +32,7 @@ class Evidence:
     plan: Scenario
     outcome: Outcome
     reference: pathlib.Path | None
-    """The failure-free run that an exact one has to end like."""
+    """The failure-free run that an exact one has to end like; None: the run is `fast`, and is compared with nothing."""
     copies: pathlib.Path | None = None
     """Where its ranks have kept their events for themselves (`struck_pretrain.py`)."""
     save: pathlib.Path | None = None
@@ -111,7 +111,10 @@ def counts_well(evidence: Evidence) -> str:
 
 
 def is_proven(evidence: Evidence) -> str:
-    """`check` judges all steps and finds no broken invariant. An `exact` run is bit-identical to its reference."""
+    """`check` judges all steps and finds no broken invariant. An `exact` run is bit-identical to its reference.
+
+    A `fast` run is compared with no reference.
+    """
     code, report = evidence.check()
     return in_short(report) if code else ""
 
@@ -132,9 +135,10 @@ def is_struck(evidence: Evidence) -> str:
 
 
 def ends_with_the_parameters_of_the_reference(evidence: Evidence) -> str:
-    """After the last step, each rank of a replica that nothing has hit has the parameters of the reference.
+    """After the last step, each rank of one replica that nothing has hit has the parameters of the reference.
 
-    The ranks' own copies of their events show this, whatever the trace has.
+    A `fast` run is compared with no reference: all these ranks have made the last step. The ranks' own copies of their
+    events show this, whatever the trace has.
     """
     plan, kept = evidence.plan, evidence.kept()
     assert plan.strike is not None
@@ -300,7 +304,10 @@ def is_proven_as_far_as_it_went(evidence: Evidence) -> str:
 
 
 def goes_on_like_the_reference(evidence: Evidence) -> str:
-    """If the job ended, a run that resumes from the newest checkpoint ends like the reference."""
+    """If the job ended, a run that resumes from the newest checkpoint ends like the reference.
+
+    A `fast` run is compared with no reference: the resumed run ends well, and `check` finds no broken invariant.
+    """
     if evidence.plan.job.replicas > 2:
         return ""
     assert evidence.resume is not None

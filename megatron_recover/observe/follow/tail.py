@@ -12,17 +12,16 @@ from megatron_recover.trace.event_files import EVENTS_FILE, open_part, reading
 class Tail:
     """A reader that continues where it stopped. A line counts only once its newline is there."""
 
-    def __init__(self, path: Path, *, at_end: bool = False) -> None:
-        """Follow a file.
+    def __init__(self, path: Path) -> None:
+        """Follow a file from its beginning.
 
         `path`: any file, or the `events.jsonl` of a run, which represents all parts of the trace.
-        `at_end`: ignore what the file holds already.
         """
         self._path = path
         self._is_trace = path.name == EVENTS_FILE
         self._number = 1
         """Number of the part of a trace that is read now."""
-        self._position = path.stat().st_size if at_end and path.is_file() else 0
+        self._position = 0
 
     def lines(self) -> Iterator[bytes]:
         """Yield every line, newline included, that was completed since the last call.

@@ -20,11 +20,10 @@ _DRAWN = (trace.MicrobatchStarted, trace.MicrobatchFinished, trace.Reduced, trac
 
 @dataclass(frozen=True)
 class Window:
-    """A period in seconds since the start of the run, and the replicas that were lost in it."""
+    """A period in seconds since the start of the run."""
 
     begin: float
     end: float
-    lost: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Timeline:
     def _details(self) -> Details:
         if self.is_whole:
             return Details(tuple(self._history.events), None)
-        windows = [Window(one.begin_shown, one.end_shown, frozenset(one.lost)) for one in self.drawn]
+        windows = [Window(one.begin_shown, one.end_shown) for one in self.drawn]
         return collect(self._history, windows, self.struck_at.keys())
 
     @property

@@ -25,8 +25,29 @@ def counted_once(history: History, step: Step) -> Findings:
     for key in versions if step.miscounted else ():
         for at, held in step.miscounted:
             if (held.bucket, held.version) == key:
-                wrong = {microbatch: count for microbatch, count in enumerate(held.provenance) if count != 1}
-                yield at, f"step {step.number} committed bucket {held.bucket}, which counts microbatch: times {wrong}"
+                what = f"step {step.number} committed bucket {held.bucket}, which counts microbatch: times"
+                yield at, f"{what} {_wrong_counts(history, held)}"
+
+
+def _wrong_counts(history: History, held: trace.Reduced) -> str:
+    """Describe the counts of a sum that are wrong, with lanes over all lanes.
+
+    With lanes the right count depends on the bucket. So the microbatches are those that the rank
+    reports in `Miscounted`; without this report all whose count is not one.
+    """
+    assert not isinstance(held.provenance, str)
+    place = (held.replica, held.rank, held.generation, held.step, held.bucket)
+    reports = (
+        one.microbatches for _, one in history.of(trace.Miscounted)
+        if (one.replica, one.rank, one.generation, one.step, one.bucket) == place
+    )  # fmt: skip
+    reported = next(reports, None)
+    started = history.first(trace.RunStarted)
+    wrong = {
+        microbatch: count for microbatch, count in enumerate(held.provenance)
+        if (count != 1 if reported is None else microbatch in reported)
+    }  # fmt: skip
+    return f"{wrong} (over all lanes)" if started is not None and started.layout.lanes > 1 else f"{wrong}"
 
 
 def computed_once(history: History, step: Step) -> Findings:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+
+from megatron_recover.core.values import BucketId, Generation, MicrobatchId, Plan
 
 
 @dataclass
@@ -28,10 +31,48 @@ class RecoveryAccount:
     step: int | None = None
     """First step that was planned in the generation; None: none was."""
     redone: int = 0
-    """Microbatches that the common plan deals because no member held them. Those of a member that
-    had not begun the step are among them, although nobody had computed them."""
+    """Microbatches whose backward ended in the generation although an older plan had dealt them for
+    the same bucket, as `observe/work.py` counts them in a trace."""
     in_schedule: int = 0
-    """Microbatches of plans of the generation that were added to passes still running."""
+    """Microbatches among these that were added to passes still running."""
+
+
+class Deals:
+    """The microbatches that the plans of the newest steps have dealt.
+
+    Attempts at a step that became void count too, unlike in a trace: no loss makes a step void.
+    """
+
+    def __init__(self) -> None:
+        self._dealt: dict[int, dict[MicrobatchId, list[tuple[Generation, frozenset[BucketId]]]]] = {}
+        """Step -> microbatch -> (generation, buckets) of each deal."""
+        self._oldest: dict[int, Generation] = {}
+        """Step -> the oldest generation that dealt a microbatch of it."""
+
+    def add(self, plan: Plan) -> None:
+        """Add what a plan deals. The steps of two members differ by at most one."""
+        if not plan.computes:
+            return
+        if plan.step not in self._dealt:
+            self._dealt = {step: dealt for step, dealt in self._dealt.items() if step >= plan.step - 1} | {plan.step: {}}
+            self._oldest = {step: self._oldest[step] for step in self._dealt if step in self._oldest}
+        self._oldest[plan.step] = min(plan.generation, self._oldest.get(plan.step, plan.generation))
+        dealt = self._dealt[plan.step]
+        for compute in plan.computes:
+            deal = plan.generation, frozenset(compute.into)
+            for microbatch in compute.microbatches:
+                dealt.setdefault(microbatch, []).append(deal)
+
+    def num_redone(self, plan: Plan, microbatches: Collection[MicrobatchId]) -> int:
+        """Return how many of a plan's `microbatches` an older plan had dealt for the same bucket."""
+        if self._oldest.get(plan.step, plan.generation) >= plan.generation:
+            return 0
+        dealt = self._dealt[plan.step]
+        return sum(
+            any(generation < plan.generation and not into.isdisjoint(compute.into) for generation, into in dealt[microbatch])
+            for compute in plan.computes
+            for microbatch in {*compute.microbatches} & {*microbatches}
+        )
 
 
 @dataclass

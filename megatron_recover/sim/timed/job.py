@@ -10,7 +10,7 @@ thread handles one message at a time: of many to send or to receive, the last on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from megatron_recover.core.values import (
     LeaderMessage,
     Loss,
     LossKind,
+    MicrobatchId,
     NewGeneration,
     Plan,
     ReplicaId,
@@ -41,7 +42,7 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
 from megatron_recover.sim.channels import Channels
-from megatron_recover.sim.timed.account import JobAccount, RecoveryAccount, StepAccount
+from megatron_recover.sim.timed.account import Deals, JobAccount, RecoveryAccount, StepAccount
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.meetings import Meetings
 from megatron_recover.sim.timed.memory import Memory
@@ -108,8 +109,6 @@ class TimedReplica(Actor):
                 if isinstance(effect.message, Entered):
                     job.observe(effect.message)
                 job.send(self, job.coordinator, self.occupied(), effect.message)
-            elif isinstance(effect, replica.Decided):
-                job.decided(effect)
             elif isinstance(effect, replica.Committed):
                 job.committed(self, effect)
         job.watch(self)
@@ -218,6 +217,7 @@ class TimedJob:
         self._record_bytes: tuple[Commitment | None, float] = (None, 0.0)
         """Newest record that was measured, and its bytes."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
+        self._deals = Deals()
         self._num_computing = 0
         """Number of members of the newest generation in which a plan dealt microbatches."""
         self._behind: set[ReplicaId] = set()
@@ -397,7 +397,7 @@ class TimedJob:
         self._dead.setdefault(number, set()).add(position)
         self._passages.pop((number, position), None)
         self.undiscovered.add(number)
-        self.replicas[number].ranks[position].alive = False
+        self.replicas[number].ranks[position].die()
         self.meetings.broken(number, position)
         state = self.replicas[number].state
         if position == 0 and number in state.roster:
@@ -426,6 +426,7 @@ class TimedJob:
     def planned(self, one: TimedReplica, plan: Plan) -> None:
         """Account for a plan that a leader sends its ranks."""
         self.observe(invariants.Planned(one.number, plan))
+        self._deals.add(plan)
         if plan.computes:
             self._num_computing = len(plan.roster)
         recovery = self.account.recoveries.get(plan.generation)
@@ -434,17 +435,16 @@ class TimedJob:
         if recovery is not None and recovery.step == plan.step:
             recovery.planned = self.clock.now
 
-    def decided(self, effect: replica.Decided) -> None:
-        """Account for the common plan of a recovery, which a leader has made."""
-        recovery = self.account.recoveries.get(effect.generation)
-        if recovery is not None:
-            recovery.redone = len(effect.dealt)
+    def computed(self, plan: Plan, microbatches: Collection[MicrobatchId], *, in_schedule: bool) -> None:
+        """Account for microbatches of a plan that a rank 0 has finished, if they are redone.
 
-    def computing(self, plan: Plan, count: int, *, in_schedule: bool) -> None:
-        """Account for microbatches that a rank 0 begins, if it adds them to a pass that runs."""
+        `in_schedule`: the plan was added to a pass that ran.
+        """
         recovery = self.account.recoveries.get(plan.generation)
-        if recovery is not None and in_schedule:
-            recovery.in_schedule += count
+        if recovery is not None:
+            count = self._deals.num_redone(plan, microbatches)
+            recovery.redone += count
+            recovery.in_schedule += count if in_schedule else 0
 
     def committed(self, one: TimedReplica, effect: replica.Committed) -> None:
         """Account for a step that a leader has committed."""

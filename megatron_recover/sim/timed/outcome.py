@@ -38,7 +38,8 @@ class Outcome:
     young_daly_steps: tuple[float, float] | None = None
     """The interval by Young's and by Daly's formula, in steps, not rounded."""
     microbatches_redone: int | None = None
-    """Microbatches that recoveries dealt because no member held them."""
+    """Microbatches that were computed although an older plan had dealt them for the same bucket, as
+    `observe/work.py` counts them in a trace."""
     in_schedule: int | None = None
     """Microbatches among these that were added to a pass that still ran."""
     steps_left_out: int | None = None
@@ -62,7 +63,10 @@ class Outcome:
     def microbatches_at(self, gpu_hours: float) -> float | None:
         """Return how many microbatches were committed when `gpu_hours` were spent.
 
-        Interpolate between two entries of `curve`. Return None if the run is shorter.
+        Interpolate between two entries of `curve`: the microbatches of a step count evenly over its
+        time, also if a loss struck in it. Between the last commit before a restart and the first
+        one after it the result therefore falls evenly, although the work since the save was lost at
+        once. Return None if the run is shorter.
         """
         before = (0.0, 0)
         for spent, done in self.curve:

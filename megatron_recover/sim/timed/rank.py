@@ -48,7 +48,7 @@ class Pass:
     """A pass of the schedule that runs. See Note [Time of a pass]."""
 
     __slots__ = (
-        "base", "began", "forward_s", "microbatches", "num_finished", "num_started", "slot_s", "stage", "stages",
+        "base", "began", "forward_s", "microbatches", "num_finished", "num_started", "plans", "slot_s", "stage", "stages",
     )  # fmt: skip
 
     def __init__(self, base: float, slot_s: float, forward_share: float, stage: int, stages: int) -> None:
@@ -56,6 +56,8 @@ class Pass:
         self.slot_s, self.forward_s = slot_s, slot_s * forward_share
         self.stage, self.stages = stage, stages
         self.microbatches: list[MicrobatchId] = []
+        """Microbatches of `plans`, in the order of the plans."""
+        self.plans: list[Plan] = []
         self.num_started = self.num_finished = 0
         """Microbatches that the journal has as started, and as finished."""
 
@@ -82,9 +84,13 @@ class Pass:
             self.base += late
         self.microbatches += microbatches
 
+    def backward_ends(self, index: int) -> float:
+        """Return when the backward of microbatch `index` ends."""
+        return self.backward_begins(index) + self.slot_s - self.forward_s
+
     def ends(self) -> float:
         """Return when the last backward ends."""
-        return self.backward_begins(self.num_microbatches - 1) + self.slot_s - self.forward_s
+        return self.backward_ends(self.num_microbatches - 1)
 
 
 def key_of(operation: Operation) -> tuple[int | None, ...]:
@@ -115,6 +121,11 @@ class TimedRank:
         self.course = Course()
         self.turn = 0
         """Number of the training thread's activity; events of older activities are ignored."""
+
+    def die(self) -> None:
+        """End the rank, and the pass that runs."""
+        self._account()
+        self.alive = False
 
     # --- control thread ---
 
@@ -216,13 +227,12 @@ class TimedRank:
             if not self.machine.in_pass:
                 self._operate()
             return
-        if self.position == 0:
-            job.computing(plan, len(microbatches), in_schedule=self.passing is not None)
         if self.passing is None:
             slot_s = job.timing.microbatch_s(self.replica.number, plan.step)
             self.passing = Pass(job.clock.now, slot_s, job.forward_share, self.stage, job.table.stages)
             self.passes.append(self.passing)
         running = self.passing
+        running.plans.append(plan)
         running.extend(microbatches, job.clock.now)
         self._until(running.forward_begins(running.num_microbatches), self._exhausted)
         job.clock.at(running.forward_begins(running.num_microbatches - 1), self._prepare, running, running.num_microbatches)
@@ -262,12 +272,23 @@ class TimedRank:
     def _pass_ended(self) -> None:
         running = self.passing
         assert running is not None
+        self._account()
         self.busy, self.passing = False, None
         if self.position == 0 and len(self.passes) == 1:
             elapsed_ns = round((self.job.clock.now - running.began) * 1e9)
             self.feed(rank.TimePass(running.num_microbatches, elapsed_ns))
         self._operate()
         self.wake()
+
+    def _account(self) -> None:
+        """Account for what rank 0 has finished of the pass that runs; it ends now."""
+        running, begin = self.passing, 0
+        for plan in running.plans if running is not None and self.position == 0 else ():
+            microbatches = microbatches_of(plan)
+            ends = map(running.backward_ends, range(begin, begin + len(microbatches)))
+            finished = [one for one, end in zip(microbatches, ends, strict=True) if end <= self.job.clock.now]
+            self.job.computed(plan, finished, in_schedule=begin > 0)
+            begin += len(microbatches)
 
     def _operate(self) -> None:
         """Begin the operations across replicas of the newest plan: the pass is over."""
