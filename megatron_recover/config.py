@@ -77,7 +77,7 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def deadlines(self) -> Deadlines:
-        """Every wait of the run."""
+        """Return every wait of the run. Raises ValueError if `deadline_s` is out of range."""
         return Deadlines.of(self.deadline_s)
 
     def check(self) -> None:

@@ -232,10 +232,11 @@ class Admission:
         return max(0.0, min(times) - self._clock()) if times else None
 
     def turn(self, admits: Admits, *, expects: bool) -> list[Unproven]:
-        """Accept connections, continue all handshakes, and close the connections that are overdue.
+        """Accept connections, continue all handshakes, and close what fails or is overdue.
 
-        Return the connections that are proven now. They belong to the caller, who has to send each
-        a verdict. `expects`: the caller needs a peer that has not connected. See
+        Accept none while the listener `rests`, unless it expects a peer. Report strangers. Return
+        the connections that are proven now. They belong to the caller, who has to send each a
+        verdict. `expects`: the caller needs a peer that has not connected. See
         Note [Whom a listener expects].
         """
         now, self.is_stuck = self._clock(), False

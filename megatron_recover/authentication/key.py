@@ -26,7 +26,10 @@ def make_key() -> bytes:
 
 
 def sealed(key: bytes) -> int:
-    """Return a descriptor of a sealed file in memory that contains `key`. The caller closes it."""
+    """Return a descriptor of a sealed file in memory that contains `key`. The caller closes it.
+
+    Raises OSError.
+    """
     descriptor = memory_file.create("megatron-recover-key")
     os.fchmod(descriptor, 0o400)
     os.write(descriptor, key)
@@ -37,7 +40,8 @@ def sealed(key: bytes) -> int:
 def inherited_key() -> bytes:
     """Return the key that this rank inherited, and close its descriptor.
 
-    Called once in a process. Raises RuntimeError if this process inherited no key.
+    Called once in a process. Raises RuntimeError if this process inherited no key, or no sealed
+    one of `KEY_BYTES` bytes.
     """
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is None:

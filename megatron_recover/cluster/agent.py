@@ -82,7 +82,7 @@ class Agent:
         """Start the fork server with the variables of `environment` and no others.
 
         The server imports the modules `preload` and forks ranks; see `is_ready`. With `num_warm`,
-        that many warm processes import the modules instead, and each becomes a rank (`warm`).
+        that many warm processes import the modules instead, and ranks are made of them (`warm`).
         """
         self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -145,9 +145,10 @@ class Agent:
     ) -> None:
         """Start a rank that runs the script `argv` and prints into `output`.
 
-        Returns when the rank has started. `descriptors` maps names to open descriptors of this
-        process. The rank gets a copy of each (`config.inherited_descriptor`). The caller keeps its
-        own descriptors, and that of `output`. Raises `NodeLost` if the rank cannot be started.
+        Returns when the rank has started. Raises `NodeLost` if the rank cannot be started, for
+        instance because that takes longer than `fork_s`. `descriptors` maps names to open
+        descriptors of this process. The rank gets a copy of each (`config.inherited_descriptor`).
+        The caller keeps its own descriptors, and that of `output`.
         """
         with descriptors_needed():
             page = self._pages[replica, rank] = PageReader(f"progress-{replica}.{rank}")
@@ -246,9 +247,9 @@ class Agent:
         """Return the state letter of a rank's process in /proc/PID/stat; empty after it is reaped.
 
         `at_the_poll`: return what the newest `poll` read, without another read if it read the rank
-        and has not reported the rank's end. A process that was
-        seen in state `t` is reported as `t` until its tracer is gone. The reason is strace, which
-        lets the process run between its system calls, where the tracer also delays it.
+        and has not reported the rank's end. A process that was seen in state `t` is reported as `t`
+        until its tracer is gone. The reason is strace, which lets the process run between its
+        system calls, where the tracer also delays it.
         """
         process = self._processes[replica, rank]
         if process.reported or not (at_the_poll and process.fields):
@@ -321,7 +322,10 @@ class Agent:
         return self._processes[replica, rank].confirmed
 
     def undying(self) -> list[Undying]:
-        """Return the killed ranks that do not end."""
+        """Return the killed ranks that do not end.
+
+        They have not taken SIGKILL within `sigkill_s`, or took it and have not ended in `end_s`.
+        """
         now, found = time.monotonic(), []
         for process in self._processes.values():
             if process.confirmed or process.killed_at is None or now - process.killed_at < self._deadlines.sigkill_s:

@@ -220,7 +220,8 @@ def faults_of(argument: str, target: Target) -> tuple[tuple[Fault, ...], str]:
 def unstruck(faults: Sequence[Fault], struck: Sequence[tuple[int, int, str | None]]) -> Iterator[tuple[int, Fault]]:
     """Yield the faults that never struck, numbered from 1 in `faults`.
 
-    `struck`: replica, rank and point of each fault in the trace.
+    `struck`: replica, rank and point of each fault in the trace. Of several faults with these in
+    common, the first ones count as those that struck.
     """
     left = Counter(struck)
     for number, fault in enumerate(faults, 1):

@@ -54,7 +54,10 @@ class Console:
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
 
     def show(self, line: str) -> None:
-        """Show one line. Any thread may call this; it never blocks."""
+        """Queue one line to be shown, or drop it if `_MAX_LINES` wait.
+
+        Any thread may call this; it never blocks.
+        """
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(line)
 

@@ -129,7 +129,8 @@ class EventStore:
     def keep(self, batch: Batch) -> None:
         """Append a batch and enter it in the bookmark.
 
-        Raises OSError; the batch is then cut off the file again.
+        Then put the file aside if it has reached `part_bytes`. Raises OSError; the batch is then
+        cut off the file again, now or in the next call.
         """
         if self._file is None:
             self._file = self._open()
@@ -190,7 +191,7 @@ class EventStore:
         self._file = None
 
     def _put_aside(self) -> None:
-        """Give the file its number and begin a new file.
+        """Give the file its number, begin a new file, and have parts compressed. Raises OSError.
 
         On file systems with links, `events.jsonl` exists at every instant.
         """
@@ -231,7 +232,10 @@ class EventStore:
                     begun.unlink(missing_ok=True)
 
     def _compress_one(self, plain: Path, begun: Path) -> bool:
-        """Return whether the whole part is compressed; False if the run was over before."""
+        """Compress one part into `begun`. Return False if the run was over before the end.
+
+        Raises OSError.
+        """
         with (
             open(plain, "rb") as source,
             open(begun, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as raw,
@@ -247,7 +251,10 @@ class EventStore:
 
 
 class Keeper:
-    """The thread that writes, one batch at a time. It repeats each until the disk accepts it."""
+    """The thread that writes, one batch at a time. It repeats each until the disk accepts it.
+
+    `close` ends this.
+    """
 
     def __init__(self, store: EventStore) -> None:
         self._store = store
@@ -269,7 +276,10 @@ class Keeper:
         self._todo.put(batch)
 
     def done(self, wait_s: float = 0.0) -> Batch | None:
-        """Return the batch that was written since the last call, if any."""
+        """Return the batch that was written since the last call, or is within `wait_s` seconds.
+
+        None if there is none.
+        """
         try:
             batch = self._done.get(timeout=wait_s) if wait_s else self._done.get_nowait()
         except queue.Empty:

@@ -115,7 +115,10 @@ def create_run_dir(run_dir: Path | None) -> Path:
 
 
 def write_description(job: Job) -> None:
-    """Write `run.json`: the run's settings, for its readers and to repeat the run."""
+    """Write `run.json`: the run's settings, for its readers and to repeat the run.
+
+    Raises OSError.
+    """
     description = {
         "version": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -58,7 +58,7 @@ class _Log:
         return max(0, bookmark.end(number, self._output) - done)
 
     def copy(self) -> bool:
-        """Append a chunk to the log. Return whether to call again at once.
+        """Append the next chunk to the log, if there is one. Return whether to call again at once.
 
         Raises OSError; a regular log is then cut to its size before, now or at the next call.
         """
@@ -172,7 +172,10 @@ class LogWriter:
         self._woken.set()
 
     def close(self, deadline_s: float) -> None:
-        """End the thread, unless the disk holds it for longer than `deadline_s` seconds."""
+        """End the thread, unless the disk holds it for longer than `deadline_s` seconds.
+
+        Output that is not copied yet stays out of the logs.
+        """
         self._is_over = True
         self._woken.set()
         self._thread.join(deadline_s)
@@ -187,7 +190,10 @@ class LogWriter:
             log.close()
 
     def _copy(self, log: _Log) -> bool:
-        """Copy a limited number of chunks. Return whether there is more."""
+        """Copy a limited number of chunks. Return whether there is more to copy now.
+
+        That is False for `_RETRY_S` after an error.
+        """
         has_more = False
         if time.monotonic() < log.retry_at:
             return has_more
@@ -260,7 +266,7 @@ class Outputs:
         self._ends_before, self._ends, self._looked_at = self._ends, ends, now
 
     def look(self, *, at_end: bool = False) -> Iterator[str]:
-        """Yield new lines of the job's writer, and drop output that has no room meanwhile.
+        """Yield new lines of the job's writer, also given to `keep`; drop output without room.
 
         `at_end`: yield everything up to now, also the text after the last newline. Otherwise yield
         a limited part of each output, so that each has its turn. Output of other replicas stays if
@@ -317,7 +323,10 @@ class Outputs:
         bookmark.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, shown=self._shown)
 
     def _new_lines(self, number: int, output: Output, *, at_end: bool) -> Iterator[tuple[bytes, int]]:
-        """Yield chunks of whole lines, with the position after each, for the bookmark."""
+        """Yield chunks of whole lines, with the position after each, for the bookmark.
+
+        A line longer than `CHUNK_BYTES` comes in parts. `keep` gets the notes of missing bytes.
+        """
         bookmark, end = self._bookmark, self._bookmark.end(number, output)  # a fixed end, as somebody may print meanwhile
         for _ in itertools.count() if at_end else range(_CHUNKS_AT_ONCE):
             begin, first = bookmark.shown(number), bookmark.first(number)

@@ -135,7 +135,7 @@ class Output(msgspec.Struct, frozen=True):
         return newest.lstrip(b"\0").decode(errors="replace")  # the mark of Note [Emptied], and freed memory
 
     def seal(self) -> None:
-        """Give back its memory when nobody reads it any more.
+        """Give back its memory; call this when nobody reads the output any more. Raises OSError.
 
         A program that outlives the run gets EPERM when it prints.
         """
@@ -211,7 +211,8 @@ class OutputBookmark:
     def is_emptied(self, number: int, output: Output) -> bool:
         """Return whether somebody has emptied an output and printed into it.
 
-        Emptyings that the recorder has noticed before do not count.
+        Also True if somebody has written over its beginning. Emptyings that the recorder has
+        noticed before do not count.
         """
         found = os.fstat(output.descriptor)
         if not found.st_size:

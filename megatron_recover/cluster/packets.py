@@ -16,7 +16,8 @@ def receive(sock: socket.socket, max_bytes: int, max_descriptors: int = 0) -> tu
     """Return the next packet and its descriptors; an empty packet at the end of the stream.
 
     The stream ends when the peer is gone and every packet that it sent was read. Programs that this
-    process starts do not inherit the descriptors.
+    process starts do not inherit the descriptors. Raises BlockingIOError if `sock` does not block
+    and there is no packet.
     """
     try:
         packet, descriptors, _, _ = socket.recv_fds(sock, max_bytes, max_descriptors)

@@ -115,7 +115,10 @@ class Recorder:
         self._troubles = dict.fromkeys(_WHAT, "")
 
     def run(self) -> None:
-        """Record until the launcher sends `FinishRecording`, or is gone."""
+        """Record until the launcher sends `FinishRecording`, or is gone.
+
+        Then write what is left within a deadline, show the end, and seal all outputs.
+        """
         self._console.start()
         while self._finish is None and not self._is_orphan:
             is_readable(self._control, self._pause_s())
@@ -189,7 +192,7 @@ class Recorder:
             self._send(LinesTold(num_lines))
 
     def _note(self) -> None:
-        """Send the launcher what the next recorder needs to know of the run."""
+        """Send the launcher any news of checkpoints, which the next recorder needs."""
         account = self._narrator.account
         if (noted := CheckpointNews(account.loaded, account.saved)) != self._noted:
             self._noted = noted
@@ -265,7 +268,10 @@ class Recorder:
         self._note()  # before any of these events is written: the next recorder continues after written events
 
     def _line(self, item: Item) -> bytes:
-        """Return the line of an event, and give the event to the narrator."""
+        """Return the line of an event; give the event to the narrator if it is in `WANTED`.
+
+        Lost events become a line with a `Gap`.
+        """
         seconds = item.stamp / 1e9 - self._settings.started_at
         if isinstance(item.what, Dropped):
             self._num_lost += item.what.num_events
@@ -344,9 +350,10 @@ class Recorder:
         self._narrator.take_lines(lines, self._seconds())
 
     def _show_end(self) -> None:
-        """Show the rest and how the run ended.
+        """Show the rest, and how the run ended if the launcher has sent that.
 
-        On the console the end comes after the last lines of the logs of what failed.
+        On the console the end comes after the last lines of the logs of what failed. After bad
+        input only stderr gets the reason. A quiet console shows no end with exit code 0.
         """
         finish, narrator = self._finish, self._narrator
         self._narrate(float("inf"))
@@ -363,7 +370,10 @@ class Recorder:
             self._console.end([*_telling(ends), *lines])
 
     def _write_logs(self, until: float, left: bool) -> Shown:
-        """Write all output, with the same limits as events. `left`: some events are not written."""
+        """Write all output, with the same limits as events, and end the threads that write.
+
+        Return what is not written. `left`: some events are not written.
+        """
         refused_until = min(until, time.monotonic() + self._deadlines.refused_s)
         keeper, writer = self._keeper, self._outputs.writer
         while (num_missing := writer.num_left) and time.monotonic() < (until if self._error is None else refused_until):

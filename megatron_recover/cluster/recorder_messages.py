@@ -37,7 +37,7 @@ class Ring(msgspec.Struct, frozen=True, tag=True):
     """A message to the recorder, with the descriptor of a ring in which a process will record.
 
     The launcher creates the ring, and puts this message into its queue, before it starts the
-    process. Every later recorder gets the message again.
+    process. Every later recorder gets the message again, until the ring is `Drained`.
     """
 
     number: int

@@ -160,7 +160,11 @@ class Recording:
             self._outbox.append(messages.RingEnded(number))
 
     def says(self, text: str) -> None:
-        """Show one line of the launcher, and keep it in `launcher.log`."""
+        """Have the recorder show one line of the launcher, and keep it in `launcher.log`.
+
+        A line is cut to `_MAX_TEXT` characters. While `_MAX_WAITING` messages wait, lines may be
+        lost.
+        """
         if len(self._outbox) >= _MAX_WAITING and isinstance(self._outbox[0], messages.Says):
             self._outbox.popleft()
         self._outbox.append(self._line(text))
@@ -185,7 +189,8 @@ class Recording:
     def finish(self, exit_code: int, reason: str) -> bool:
         """Have the rest of the trace written and the run's end shown, within a deadline.
 
-        Returns whether the whole trace is written.
+        Returns whether the whole trace is written. What the recorder could not show is printed on
+        stderr, and what it could not write is reported there.
         """
         self._finish = messages.FinishRecording(exit_code, reason[:_MAX_TEXT])
         self._outbox.append(self._finish)
@@ -218,7 +223,10 @@ class Recording:
         return self._shown is not None and not self._shown.num_unwritten
 
     def close(self) -> None:
-        """End the recorder. Without a call of `finish` before, it first writes what there is."""
+        """End the recorder, and close all rings and outputs.
+
+        Without a call of `finish` before, the recorder first writes what there is.
+        """
         if self._finish is None and self._bookmark >= 0:
             self._abandon()
         self._hang_up()
@@ -273,7 +281,10 @@ class Recording:
         return descriptor
 
     def _start(self) -> None:
-        """Start a recorder, and send it everything that the one before knew."""
+        """Start a recorder, and queue for it everything that the one before knew.
+
+        If none can be started, try again later.
+        """
         self._hang_up()
         self._began_at, self._start_at = time.monotonic(), float("inf")
         others = [*self._untold, *(each for each in self._outbox if isinstance(each, messages.Says))]
@@ -307,7 +318,10 @@ class Recording:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
 
     def _start_later(self, why: str) -> None:
-        """Start another recorder after a pause, which grows while recorders die in a row."""
+        """Plan the start of another recorder, and report `why`; `poll` starts it after a pause.
+
+        The pause grows while recorders die in a row.
+        """
         self._hang_up()
         now = time.monotonic()
         pause_s = self._pauses.after(now - self._began_at)

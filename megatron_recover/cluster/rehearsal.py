@@ -53,5 +53,5 @@ def flags(scenario: Scenario, data: Path) -> list[str]:
 
 
 def step_times(run_dir: Path) -> tuple[StepTime, ...]:
-    """Return every training step of a run, from its trace."""
+    """Return the times of all committed training steps of a run, from its trace."""
     return tuple(one for one in Goodput(History.read(run_dir)).steps if one.is_training)

@@ -99,7 +99,10 @@ class WatchedProcess:
                 signal.pidfd_send_signal(self.pidfd, STACK_SIGNAL)
 
     def dying_status(self) -> int | None:
-        """Return exit code or minus the signal, once the kernel ends the process; else None."""
+        """Return exit code or minus the signal while the kernel ends the process.
+
+        None before, and after the process is reaped.
+        """
         fields = self.fields = self.stat.read()
         if not fields or not int(fields[_FLAGS_FIELD]) & _PF_EXITING:
             return None

@@ -67,7 +67,10 @@ class CoordinatorWatch:
         loop.after(deadlines.beat_s, self._look)
 
     def heard(self, beat: Beat | None = None) -> None:
-        """Note a message of the coordinator. `beat` is the message if it is a beat."""
+        """Note a message of the coordinator, and report the end of a silence that was reported.
+
+        `beat` is the message if it is a beat.
+        """
         now = self._loop.time()
         silent_s, self._heard_at = now - self._heard_at, now
         if beat is not None:
@@ -128,7 +131,10 @@ class CoordinatorWatch:
         self.speaker.say(f"megatron-recover: {text}")
 
     def _who(self) -> str:
-        """Return the coordinator's process, its state and what to do about it, in words."""
+        """Return in words the coordinator's process and state, and the remedy if it is stopped.
+
+        Without a beat so far its process is not known.
+        """
         if not self._pid:
             return "the launcher, not heard since the start"
         state = state_of(self._pid)
@@ -160,7 +166,7 @@ class LeaderWatch:
         self._send_to([replica])
 
     def answered(self, beat: LeaderBeat) -> None:
-        """Note a leader's answer to a beat."""
+        """Note a leader's answer to a beat, and report the end of a silence that was reported."""
         self._newest[beat.replica] = beat
         since = self._unanswered_since.pop(beat.replica, self._loop.time())
         if beat.replica in self._silent:

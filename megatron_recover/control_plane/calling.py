@@ -52,7 +52,7 @@ class OutgoingLink(Link):
             print(f"megatron-recover: {error}; this is tried again", file=sys.stderr, flush=True)
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 before the first connection."""
+        """Return the descriptor, or -1 while there is no connection."""
         return super().fileno() if self._is_dialled else -1
 
     @property
@@ -82,7 +82,10 @@ class OutgoingLink(Link):
             self._advance()
 
     def retry_s(self) -> float | None:
-        """Return the seconds to wait before `redial`, or None if the link is closed for good."""
+        """Return the seconds to wait before `redial`, or None if the link is closed for good.
+
+        Each call doubles the next pause, up to `_LONGEST_PAUSE_S`.
+        """
         if self.proven or self._refused or time.monotonic() + self._pause_s > self._give_up_at:
             return None
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -91,8 +94,8 @@ class OutgoingLink(Link):
     def redial(self) -> None:
         """Begin anew with another connection.
 
-        Raises `LinkClosed` if nobody listens there any more, and `CannotDial` if another try may
-        succeed (`retry_s`).
+        Raises `LinkClosed` if the connection is refused at once, and `CannotDial` if another try
+        may succeed (`retry_s`).
         """
         self._take_socket(dial(self._address))
         self._is_dialled = True
@@ -106,7 +109,10 @@ class OutgoingLink(Link):
             super().close()
 
     def _advance(self) -> None:
-        """Continue the handshake as far as possible without waiting. Raises `LinkClosed`."""
+        """Continue the handshake as far as possible without waiting. Raises `LinkClosed`.
+
+        Once this end is welcomed, also write queued frames.
+        """
         try:
             self._say()
             while (wanted := self._connector.wanted) and not self._to_say:

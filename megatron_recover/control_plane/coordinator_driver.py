@@ -115,7 +115,10 @@ class CoordinatorDriver:
         self._step(machine.AtWork(replicas))
 
     def ask_exit(self, reason: str) -> None:
-        """Have all replicas save and end at a common step; before generation 1, end the run."""
+        """Have all replicas end after a common step; before generation 1, end the run.
+
+        The replicas save a checkpoint only if `--save` is set.
+        """
         self._notice()
         self._step(machine.ExitAsked(reason))
 
@@ -140,7 +143,10 @@ class CoordinatorDriver:
         )  # fmt: skip
 
     def _introduced(self, replica: int, link: Link, message: Message) -> None:
-        """Handle a leader's first message, the `LeaderHello` of the replica that it has proven."""
+        """Handle a leader's first message, the `LeaderHello` of the replica that it has proven.
+
+        Drop the link if the message is another, or if that replica has a link already.
+        """
         if (
             not isinstance(message, LeaderHello)
             or not message.hello.replica == message.peer.replica == replica

@@ -164,7 +164,10 @@ def unpacked_statuses(message: PackedStatuses, known: list[values.Commitment]) -
 
 
 def _position(records: list[values.Commitment], record: values.Commitment | None) -> int | None:
-    """Return the position of a record in `records`, and append the record if it is missing."""
+    """Return the position of a record in `records`, after appending it if it is missing.
+
+    None for no record.
+    """
     if record is None:
         return None
     if record not in records:

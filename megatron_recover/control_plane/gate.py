@@ -48,7 +48,7 @@ class Gate:
     def close(self) -> None:
         """Stop listening, and close the connections that have not proven themselves.
 
-        Proven links belong to the loop.
+        Report the strangers first, if there were many. Proven links belong to the loop.
         """
         self._turn_at = None
         self._loop.forget_readable(self.admission)

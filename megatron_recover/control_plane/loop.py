@@ -147,7 +147,8 @@ class Loop:
     def send(self, link: Link, message: Message) -> None:
         """Send a message without waiting.
 
-        If the link breaks, `on_closed` is called soon. On a link that was dropped nothing happens.
+        If the link breaks and cannot dial again, `on_closed` is called soon. On a link that was
+        dropped nothing happens. Raises ValueError for a message that is too large (`frame`).
         """
         self.put(link, frame(message))
 
@@ -238,9 +239,10 @@ class Loop:
     # --- Inside ----------------------------------------------------------------------------------
 
     def _notice_gap(self, asked_s: float | None) -> bool:
-        """Take a gap in which the loop did not run out of its clock; return whether there was one.
+        """Leave a gap of `STILL_S` or more out of the loop's clock; return whether there was one.
 
-        `asked_s` is the wait in seconds that the loop has just asked for; None if it had no limit.
+        In a gap the loop did not run (Note [Standing still]). `asked_s` is the wait in seconds that
+        the loop has just asked for; None if it had no limit.
         """
         now, cpu_s = self._clock(), self._cpu_clock()
         if self._ran_at is None or asked_s is None:

@@ -127,13 +127,15 @@ class RankDriver:
     # --- The life of a training thread, in order -------------------------------------------------
 
     def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None:
-        """Report this rank ready, once, when its buckets are known; wait for the first generation.
+        """Start the control thread, report this rank ready, and wait for the first generation.
+
+        Called once, when the rank's buckets are known.
 
         - `fingerprint` covers all that has to be equal in the same rank of every replica:
           configuration, initial state, data.
         - `parts` has the same by name and value, for the message that reports a difference.
 
-        Raises `JobStopped` if the job ends before it has begun.
+        Raises `JobStopped` if the job ends, or this rank fails, before the job has begun.
         """
         if self._faults is not None:
             self._faults.at(FaultPoint.START_UP)
@@ -164,7 +166,11 @@ class RankDriver:
             return self.step
 
     def next_order(self) -> Plan | Apply:
-        """Wait for the next order and return it. Raises `JobStopped`."""
+        """Wait for the next plan or `Apply`, take it and return it.
+
+        Store its generation and roster, and the quotas of a plan or the requests of a record.
+        Raises `JobStopped` at a `Stop`, or if this rank has failed.
+        """
         with self._changed:
             self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
             if self._failure is not None:
@@ -200,12 +206,15 @@ class RankDriver:
         return order
 
     def has_order(self) -> bool:
-        """Return whether `more_work` would return without waiting."""
+        """Return whether `more_work` would return or raise without waiting for an order."""
         with self._changed:
             return bool(self._state.queue) or self._failure is not None
 
     def ask_close(self) -> None:
-        """Ask for the end of the pass. Plans that come before `Close` still belong to the pass."""
+        """Request the end of the pass; only the first call of rank 0 in a pass has an effect.
+
+        Plans that come before `Close` still belong to the pass.
+        """
         with self._changed:
             self._feed(machine.AskClose())
 
@@ -226,7 +235,8 @@ class RankDriver:
     def pass_timed(self, num_microbatches: int, elapsed_ns: int) -> None:
         """Note how long the first pass of a training step took at rank 0.
 
-        This replica's next vote carries the pace to all members.
+        This replica's next vote on a training step carries the pace to all members, if the replica
+        computes in that step.
         """
         with self._changed:
             self._feed(machine.TimePass(num_microbatches, elapsed_ns))
@@ -234,8 +244,9 @@ class RankDriver:
     def transport(self, generation: int) -> Transport:
         """Return the transport of `generation`, the generation of the plan that is being obeyed.
 
-        Call it when the pass is closed. Raises `Revoked` if a newer generation was promised or the
-        job stops.
+        The first call of a generation opens the transport and closes the one before. Call it when
+        the pass is closed. Raises `Revoked` if a newer generation was promised or the job stops,
+        and `TransportError` if no transport can be opened.
         """
         with self._changed:
             if not machine.may_run(self._state, generation):
@@ -254,23 +265,28 @@ class RankDriver:
         return self._endpoint.overlap_refusal(generation, operands)
 
     def pass_ended(self, generation: int) -> None:
-        """Note the end of a pass whose newest plan is of `generation`."""
+        """Note at rank 0 that a pass is over whose newest plan is of `generation`.
+
+        Only the measured times of a recovery depend on this.
+        """
         if self._leader is not None:
             self._leader.clock.computed(generation)
 
     def hold(self, held: Held) -> bool:
-        """Store a complete result.
+        """Store a complete result. Return whether the result counts.
 
-        Return False, without effect, if a newer generation was promised.
+        Otherwise nothing is stored: a newer generation was promised, the job stops, or the plan
+        does not ask for the result.
         """
         with self._changed:
             self._feed(machine.Hold(held))
             return held in self._state.held
 
     def blocked(self, generation: int, error: BaseException) -> None:
-        """Report that a reduction or transfer of `generation` failed.
+        """Report to the leader that a reduction or transfer of `generation` failed.
 
-        The caller leaves the rest of the plan undone.
+        Report nothing if that generation is over and nothing had stalled. The caller leaves the
+        rest of the plan undone.
         """
         known = error if isinstance(error, TransportError) else TransportError()
         failed = machine.Block(
@@ -280,7 +296,7 @@ class RankDriver:
             self._feed(failed)
 
     def failing(self, microbatches: Sequence[int], error: BaseException) -> None:
-        """Report an exception, and wait up to `words_s` until the report is on its way.
+        """Report an exception, and wait up to `words_s` until the leader has forwarded the report.
 
         The process has to end after that. Computing one of `microbatches` raised `error`; if empty,
         something else did. Only the first report counts: its caller knows the microbatch, and later
@@ -297,7 +313,8 @@ class RankDriver:
     def saving(self) -> Iterator[None]:
         """Enclose a checkpoint save, on all ranks of the replica.
 
-        During the save the coordinator excuses that other replicas wait for this one.
+        During the save, for at most `save_s`, the coordinator excuses that other replicas wait for
+        this one. After an exception the end of the save is not reported.
         """
         with self._changed:
             self._feed(machine.Save(over=False))
@@ -318,8 +335,8 @@ class RankDriver:
     def close(self) -> None:
         """End a finished training loop: serve the others until the job ends, then close everything.
 
-        Raises `JobStopped` if the job does not end well, or if this replica loses its connection to
-        it.
+        Raises `JobStopped` if the job does not end well, or if this rank fails before. Further
+        calls have no effect.
         """
         with self._changed:
             if self._closed:
@@ -340,10 +357,10 @@ class RankDriver:
             raise self._last_words_written(stopped)
 
     def close_in_child(self) -> None:
-        """Close the sockets that a forked child (of the script, or of a data set) has inherited.
+        """Close the control sockets that a forked child (of the script or a data set) inherited.
 
-        The interpreter calls this after every fork. While a child holds copies of the sockets, the
-        connections of a dead rank stay open.
+        The interpreter calls this in the child after every fork. While a child holds copies of the
+        sockets, the connections of a dead rank stay open.
         """
         self._loop.close_in_child()
 
@@ -410,7 +427,8 @@ class RankDriver:
     def _introduce(self, hello: RankHello, since: float | None = None) -> None:
         """Link to the leader, or become it at rank 0.
 
-        `since` is the loop's time of the first try to link; None: this is the first try.
+        Until the leader's first order a link that fails is made anew, for `leader_s` at most; then
+        this rank fails. `since` is the loop's time of the first try; None: this is the first try.
         """
         if self.rank == 0:
             self._leader = ReplicaDriver(
@@ -436,7 +454,7 @@ class RankDriver:
         self._loop.send(self._uplink, hello)
 
     def _deliver(self, message: Message) -> None:
-        """Feed the machine an order of the leader."""
+        """Feed the machine an order of the leader, or note `Heard`; fail at any other message."""
         match message:
             case Enter(promise, data_addresses):
                 if self._faults is not None:
@@ -483,7 +501,10 @@ class RankDriver:
             self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _fail(self, reason: str, exit_code: int = ExitCode.FAILED) -> None:
-        """End this rank: stop its training thread, or the process if that thread does not end."""
+        """End this rank: stop its training thread, or the process if that thread does not end.
+
+        The process then ends after `follow_s`. Only the first call has an effect.
+        """
         with self._changed:
             if self._failure is not None:
                 return

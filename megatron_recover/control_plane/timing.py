@@ -17,7 +17,7 @@ _ORDER = {phase: position for position, phase in enumerate(_PHASES)}
 
 
 class RecoveryClock:
-    """Turns the instants of a recovery into `trace.Recovery` events.
+    """Turns the instants of a recovery into `trace.Recovery` events, from generation 2 on.
 
     The phases, each from the end of the one before:
 

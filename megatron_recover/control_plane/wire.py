@@ -263,7 +263,7 @@ class Link:
     def send(self, message: Message) -> None:
         """Queue a message and write as many queued bytes as the socket accepts now.
 
-        Raises `LinkClosed`.
+        Raises `LinkClosed`, and ValueError for a message that is too large (`frame`).
         """
         self.put(frame(message))
 

@@ -27,7 +27,10 @@ class Speaker:
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
-        """Queue a text, to be written with a line end. Never waits for the reader, never raises."""
+        """Queue a text, to be written with a line end, or drop it if the queue is full.
+
+        Never waits for the reader, never raises.
+        """
         with contextlib.suppress(queue.Full):
             self._texts.put_nowait(text)
         with self._lock:
