@@ -35,8 +35,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare(run: History, reference: History, name: str) -> Comparison:
     """Compare the losses and parameters of a run with a reference called `name`.
 
-    Parameters are compared by their digests, and by the final checkpoints if the digests are not
-    equal.
+    Parameters are compared by their digests. If the digests are not known to be equal, the newest
+    checkpoints are compared, if both are of the same iteration.
     """
     identical = _bit_identical(run, reference)
     difference = 0.0 if identical else _parameter_difference(run, reference)
@@ -78,7 +78,8 @@ def _parameter_difference(run: History, reference: History) -> float | None:
 def _newest_checkpoint(history: History) -> Path | None:
     """Return the folder of the last checkpoint that the run finished, or None.
 
-    The folder comes from `--save` of the run's command line.
+    The folder comes from `--save` of the run's command line. Return None also if the folder has no
+    `.metadata`.
     """
     finished = [event.iteration for _, event in history.of(trace.Checkpoint) if event.phase == "finished"]
     started = history.first(trace.RunStarted)
@@ -92,7 +93,7 @@ def _newest_checkpoint(history: History) -> Path | None:
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value, as float64, of each parameter in a checkpoint of format `torch_dist`.
 
-    Optimizer state and random state are left out.
+    Optimizer state, random state and tensors of integers are left out.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader

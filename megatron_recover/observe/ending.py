@@ -171,7 +171,8 @@ class Account(msgspec.Struct):
     def lines(self, exit_code: int, reason: str) -> list[str]:
         """Return the lines that describe how the run ended.
 
-        If the user has something to do next, the last line names it.
+        The last line names what to do next, unless the exit code is `OK`. There is only one line if
+        the run was refused or interrupted before its first generation.
         """
         lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
         if not self.has_begun and exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED):

@@ -4,7 +4,7 @@ A gap (`trace.Gap`) names the writer of the missing events and a period. It touc
 
 - every step that was under way in that period;
 - the steps from the last one that the writer named before the gap to the first one that it names
-  after the gap;
+  after the gap, or for a rank that names none, to one after the newest that had begun;
 - for a gap of the launcher, also the step before each step that was under way, and all steps with
   events of a generation whose announcement is missing.
 

@@ -11,8 +11,8 @@ The time of a step without its fault is estimated from the undisturbed steps:
 - The median is taken over steps of the same kind (training or evaluation) with as many replicas.
 - If there are none, it is taken over the steps with the nearest number of replicas.
 
-The time above the estimate is *lost to faults*. The *goodput* is the share of the time that is not
-lost.
+In a disturbed step the time above the estimate is *lost to faults*. The *goodput* is the share of
+the time that is not lost.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Goodput:
 
     @cached_property
     def steps(self) -> tuple[StepTime, ...]:
-        """Return all committed steps that computed microbatches, in their order."""
+        """Return all committed steps with microbatches and a plan in the trace, in their order."""
         history = self._history
         announced = sorted((event.t, event) for event in history.generations.values())
         found: list[StepTime] = []

@@ -393,8 +393,8 @@ class History:
 
         Each maps to the first generation without it, and its last committed step or -1.
 
-        A run may end because no majority exists. Then these are all replicas that disagreed, and
-        the generation is `sys.maxsize`.
+        A run may end because no majority exists. Then the replicas that disagreed on its last step
+        are added, with the generation `sys.maxsize`.
         """
         found = {
             lost.replica: (event.generation, self.last_committed.get(lost.replica, -1))
@@ -450,8 +450,8 @@ class History:
     def decided(self) -> dict[tuple[int, int], dict[int, int]]:
         """Return the decided buckets: (generation, step) -> bucket -> version.
 
-        The version is the newest one that a member held complete on entering the generation. Pairs
-        without a decided bucket are left out.
+        The version is the newest one that a member held complete on entering the generation, and
+        that is not `withdrawn`. Pairs without a decided bucket are left out.
         """
         found: dict[tuple[int, int], dict[int, int]] = {}
         for (generation, step), held in self._complete.items():
@@ -464,7 +464,7 @@ class History:
         return found
 
     def losses(self) -> dict[str, float]:
-        """Return the mean loss of each training or evaluation step by label, in their order."""
+        """Return the mean loss of each step that recorded one, by label, in the order of steps."""
         return {
             facts.loss_label or "": facts.loss for _, facts in sorted(self.steps.items()) if facts.loss is not None
         }  # fmt: skip

@@ -188,7 +188,7 @@ class Step:
         `ended` at that line."""
         self.unfinished: list[tuple[Line, trace.Status, list[int]]] = []
         """Statuses, with the microbatches that each calls finished although no backward of them had
-        ended by that line."""
+        ended on rank 0 by that line."""
         self._parts: dict[Hashable, Any] = {}
 
     def shared[T: Hashable](self, part: T) -> T:
@@ -309,7 +309,8 @@ class Step:
     def close(self) -> None:
         """Add backwards that passed buckets and never ended. Call this once the step is whole.
 
-        Such a backward counts for the buckets that it has passed.
+        Such a backward counts for the buckets that it has passed, as ended at the line at which it
+        passed the first of them.
         """
         for (replica, rank, generation, microbatch, chunk), cut in self.cuts.items():
             work = self.rank(replica, rank)

@@ -45,8 +45,8 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
     bucket: int | None = None
     cause: str | None = None
     until: float | None = None
-    """Time at which the rank moved again or was fenced, or the run ended; None if the fault caused
-    no standstill."""
+    """Time at which the rank moved again, ended or was fenced, else the end of the trace; None if
+    the fault caused no standstill."""
 
     @property
     def where(self) -> str:
@@ -230,10 +230,10 @@ def _of_standstill(history: History, one: Standstill) -> FaultSummary:
 def struck_at(history: History) -> dict[int, float]:
     """Return for each generation the time of the first fault that it answers to.
 
-    A generation answers to the newest fault of each replica that it lost. It also answers to faults
-    since the generation before that leave a rank alive and silent (`STANDS_STILL`): such a replica
-    may be suspected and yet move again. A standstill that was not injected struck at its `begin`.
-    Generations without a fault are left out.
+    A generation answers to the newest injected fault of each replica that it lost, slowness aside.
+    It also answers to faults since the generation before that leave a rank alive and silent
+    (`STANDS_STILL`): such a replica may be suspected and yet move again. A standstill that was not
+    injected struck at its `begin`. Generations without any of these are left out.
     """
     found = {}
     before = 0.0

@@ -106,10 +106,10 @@ def redone_in(step: Step) -> list[Redone]:
 
 
 def wasted_in(history: History, step: Step) -> list[Wasted]:
-    """Return the finished backwards that are part of no committed bucket.
+    """Return the microbatches that a replica finished and that are part of no committed bucket.
 
     Only replicas that committed the step are looked at: the work of a dying replica is lost, not
-    wasted.
+    wasted. A microbatch is listed once for each replica and generation.
     """
     if step.record is None:
         return []

@@ -127,7 +127,10 @@ class RingLog(_Ring):
         self._written = self._words[_WRITTEN]
 
     def record(self, event: trace.Event) -> None:
-        """Stamp the event with the time and publish it, or count it as dropped."""
+        """Stamp the event with the time and publish it, or count it as dropped.
+
+        Events that the level of the ring leaves out are ignored.
+        """
         if type(event) in self._left_out:
             return
         try:
@@ -342,7 +345,10 @@ class Merge:
         self._ended.add(source)
 
     def exhausted(self) -> list[int]:
-        """Return the rings whose writers have ended and whose events were all returned."""
+        """Return the rings whose writers have ended and whose events were all returned.
+
+        Return none after a `drain` that its limit cut off.
+        """
         if self._rest is not None:
             return []
         return [source for source in self._ended if source in self._readers and self._readers[source].is_exhausted]
@@ -368,7 +374,8 @@ class Merge:
 
         - `now` is a time in nanoseconds of CLOCK_MONOTONIC. Every ring that had a writer by then is
           added.
-        - `limit_bytes` limits the events of one call; the next call returns the others.
+        - `limit_bytes` limits the events of one call; the next calls return only the others, until
+          there are none.
 
         A process may be stopped while it records an event. If later events were returned meanwhile,
         that event is left out and reported as lost.

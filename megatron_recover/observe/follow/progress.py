@@ -51,8 +51,8 @@ class RunProgress:
     def take(self, event: trace.AnyEvent) -> str | None:
         """Take the next event of the trace and return the line of a committed step, or None.
 
-        Each step's line is returned once: when the loss is known, or when a later event shows that
-        it never will be.
+        The line of each training or evaluation step is returned once: when the loss is known, else
+        at the commit of the next such step or at the end of the run.
         """
         told = None
         match event:

@@ -111,7 +111,7 @@ Points = Sequence[tuple[float, float]]
 def thinned(points: Points) -> Points:
     """Return at most about `MAX_POINTS` of the points, in order.
 
-    These are the lowest and the highest point of each stretch.
+    Of more points these are the lowest and the highest one of each stretch.
     """
     if len(points) <= MAX_POINTS:
         return points

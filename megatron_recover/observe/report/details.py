@@ -67,7 +67,10 @@ class _Keeping:
         )  # fmt: skip
 
     def take(self, line: int, event: trace.AnyEvent) -> None:
-        """Keep an event if it belongs to a window."""
+        """Keep an event of a window, if it is a plan, a phase of a recovery, or of `_DRAWN`.
+
+        Ranks from `rank_limit` on that no fault struck are left out. A start is kept with its end.
+        """
         if isinstance(event, trace.Plan):
             wanted = event.step in self._steps
         elif isinstance(event, trace.Recovery):

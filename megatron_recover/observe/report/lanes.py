@@ -120,8 +120,9 @@ def picture(history: History, timeline: Timeline, episode: Episode) -> Picture:
 def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dict[int, list[int]], int]:
     """Return the ranks that are shown of each replica, and the number of all ranks.
 
-    Replicas that were lost or struck come first, then those that computed lost microbatches again,
-    then the others.
+    If not all replicas are shown, those that were lost or struck are preferred, then those that
+    computed lost microbatches again. Of the ranks of a replica, those that faults struck are
+    preferred.
     """
     before = [one for one in history.generations.values() if one.t <= episode.fault]
     members = sorted({member for one in (*before[-1:], *episode.generations) for member in one.roster} | {*episode.lost})

@@ -397,7 +397,7 @@ class QuotaRow:
 
 
 def _quotas(history: History) -> list[QuotaRow]:
-    """Return every change of the training steps' quotas, ordered by step and generation."""
+    """Return the rows of training steps with equal quotas, ordered by step and generation."""
     return [
         QuotaRow(one.generation, one.first, one.last, one.roster, one.quotas, _shares(one.roster, one.quotas))
         for one in sorted(history.quota_runs, key=lambda one: (one.step, one.generation))

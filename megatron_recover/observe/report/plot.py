@@ -45,7 +45,8 @@ def _members(history: History) -> tuple[list[int], list[int]]:
 def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
     """Draw a line at the training step that each fault hit.
 
-    Texts are on alternating heights, so that neighbours stay readable.
+    With at most `TEXTS` such faults each line has a text. The texts are on alternating heights, so
+    that neighbours stay readable.
     """
     steps = [(fault, fault.label) for fault in faults(history) if fault.label is not None and label_of(fault.label).is_training]
     for number, (fault, label) in enumerate(steps):

@@ -1,8 +1,8 @@
 """Turn the events of a trace into spans of time for each rank, and find the periods around faults.
 
-Events of forwards, backwards and sums carry their begin or end and their duration. A forward of a
-lost replica whose backward never ended has only a begin, so it gets the usual duration. Nothing is
-drawn here.
+Events of forwards, backwards and sums carry their begin or end and their duration. A microbatch
+that a rank never finished has only a begin, so its forward gets the usual duration of the rank.
+Nothing is drawn here.
 """
 
 from __future__ import annotations
@@ -311,7 +311,10 @@ class Timeline:
 
     @cached_property
     def drawn(self) -> tuple[Episode, ...]:
-        """Return the episodes that are drawn: at most `MAX_DRAWN`, the slowest first."""
+        """Return the episodes of faults that are drawn: at most `MAX_DRAWN`, the slowest first.
+
+        Episodes without generations come last.
+        """
         episodes, of_fault = self.answers_to(faults(self._history))
         return tuple(sorted((episodes[index] for index in dict.fromkeys(of_fault.values())), key=_slowness)[:MAX_DRAWN])
 
@@ -335,7 +338,7 @@ class Timeline:
     def around(self, fault: FaultSummary) -> Episode | None:
         """Return an episode for a fault without a reaction: the step that the fault struck.
 
-        Return None if that step is unknown.
+        Return None if that step is unknown or the trace has no plan of it.
         """
         facts = self._history.steps.get(fault.step) if fault.step is not None else None
         if facts is None or facts.planned_at is None:

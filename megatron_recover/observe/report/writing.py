@@ -18,8 +18,8 @@ from megatron_recover.observe.verify.check import check
 def write(run_dir: Path, against: Path | None = None, place: Path | None = None) -> tuple[tuple[Path, ...], tuple[Line, ...]]:
     """Write page, Perfetto trace, summary and loss plot into the run directory.
 
-    With a `place` elsewhere, only the page is written there, with the Perfetto trace beside it
-    under the page's name. Other files there may belong to another run.
+    With a `place`, only the page is written to that file, and the Perfetto trace beside it under
+    the page's name. Other files there may belong to another run.
 
     `against`: a reference run to compare with, whose loss is drawn, too.
 

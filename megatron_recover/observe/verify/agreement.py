@@ -95,7 +95,10 @@ def equal_paces(history: History, step: Step) -> Findings:
 
 
 def backed_votes(history: History, step: Step) -> Findings:
-    """Require that all ranks hold all results of the record before their replica votes."""
+    """Require that all ranks hold all results of the record before their replica votes for it.
+
+    Votes for other records than the committed one are not judged.
+    """
     record = step.record[1] if step.record else None
     for line, vote in step.votes if record else ():
         for result in record.versions if record and record.digest == vote.digest else ():
@@ -349,9 +352,9 @@ def equal_plans(history: History, step: Step) -> Findings:
 def equal_states(history: History, step: Step) -> Findings:
     """Require that all replicas began a step with the same state, rank by rank.
 
-    This holds for steps whose record carries the state digest. The ranks must record their digests
-    before their replica votes. A replica that was outvoted commits nothing, so its digests may
-    differ.
+    This holds for steps whose record carries the state digest, as that of an agreement must. The
+    ranks must record their digests before their replica votes. A replica that was outvoted commits
+    nothing, so its digests may differ.
     """
     ranks = {rank for holders in history.bucket_ranks for rank in holders}
     voted: dict[int, int] = {}

@@ -19,7 +19,8 @@ class DecidedOnce(Rule):
     """A rule: a bucket that a member holds complete is committed as it is.
 
     The bucket is neither computed into nor reduced again. The exception is a result in which a
-    replica took part that was outvoted since: such a result is withdrawn and must be made again.
+    replica took part that was outvoted since: such a result is withdrawn and must be made again. A
+    bucket that is not decided is committed in the version of the commit's generation.
     """
 
     def takes(self) -> Mapping[type, Taker]:

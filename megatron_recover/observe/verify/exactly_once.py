@@ -109,7 +109,8 @@ def applied_once(history: History, step: Step) -> Findings:
 class AskedFor(Rule):
     """A rule: M is what the command line asks for.
 
-    All evaluations have the same M, and agreements have none.
+    All evaluations have the same M, and agreements have none. If the command line asks for no fixed
+    M, nothing is judged.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:

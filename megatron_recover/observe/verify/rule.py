@@ -67,6 +67,6 @@ def of_run(judge: Callable[[History, Gaps], Iterable[Finding]], needs: str = "fa
 
 
 def provides(history: History) -> str:
-    """Return the level of a trace."""
+    """Return the level of a trace; without `run_started` the most detailed level."""
     started = history.first(trace.RunStarted)
     return started.level if started else LEVELS[-1]

@@ -49,7 +49,10 @@ class Explorer(Moves):
     """A breadth-first search through all states of a scenario."""
 
     def run(self, limit: int = 50_000_000) -> Exploration:
-        """Explore every state. Raise MemoryError beyond `limit` states."""
+        """Explore every state, up to the first violation, which is returned in `found`.
+
+        Raise MemoryError beyond `limit` states.
+        """
         came_from: dict[JobState, JobState | None] = {}
         world = self.initial()
         ends = 0
@@ -130,7 +133,7 @@ def explored_beside(
 def main(arguments: list[str] | None = None) -> int:
     """Explore the scenarios of a configuration and return the exit code.
 
-    The code is 1 if a scenario breaks an invariant, 130 after Ctrl-C.
+    The code is 1 at the first scenario that breaks an invariant, 130 after Ctrl-C, else 0.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_recover.sim.explore.explorer", description=__doc__.split("\n\n")[0]

@@ -272,9 +272,9 @@ class Moves(Space):
     # --- what need not be tried, what need not be kept ---
 
     def settle(self, world: JobState, trail: list[Attempt] | None = None) -> JobState:
-        """Take the steps whose order does not matter, and drop useless messages.
+        """Take the steps whose order does not matter, if `reduced`, and drop useless messages.
 
-        The module's docstring lists these steps.
+        The module's docstring lists these steps. Each attempt is appended to `trail`.
         """
         while True:
             after = self.harmless(world) if self.reduced else None

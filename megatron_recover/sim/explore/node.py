@@ -485,7 +485,7 @@ class _Run:
             self.operate(position)
 
     def journal(self, plan: Plan) -> None:
-        """Record what rank 0 computes; report the duration of the first pass of a step."""
+        """Record what rank 0 computes; with `paces` report the duration of a step's first pass."""
         first = not self.ranks[0].machine.journal.started
         ids = [microbatch for done in plan.computes for microbatch in done.microbatches]
         for microbatch in ids:
@@ -496,7 +496,10 @@ class _Run:
             self.feed(0, rank.TimePass(len(ids), elapsed))
 
     def operate(self, position: int) -> None:
-        """Begin the operations across replicas of the newest plan, after the pass."""
+        """Begin the operations across replicas of the newest plan, after the pass.
+
+        There are none after a newer promise, or if the next order is `Stop`.
+        """
         one = self.ranks[position]
         plan = one.machine.taken
         if isinstance(plan, Plan):

@@ -308,7 +308,7 @@ class Space:
         return number
 
     def delivered(self, world: JobState, position: int, operation: Operation) -> Multiset | None:
-        """Return what an operation would deliver, or None while a member's data is missing."""
+        """Return what an operation would deliver; None while a member reads or sent no data."""
         version = operation.version if operation.source is not None else 0
         parts = []
         for member in operation.members if operation.source is None else (operation.source,):

@@ -288,7 +288,7 @@ def _drift(job: RandomJob) -> None:
 
 
 def _raise(job: RandomJob) -> None:
-    """Let the computation of a microbatch raise, which ends the process."""
+    """Let a random rank raise, if it runs a pass. The rank names a random microbatch and ends."""
     one = job.some_rank()
     if one is not None and one.passing is not None:
         job.note(f"replica {one.replica.number} rank {one.position} raises", one.replica.number)

@@ -250,7 +250,10 @@ class TimedJob:
         return self._works[step]
 
     def saving_s(self, rank: TimedRank) -> float:
-        """Return the seconds for which a rank saves a checkpoint before its next step."""
+        """Return the seconds for which a rank saves a checkpoint before its next step.
+
+        Return 0 if the rank has nothing to save, or saves already.
+        """
         return self.save_s if rank.course.writes is not None and not rank.saving else 0.0
 
     def reading_s(self, rank: TimedRank) -> float:
@@ -347,7 +350,10 @@ class TimedJob:
     def pass_fault(
         self, rank: TimedRank, point: FaultPoint, *, step: int | None = None, bucket: int | None = None, at: float | None = None
     ) -> None:
-        """Let a rank pass a fault point, now or `at` a time; `step` None: its current step."""
+        """Count that a rank passes a fault point; a fault that is due kills it now or `at` a time.
+
+        `step` None: the current step of the rank. Raise ValueError if the fault is no kill.
+        """
         passages = self._passages.get((rank.replica.number, rank.position))
         if passages is None:
             return
@@ -465,7 +471,7 @@ class TimedJob:
                 self.step_ended(next(reversed(self.account.steps)))
 
     def step_ended(self, step: int) -> None:
-        """Do nothing; called when all members have committed `step`, except those that are lost."""
+        """Do nothing; called when each member has committed `step` or is lost, or the job ends."""
 
     def end(self, exit_code: int, reason: str) -> None:
         """End the job, as the coordinator has decided."""

@@ -35,7 +35,7 @@ class Meeting:
 
 
 class Meetings:
-    """The meetings of a job: sums until they are over, copies until `forget`."""
+    """The meetings of a job: sums until the last rank has its result, others until `forget`."""
 
     def __init__(self, job: JobParts) -> None:
         self.job = job

@@ -70,7 +70,8 @@ def _interval(scenario: Scenario) -> int:
 def young_daly(scenario: Scenario) -> tuple[float, float]:
     """Return the interval between saves in steps, by Young's formula and by Daly's, at full size.
 
-    Daly's formula has higher-order terms.
+    Daly's formula has higher-order terms. Without losses both are the steps of the job; if a save
+    takes no time, both are 1.
     """
     assert scenario.checkpoint is not None
     job, save_s = scenario.job, scenario.checkpoint.save_s
@@ -121,13 +122,16 @@ def _checkpoint_restart(scenario: Scenario, interval: int, policy: PolicyName) -
 def shrink(scenario: Scenario) -> Outcome:
     """Return the outcome where survivors finish the step without the lost share.
 
-    They continue with a smaller batch.
+    They continue with a smaller batch. Each replica has M // replicas microbatches from the start.
     """
     return _smaller(scenario, "shrink", keep_step=True)
 
 
 def drop_step(scenario: Scenario) -> Outcome:
-    """Return the outcome where all drop the step of a loss, and continue with a smaller batch."""
+    """Return the outcome where all drop the step of a loss, and continue with a smaller batch.
+
+    Each replica has M // replicas microbatches from the start.
+    """
     return _smaller(scenario, "drop-step", keep_step=False)
 
 

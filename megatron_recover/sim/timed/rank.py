@@ -172,7 +172,10 @@ class TimedRank:
     # --- training thread ---
 
     def begin(self) -> None:
-        """Arrive at the next step of the training loop, or at its end."""
+        """Arrive at the next step of the training loop, or at its end.
+
+        If the rank has to read or to save first, it does so and arrives later.
+        """
         if not self.alive:
             return
         if reads_s := self.job.reading_s(self):
@@ -291,7 +294,10 @@ class TimedRank:
             begin += len(microbatches)
 
     def _operate(self) -> None:
-        """Begin the operations across replicas of the newest plan: the pass is over."""
+        """Begin the operations across replicas of the newest plan: the pass is over.
+
+        There are none after a newer promise, or if the next order is `Stop`.
+        """
         plan = self.machine.taken
         if not isinstance(plan, Plan):
             return
@@ -308,7 +314,7 @@ class TimedRank:
             self.job.meetings.arrive(self, self.operations[0])
 
     def completed(self, operation: Operation, checksum: int | None) -> None:
-        """Note that this rank's operation has delivered a result.
+        """Note that this rank's operation has delivered a result, unless the rank has left it.
 
         `checksum` None: the rank only sent one.
         """
@@ -333,7 +339,7 @@ class TimedRank:
         stalled: bool = False,
         miscounted: bool = False,
     ) -> None:
-        """Report that this rank's operation has failed here."""
+        """Report that this rank's operation has failed here, unless the rank has left it."""
         if not self.alive or not self.operations or key_of(self.operations[0]) != key_of(operation):
             return
         self._leave()
