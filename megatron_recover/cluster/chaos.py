@@ -226,6 +226,7 @@ def unstruck(faults: Sequence[Fault], struck: Sequence[tuple[int, int, str | Non
     left = Counter(struck)
     for number, fault in enumerate(faults, 1):
         where = (fault.replica, fault.rank, fault.point.value)
-        if not left[where]:
+        if left[where]:
+            left[where] -= 1
+        else:
             yield number, fault
-        left[where] -= 1

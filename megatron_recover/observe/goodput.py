@@ -72,7 +72,7 @@ class Goodput:
     def steps(self) -> tuple[StepTime, ...]:
         """Return all committed steps with microbatches and a plan in the trace, in their order."""
         history = self._history
-        announced = sorted((event.t, event) for event in history.generations.values())
+        announced = sorted(history.generations.values(), key=lambda event: (event.t, event.generation))
         found: list[StepTime] = []
         passed = 0
         roster: tuple[int, ...] = ()
@@ -82,11 +82,11 @@ class Goodput:
             if not microbatches or facts.planned_at is None:  # no microbatches: an agreement; no plan: the trace lacks it
                 continue
             begin = found[-1].end if found else facts.planned_at
-            while passed < len(announced) and announced[passed][0] <= begin:
-                roster, passed = announced[passed][1].roster, passed + 1
+            while passed < len(announced) and announced[passed].t <= begin:
+                roster, passed = announced[passed].roster, passed + 1
             replicas, is_disturbed = len(roster), False
-            while passed < len(announced) and announced[passed][0] <= record.t:
-                newer, passed = announced[passed][1], passed + 1
+            while passed < len(announced) and announced[passed].t <= record.t:
+                newer, passed = announced[passed], passed + 1
                 is_disturbed |= newer.request is None
                 roster = newer.roster
             found.append(StepTime(step, record.label, begin, record.t, replicas, microbatches, is_disturbed))

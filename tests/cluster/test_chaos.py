@@ -223,6 +223,7 @@ def test_what_never_struck_is_named_once_for_each_passage_that_is_missing() -> N
     faults.append(Fault(replica=2, rank=0, point=FaultPoint.REDUCE))
     assert list(unstruck(faults, [(1, 0, "forward"), (2, 1, None)])) == [(2, faults[1]), (3, faults[2])]
     assert list(unstruck(faults, [(2, 0, "reduce"), (1, 0, "forward"), (1, 0, "forward")])) == []
+    assert list(unstruck(faults[:2], [])) == [(1, faults[0]), (2, faults[1])]
 
 
 @pytest.mark.parametrize("point", FaultPoint, ids=lambda point: point.value)

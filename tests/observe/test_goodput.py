@@ -52,6 +52,22 @@ def test_with_as_many_replicas_never_undisturbed_the_nearest_number_tells() -> N
     assert goodput.lost_s == pytest.approx(0.4)
 
 
+def test_generations_announced_at_the_same_time_count_in_their_order() -> None:
+    run = traces.Run(replicas=4, microbatches=12)
+    run.quiet_step()
+    run.step_with_kill_in_backward(3)
+    run.step_with_kill_in_backward(2)
+    history = timed(run.finish(), [1.0, 2.0, 0.0])
+    at = [event.t for event in history.generations.values()]
+    assert at[-1] > at[-2]
+    together = [
+        (line, msgspec.structs.replace(event, t=at[-2]) if event is history.generations[len(at) - 1] else event)
+        for line, event in history.events
+    ]
+    steps = Goodput(History(together)).steps
+    assert [one.replicas for one in steps] == [4, 4, 2]
+
+
 def test_of_two_other_numbers_of_replicas_the_nearer_tells() -> None:
     run = traces.Run(replicas=4, microbatches=12)
     run.quiet_step()

@@ -81,7 +81,7 @@ def test_what_is_dealt_for_the_first_time_after_a_loss_is_not_redone() -> None:
     job = job_of(what, kill(1, 0, "optimizer", 1))
     assert job.run().exit_code == 0
     [recovery] = job.account.recoveries.values()
-    assert 0.5 > what.compute.optimizer_s and recovery.step == 2
+    assert what.compute.optimizer_s < 0.5 and recovery.step == 2
     assert (recovery.redone, recovery.in_schedule) == (0, 0)
 
 

@@ -64,7 +64,7 @@ class Deals:
                 dealt.setdefault(microbatch, []).append(deal)
 
     def num_redone(self, plan: Plan, microbatches: Collection[MicrobatchId]) -> int:
-        """Return how many of a plan's `microbatches` an older plan had dealt for the same bucket."""
+        """Return how many of a plan's `microbatches` an older plan dealt for the same bucket."""
         if self._oldest.get(plan.step, plan.generation) >= plan.generation:
             return 0
         dealt = self._dealt[plan.step]

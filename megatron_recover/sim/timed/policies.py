@@ -16,6 +16,9 @@ shrink
 drop-step
     All replicas drop the step of a loss, and the batch shrinks from then on (torchft without
     spares: `should_commit`).
+
+If M is not a multiple of the replicas at the start, the last two leave the remainder out from the
+first step.
 """
 
 from __future__ import annotations

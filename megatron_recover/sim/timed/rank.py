@@ -286,7 +286,9 @@ class TimedRank:
     def _account(self) -> None:
         """Account for what rank 0 has finished of the pass that runs; it ends now."""
         running, begin = self.passing, 0
-        for plan in running.plans if running is not None and self.position == 0 else ():
+        if running is None or self.position != 0:
+            return
+        for plan in running.plans:
             microbatches = microbatches_of(plan)
             ends = map(running.backward_ends, range(begin, begin + len(microbatches)))
             finished = [one for one, end in zip(microbatches, ends, strict=True) if end <= self.job.clock.now]
