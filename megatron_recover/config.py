@@ -40,7 +40,7 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     min_replicas: int = 1
     """Least number of replicas to train with. With fewer, but at least one, the run ends with exit
-    code 10, with a checkpoint if `--save` is set."""
+    code 10, with a checkpoint if it has trained and `--save` is set."""
     determinism: Literal["fast", "exact"] = "fast"
     """`exact`: gradients are accumulated on a grid in fp64, so that parameters are bit-identical to
     those of the failure-free run, whichever replica computed what. `fast`: all replicas are

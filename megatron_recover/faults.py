@@ -137,7 +137,7 @@ _POINTS_WITH = {
 
 
 def never_passed(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield each key of a fault that does not fit its point, with the remedy.
+    """Yield each key of a fault that does not fit its point, with a text that has the remedy.
 
     `table` is the fault as written in a file. Such a fault would strike nowhere. Yield nothing for
     an unknown point or for `compute`.

@@ -38,7 +38,7 @@ def mistakes(
     *,
     strict: bool = True,
 ) -> Iterator[Mistake]:
-    """Yield each key that is wrong or missing in a table that is to become a `kind`.
+    """Yield a `Mistake` for each wrong or missing key of a table that is to become a `kind`.
 
     `limits` has the least and the greatest value of numbers, by key. Without `strict` numbers may
     be written as strings.
@@ -97,5 +97,5 @@ def line_of_key(text: str, key: str, start: int) -> int:
 
 
 def located(text: str, table: Mapping[str, object], start: int, found: Iterator[Mistake]) -> list[str]:
-    """Return each mistake in a table with its line; the header of the table is in line `start`."""
+    """Return each mistake in a table with its line, for a missing key the header's line `start`."""
     return [f"line {line_of_key(text, key, start) if key in table else start}: {mistake}" for key, mistake in found]

@@ -26,7 +26,7 @@ SCRIPT = pathlib.Path(__file__).resolve().with_name("pretrain_gpt.py")
 
 
 def main() -> None:
-    """Train with stretched forwards and backwards."""
+    """Train with stretched forwards; with flags also stretch backwards, close passes at once."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="%(prog)s --paced-forward-s SECONDS ...")
     parser.add_argument("--paced-forward-s", type=float, required=True)
     parser.add_argument("--paced-backward-s", type=float, default=0.0)

@@ -31,7 +31,9 @@ FIELDS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
 def batch_of(data_iterator: Iterator[dict[str, Tensor]], args: Namespace, vp_stage: int | None) -> dict[str, Tensor | None]:
     """Return the tensors of the next microbatch that this stage needs, on every rank of the stage.
 
-    Tensor-parallel rank 0 reads the samples; the other ranks receive the tensors.
+    On a stage in the middle all are None and nothing is read. Else tensor-parallel rank 0 reads the
+    samples, and the other tensor-parallel ranks receive the tensors. Each context-parallel rank
+    keeps its part of the sequence.
     """
     from megatron.core import mpu
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
@@ -140,9 +142,9 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Sequence[GPTDataset | None]:
-    """Return training, validation and test set with at least `num_samples` samples each.
+    """Return training, validation and test set, as upstream's builder makes them for `num_samples`.
 
-    Ranks that read no data get None for each.
+    A set without data is None; so is each set on ranks that read no data.
     """
     from megatron.core import mpu
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

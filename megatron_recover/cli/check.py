@@ -2,7 +2,8 @@
 
 The exit code is 14 if an invariant is broken, two exact runs differ, the run ended without a step,
 the trace lacks its start, or a trace with its end cannot be compared with the reference. Otherwise
-it is 3 if the run has not ended, or if part of it could not be judged.
+it is 3 if the run has not ended, or if part of it could not be judged. Without a readable trace it
+is 2.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _json(verdict: Verdict) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Judge one run directory and return the exit code."""
+    """Judge one run, print the verdict and return the exit code; exit with 2 without a trace."""
     parser = Parser(
         prog="megatron-recover check",
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",

@@ -25,10 +25,10 @@ between machines."""
 
 
 def files_in(paths: Sequence[Path], suffixes: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths that are no directories, and the files of each directory in sorted order.
+    """Yield the paths that are no directories, and the files below each directory, sorted.
 
-    In directories only files with one of the suffixes count; without suffixes all do. Files of
-    packages that pip installed do not count. Raises OSError if a directory cannot be read, since
+    In directories only files with one of the suffixes count; without suffixes all do. Files there
+    of packages that pip installed do not count. Raises OSError if a directory cannot be read, since
     the data set must not silently lack part of the input.
     """
     for path in paths:
@@ -83,7 +83,10 @@ def write_dataset(output: Path, files: Iterable[Path]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Suppress warnings of torch and Megatron about GPUs, which do not matter to a data set."""
+    """Suppress all warnings, and all log lines up to level WARNING, inside this context.
+
+    Imports of torch and Megatron warn about GPUs, which do not matter to a data set.
+    """
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -111,7 +114,10 @@ def _unreadable(error: OSError) -> str:
 
 
 def _input(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files with text in them. Raises ValueError with one line for each mistake."""
+    """Return the files that are not empty, and named paths such as pipes, whose size is unknown.
+
+    Raises ValueError with one line for each mistake, also if there are no such files.
+    """
     wrong = [f"--suffix {suffix} does not begin with a dot; write it like .py" for suffix in suffixes if suffix[:1] != "."]
     try:
         wrong += [f"PATH {path} does not exist; correct it" for path in paths if not path.exists()]
@@ -130,7 +136,8 @@ def _claim(prefix: str, *, overwrite: bool) -> Path:
     """Return the output prefix after a check that files can be written there.
 
     Creates the folder of the files. The check comes before imports that take seconds. Raises
-    ValueError, or OSError.
+    ValueError for a bad prefix, and for existing files without `overwrite`. Raises OSError if
+    nothing can be written.
     """
     output = Path(prefix)
     if os.path.basename(prefix) in ("", ".", ".."):

@@ -283,10 +283,11 @@ class _Demo:
         self._command("run", *replicas, *flags, "--", str(PRETRAIN), *megatron)
 
     def _command(self, *arguments: str) -> None:
-        """Run one verb in a separate process, and show its output indented.
+        """Run one verb in a separate process, and show its output indented and short.
 
         Its output also goes to a file. Its stderr goes to another file, which matters only if the
-        command fails. Raises RuntimeError unless the exit code is 0.
+        command fails. Kills the process after `DEADLINES.deadline_s`. Raises RuntimeError unless
+        the exit code is 0.
         """
         command = [sys.executable, "-m", "megatron_recover", *arguments]
         log, errors = (self.folder / f"{arguments[0]}.{kind}" for kind in ("log", "err"))
@@ -311,7 +312,10 @@ class _Demo:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a run and leave no process: ranks that have lost their launcher end by themselves."""
+    """End a command that still runs: by SIGTERM, then by SIGKILL; wait `stop_s` after each.
+
+    Ranks that have lost their launcher end by themselves.
+    """
     for tell in (process.terminate, process.kill):
         if process.poll() is None:
             tell()

@@ -157,7 +157,7 @@ def _column(layouts: Sequence[Judged], name: str) -> bool:
 
 
 def table(shown: Sequence[Judged]) -> Table:
-    """Return the table of some layouts; the first that fits is marked as chosen."""
+    """Return the table of some layouts; the first is marked as chosen if it fits."""
     found = Table(box=None, pad_edge=False, header_style="")
     dimensions = [("replicas", "replicas"), ("tp", "TP"), ("pp", "PP")]
     dimensions += [(name, title) for name, title in (("cp", "CP"), ("ep", "EP")) if _column(shown, name)]
@@ -262,7 +262,7 @@ def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
 
 
 def _lower(sizes: Sizes) -> list[tuple[str, Sizes]]:
-    """Return a remedy for each flag that forbids layouts, with the sizes that it would lead to."""
+    """Return a remedy for each flag that may forbid layouts, with the sizes that it leads to."""
     given = sizes.flags
     changed = {
         "--recover-min-replicas": msgspec.structs.replace(given, min_replicas=1),
@@ -272,7 +272,7 @@ def _lower(sizes: Sizes) -> list[tuple[str, Sizes]]:
 
 
 def _remedies(sizes: Sizes, gpus: Gpus, job: Undecided, flags: Sequence[str], smallest: int) -> list[str]:
-    """Return each change after which a rank would need less than `smallest`."""
+    """Return those of a few changes that let some layout need less than `smallest` bytes a rank."""
     words = {word.partition("=")[0] for word in flags}
     numerics, replace = sizes.numerics, msgspec.structs.replace
     tried = [("use more GPUs (--nodes)", sizes, replace(gpus, num_nodes=2 * gpus.num_nodes))]
@@ -311,7 +311,10 @@ def _nothing_allowed(sizes: Sizes, gpus: Gpus, job: Undecided) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the layouts of a job and return the exit code."""
+    """Print the layouts of a job; return 0 if one fits, else exit with 2.
+
+    Exits with 2 also for bad input, and with 1 if the script fails.
+    """
     parser = _parser()
     if "--" not in argv and not {"-h", "--help"} & {*argv}:
         parser.error("-- is missing before the script" if any(map(os.path.isfile, argv)) else _NO_SCRIPT)
@@ -354,7 +357,7 @@ def main(argv: list[str]) -> int:
 
 
 def _print(found: Sequence[Judged], sizes: Sizes, gpus: Gpus, script: str, *, everything: bool) -> None:
-    """Print the layouts, and the chosen one if any fits."""
+    """Print the layouts, not all unless `everything`, and the chosen one if any fits."""
     fitting = [each for each in found if each.fits]
     shown = found if everything else fitting[:_ROWS] or found[:_ROWS_OF_NONE]
     print(

@@ -263,7 +263,10 @@ def _empty(folder: Path) -> None:
 
 
 def _report(job: Job, launcher: Launcher) -> None:
-    """Make `summary.json` and the loss plot, and report the faults of the run that never struck."""
+    """Make `summary.json` and the loss plot, or print why there are none.
+
+    Once they are made, print the faults of the run that never struck.
+    """
     run_dir = job.run_dir
     why: str | None = "the end of the trace could not be written"  # no second wait for a disk that did not answer
     if launcher.is_recorded:

@@ -55,7 +55,7 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Simulate one scenario, or run it, and print the result."""
+    """Simulate one scenario, with `--processes` also run it, and print the result."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -77,7 +77,10 @@ def main(argv: list[str]) -> int:
 
 
 def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scenario) -> int:
-    """Run the scenario on real processes and compare its step times with the simulated ones."""
+    """Run the scenario on real processes and compare its step times with the simulated ones.
+
+    Returns 0, or without a comparison the exit code of a run that failed.
+    """
     from megatron_recover.cli import data, run
     from megatron_recover.cluster import chaos, rehearsal
     from megatron_recover.cluster.job import claim_folder

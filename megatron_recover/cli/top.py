@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def _end(event: trace.RunFinished, run_dir: Path) -> str:
-    """Return how a run ended and, after a bad end, the command that shows what to do next."""
+    """Return how a run ended; after a bad end with a log, also the command that shows why."""
     end = f"ended with exit code {event.exit_code} ({ExitCode.words(event.exit_code)}) after {event.t:.0f} s"
     log = run_dir / LAUNCHER_LOG
     if event.exit_code == ExitCode.OK or not log.is_file():  # the log is elsewhere if only the trace was copied

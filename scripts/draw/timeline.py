@@ -31,7 +31,7 @@ class Action(NamedTuple):
     is_backward: bool
 
     def needs(self, pipe: Pipeline) -> Action | None:
-        """Return the action, on any stage, that must end first; None for the first forward."""
+        """Return the action, on any stage, that must end first; None for a microbatch's first."""
         ahead = -1 if not self.is_backward else 1
         stage, chunk = self.stage + ahead, self.chunk
         if not 0 <= stage < pipe.num_stages:
