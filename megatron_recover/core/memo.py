@@ -25,7 +25,7 @@ class newest_kept[**Arguments, Answer]:  # noqa: N801 - used as a decorator
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Arguments.args, **named: Arguments.kwargs) -> Answer:
-        """Return the answer of the function."""
+        """Return the function's answer. Call it only if the arguments differ from the newest."""
         kept = self._newest  # one read: another thread may replace it meanwhile
         if kept is None or kept[:2] != (args, named):
             self._newest = kept = (args, named, self._function(*args, **named))

@@ -52,7 +52,7 @@ def fresh_plan(
     speeds: Speeds = UNKNOWN,
     pipeline: Pipeline = ONE_STAGE,
 ) -> Plan:
-    """Return the plan of a step of which no member holds anything.
+    """Return the plan of one member for a step of which no member holds anything.
 
     `speeds` must have learned from all the steps before.
     """

@@ -43,7 +43,7 @@ def loss_of(status: int, *, started: bool, out_of_memory: bool = False) -> LossK
     `pretrain`. After that it has left without the others (`sys.exit`), and the kind is that of a
     signal from outside, `PROCESS_ENDED`.
     `out_of_memory`: the kernel has just killed a process of the rank's control group for want of
-    memory, possibly this one.
+    memory, possibly this one. It counts only with SIGKILL.
     """
     if -status in SIGNALS_OF_COMPUTATION or (status == -_SIGKILL and out_of_memory):
         return LossKind.CRASHED

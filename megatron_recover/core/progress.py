@@ -27,7 +27,7 @@ class Phase(enum.IntEnum):
     EVALUATION = 9
     """A forward of an evaluation step."""
     PIPELINE = 10
-    """Exchanging data with other stages of the replica, between two computations of a pass."""
+    """Between two computations of a pass, in which stages of the replica exchange data."""
     REDUCTION = 11
     """Summing buckets over lanes and replicas, and waiting for the others in it."""
     OPTIMIZER = 12

@@ -15,8 +15,8 @@ Note [What a pass takes]
 
 Note [Quota 0]
     A member gets quota 0 if its one microbatch would end later than the whole shares of the others.
-    Such a member takes part in the reduction only. Its plan has no pass: upstream's schedules
-    cannot run an empty one (they would run one microbatch and divide its loss by 0).
+    Such a member takes part in reduction and vote only. Its fresh plan has no pass: upstream's
+    schedules cannot run an empty one (they would run one microbatch and divide its loss by 0).
     Note [Members that compute nothing] in `core/speed.py` describes how the share comes back.
 """
 

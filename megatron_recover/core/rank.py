@@ -22,18 +22,18 @@ Caller's contract
   - `Apply`: the results are the gradient now. Continue with the next step.
   - `Stop`: end.
 
-* A result counts if and only if it is in `state.held` after `Hold`. Otherwise drop the result:
-  a newer generation was promised.
+* A result counts if and only if it is in `state.held` after `Hold`. Otherwise drop the result.
 * `Retire(g)`: revoke every transport of a generation below g. From its return on no thread of
-  them writes memory that anything else can reach (`data_plane/transport.py`). `Retire(g)` comes
-  before the acknowledgement `ToLeader(Promised(g))`; INV-5 and INV-8 rest on this order.
+  them writes memory that anything else can reach (`data_plane/transport.py`). At a promise
+  `Retire(g)` comes before the acknowledgement `ToLeader(Promised(g))`; INV-5 and INV-8 rest on
+  this order. A `Stop` has no acknowledgement.
 
 Note [Passes]
     All ranks of a replica run the same passes of the schedule. They have to agree on the
     microbatches of a pass without waiting for each other.
 
     - A pass begins with a `Plan` that has computes.
-    - The pass includes the computes of every `Plan` that follows in the stream of orders.
+    - The pass includes the computes of every `Plan` that follows before `Close`.
     - The pass ends at `Close`. Rank 0 (of the first stage) feeds `AskClose` when it begins the last
       forward that it knows of. The leader then puts `Close` into the stream, at the same place for
       all.
@@ -172,7 +172,7 @@ class Block(Value, frozen=True):
 
 
 class Fail(Value, frozen=True):
-    """Computing a microbatch raised; the process is about to end."""
+    """An exception is about to end the process."""
 
     microbatches: tuple[MicrobatchId, ...]
     """The microbatches of `values.RankFailing`."""
@@ -233,7 +233,7 @@ def may_run(state: RankState, generation: Generation) -> bool:
 
 
 def _on_promise(state: RankState, order: Promise) -> Step:
-    """Retire older transports, report what is held, and acknowledge, in this order."""
+    """Retire older transports, report what is not reported yet, and acknowledge, in this order."""
     if order.generation <= state.promised:
         return state, ()
     state, effects = _flush(replace(state, promised=order.generation))
@@ -244,7 +244,7 @@ def _on_promise(state: RankState, order: Promise) -> Step:
 
 
 def _on_order(state: RankState, order: Plan | Close | Apply) -> Step:
-    """Queue the order for the training thread; an `Apply` must name only results that are held."""
+    """Queue the order, unless `Stop` is queued; an `Apply` must name only results that are held."""
     if state.queue and isinstance(state.queue[0], Stop):
         return state, ()
     if isinstance(order, Apply):
@@ -273,14 +273,14 @@ def _on_stop(state: RankState, order: Stop) -> Step:
 
 
 def _on_begin(state: RankState, begin: Begin) -> Step:
-    """Report the step to the leader; a follower only reports requests and a digest, if any."""
+    """Report the step to the leader; ranks other than 0 only with a request or a digest."""
     if state.rank != 0 and not begin.requests and begin.digest is None:
         return state, ()
     return state, (ToLeader(Begun(state.rank, state.step, begin.work, begin.requests, begin.digest)),)
 
 
 def _on_take(state: RankState, _: Take) -> Step:
-    """Take the next order: `Close` ends the pass; a plan drops the results that it replaces."""
+    """Take an order: `Close` ends the pass, `Apply` the step; a plan drops what it replaces."""
     if not state.queue:
         raise ValueError("there is no order to take: ask only when the queue is not empty")
     order, *rest = state.queue
@@ -302,7 +302,7 @@ def _on_take(state: RankState, _: Take) -> Step:
 
 
 def _on_ask_close(state: RankState, _: AskClose) -> Step:
-    """Request `Close` from the leader, which orders it to all ranks at the same place."""
+    """Request `Close` from the leader, only on rank 0, in a pass, and once."""
     if state.rank != 0 or not state.in_pass or state.has_asked:
         return state, ()
     return replace(state, has_asked=True), (ToLeader(CloseAsked(state.rank, state.step)),)
@@ -326,7 +326,7 @@ def _on_time_pass(state: RankState, measured: TimePass) -> Step:
 
 
 def _on_hold(state: RankState, completed: Hold) -> Step:
-    """Store a result that the plan asks for, while it may run; report when the plan has all."""
+    """Store a result of the plan, while the plan may run; report all once none is missing."""
     plan, held = state.taken, completed.held
     if not isinstance(plan, Plan) or not may_run(state, plan.generation):
         return state, ()
@@ -355,7 +355,7 @@ def _on_block(state: RankState, failed: Block) -> Step:
 
 
 def _on_fail(state: RankState, raised: Fail) -> Step:
-    """Report to the leader which microbatches of which step raised."""
+    """Report an exception to the leader, with the microbatches at fault, if any."""
     label = state.taken.work.label if isinstance(state.taken, Plan) else f"step {state.step}"
     return state, (ToLeader(RankFailing(state.rank, state.step, label, raised.microbatches, raised.error)),)
 

@@ -93,7 +93,10 @@ Step = tuple[ReplicaState, tuple[Effect, ...]]
 
 
 def step(state: ReplicaState, message: Input) -> Step:
-    """Apply one input. Ignore an input that `TABLE` does not list for the phase of the state."""
+    """Apply one input. Ignore an input that `TABLE` does not list for the phase of the state.
+
+    A defect raises ValueError or InvariantViolation.
+    """
     row = TABLE[state.phase].get(type(message))
     if row is None:
         return state, ()
@@ -128,7 +131,10 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
 
 
 def _voided(state: ReplicaState, new: NewGeneration) -> ReplicaState:
-    """Give up what this replica has of the step that `new.void` names, once for each `Void`."""
+    """Give up what this replica has of the step that `new.void` names, once for each `Void`.
+
+    With `gives_up` also replace the work of the step.
+    """
     if new.void is None or new.void == state.void:
         return state
     if state.work is None or new.void.step != state.step:
@@ -165,7 +171,7 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
 
 
 def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
-    """Keep each status and forward it in a tree; make the common plan once all have come."""
+    """Keep the newest statuses; when EXCHANGING forward them in a tree, and plan with the last."""
     if message.generation < state.generation:
         return state, ()
     if message.generation == state.generation and state.phase not in (ReplicaPhase.PROMISING, ReplicaPhase.EXCHANGING):
@@ -178,7 +184,11 @@ def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
 
 
 def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
-    """Forward the statuses if a subtree is complete since `before`; plan once none is missing."""
+    """Forward the statuses if a subtree is complete since `before`; plan once none is missing.
+
+    A replica that is behind first adopts the record of its step. The plan waits in phase IDLE until
+    the step has begun. If the statuses disagree, report that instead.
+    """
     statuses = tuple(status for status in state.statuses if status.generation == state.generation)
     effects = forwarded(state, before, Statuses(state.replica, state.generation, statuses))
     if waiting_for(state):
@@ -205,7 +215,7 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
 
 
 def _on_begun(state: ReplicaState, report: Begun) -> Step:
-    """Store a rank's requests and digest; rank 0's report also begins the step and its plan."""
+    """Store requests and digest; rank 0 begins the step. Then order the plan or vote, if due."""
     # A signal may reach one follower alone, and late: its request is then part of the next vote.
     state = replace(state, requests=unite((state.requests, report.requests)))
     if report.step != state.step:
@@ -225,14 +235,17 @@ def _on_close_asked(state: ReplicaState, report: CloseAsked) -> Step:
 
 
 def _on_pass_timed(state: ReplicaState, report: PassTimed) -> Step:
-    """Store this replica's pace in nanoseconds per microbatch, for its next vote."""
+    """Store this replica's pace in nanoseconds per microbatch, for its votes on training steps."""
     pipeline = state.shape.pipeline
     pace = report.elapsed_ns * pipeline.num_chunks // ticks(report.num_microbatches, pipeline)
     return replace(state, pace_ns=max(1, pace)), ()
 
 
 def _start(state: ReplicaState) -> Step:
-    """Order the waiting plan, or a fresh one; needs phase IDLE, and that the step has begun."""
+    """Order the waiting plan, or a fresh one, if the step has begun. Needs phase IDLE.
+
+    If the waiting plan is of other work, report that instead. If nothing is missing, also vote.
+    """
     if state.work is None:
         return state, ()
     plan = state.plan or fresh_plan(
@@ -260,7 +273,7 @@ def _start(state: ReplicaState) -> Step:
 
 
 def _on_holds(state: ReplicaState, report: Holds) -> Step:
-    """Store the results that a rank holds; vote once all hold all and no digest is missing."""
+    """Store results of the plan; when WORKING vote once no result and no digest is missing."""
     if state.plan is None or report.step != state.step or not state.held:
         return state, ()
     if state.phase is ReplicaPhase.PROMISING and report.rank in state.promised:
@@ -290,7 +303,7 @@ def _vote(state: ReplicaState) -> Step:
 
 
 def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
-    """Keep the votes, forward them in a tree; commit once all have voted for the same record."""
+    """Keep the votes; when VOTED forward them in a tree, and commit once all votes are equal."""
     # Votes of a newer generation or of the next step cannot have been cast: the former need this
     # replica's status, the latter its local gradient, which exists only after this commit.
     if isinstance(message, Vote):
@@ -303,7 +316,10 @@ def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
 
 
 def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
-    """Forward the votes if a subtree is complete since `before`; commit once none is missing."""
+    """Forward the votes if a subtree is complete since `before`; commit once none is missing.
+
+    If the votes disagree, report that instead.
+    """
     effects = forwarded(state, before, Votes(state.replica, state.generation, state.step, state.votes))
     outcome = tally(state.votes, state.roster)
     if outcome is None:
@@ -347,7 +363,7 @@ def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect
 
 
 def _on_blocked(state: ReplicaState, report: RankBlocked) -> Step:
-    """Report a miscounted sum, or request a newer generation once; always report a stall."""
+    """Report a miscount of this attempt; else request a generation once, and report every stall."""
     if report.miscounted is not None:
         # A late report is about an attempt that is over: it must not make the present one void.
         if (report.generation, report.miscounted) != (state.generation, state.step) or state.phase is not ReplicaPhase.WORKING:
@@ -363,14 +379,14 @@ def _on_blocked(state: ReplicaState, report: RankBlocked) -> Step:
 
 
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
-    """Request a newer generation: messages on the broken link may be lost."""
+    """Request a newer generation if the peer is a neighbour: messages on the link may be lost."""
     if lost.peer not in neighbours(state.roster, state.replica, state.tree_above):
         return state, ()
     return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
 
 
 def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
-    """Request a newer generation; `Entered.waited_for` will name the members that were missing."""
+    """Request a newer generation, unless the wait is over; `Entered` later names the missing."""
     missing = waiting_for(state)
     if not missing or (expired.generation, expired.step) != (state.generation, state.step):
         return state, ()
@@ -387,7 +403,7 @@ def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...], 
 
 
 def _on_failing(state: ReplicaState, report: RankFailing) -> Step:
-    """Report to the coordinator which microbatches a rank was computing when it raised."""
+    """Report a rank's exception to the coordinator, with the microbatches at fault, if any."""
     return state, (ToCoordinator(ReplicaFailing(state.replica, report.label, report.microbatches, report.error)),)
 
 

@@ -165,7 +165,7 @@ class ToCoordinator(Value, frozen=True):
 
 
 class Decided(Value, frozen=True):
-    """The decisions of a status exchange and their reason; the plan itself follows in `ToRanks`."""
+    """The decisions of a status exchange, and why; the plan follows once the step begins."""
 
     step: int
     generation: Generation

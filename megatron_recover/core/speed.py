@@ -58,7 +58,7 @@ class Estimate(Value, frozen=True):
     pace_ns: int = 0
     """Nanoseconds per microbatch; 0 while nothing is known."""
     num: int = 0
-    """Number of measurements in the mean; stays at `MEMORY`."""
+    """Number of measurements in the mean; stays at `MEMORY`. 1 while the estimate shrinks."""
     odd_ns: int = 0
     """The last measurement if it was far from `pace_ns`, else 0.
 
@@ -90,9 +90,9 @@ def reported_paces(speeds: Speeds, replica: ReplicaId, pace_ns: int) -> tuple[tu
 
 @newest_kept
 def learn(speeds: Speeds, record: Record) -> Speeds:
-    """Learn from a committed record, once: ignore a record that was learned from before.
+    """Return the speeds after a committed record; unchanged if it was learned from before.
 
-    Only training steps have paces.
+    Only training steps have paces. A record without paces only counts.
     """
     if record.step < speeds.num_steps:
         return speeds
@@ -105,7 +105,7 @@ def learn(speeds: Speeds, record: Record) -> Speeds:
 
 @newest_kept
 def paces(speeds: Speeds, members: Sequence[ReplicaId]) -> tuple[int, ...]:
-    """Return nanoseconds per microbatch of each member, or all 1 if the members are alike.
+    """Return nanoseconds per microbatch of each member, or all 1 if they are alike or unknown.
 
     An unknown member has the median of the others.
     """
@@ -120,7 +120,10 @@ def paces(speeds: Speeds, members: Sequence[ReplicaId]) -> tuple[int, ...]:
 
 
 def _estimated(before: Estimate, measured: int) -> Estimate:
-    """Return the new estimate by rules (1) and (2) of Note [Noise]."""
+    """Return the new estimate by rules (1) and (2) of Note [Noise].
+
+    `measured` is 0 for a member that computed nothing: then a known estimate shrinks.
+    """
     pace, num, odd = before.pace_ns, before.num, before.odd_ns
     if not measured:  # Note [Members that compute nothing]
         return replace(before, pace_ns=max(1, pace - pace // FORGETTING), num=1, odd_ns=odd or pace) if pace else before

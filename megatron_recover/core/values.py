@@ -36,7 +36,7 @@ end of the pass   `ask_close`         `AskClose`        `CloseAsked`
 time of a pass    `pass_timed`        `TimePass`        `PassTimed`
 result            `hold`              `Hold`            `Holds`
 failed sum        `blocked`           `Block`           `RankBlocked`     `ReplicaBlocked`
-failed backward   `failing`           `Fail`            `RankFailing`     `ReplicaFailing`
+exception         `failing`           `Fail`            `RankFailing`     `ReplicaFailing`
 save              `saving`            `Save`            `RankSaving`      `ReplicaSaving`
 end of training   `close`             `Finish`          `RankFinished`    `ReplicaFinished`
 promise                               `Promise`         `Promised`        `Entered`
@@ -280,7 +280,7 @@ class Promise(Value, frozen=True):
 
 
 class Plan(Value, frozen=True):
-    """Order to work on a step: compute, then transfer, then reduce.
+    """Order to work on a step: compute, transfer and reduce.
 
     Transfers and reductions cross replicas, and end early when a newer generation comes. Computing
     and sums over lanes stay inside the replica and always run in full: all ranks of a replica
@@ -310,7 +310,7 @@ class Close(Value, frozen=True):
 
 
 class Apply(Value, frozen=True):
-    """Order to apply a committed step: the results become the gradient, and the optimizer runs."""
+    """Order to apply a committed step. In training the results become the optimizer's gradient."""
 
     record: Record
     generation: Generation
@@ -332,7 +332,7 @@ Order = Promise | Plan | Close | Apply | Stop
 
 
 class Begun(Value, frozen=True):
-    """The rank arrives at a step. Rank 0 begins it; others report only requests or a digest."""
+    """The rank arrives at a step. Rank 0 always reports it, others with requests or a digest."""
 
     rank: int
     step: int
@@ -457,7 +457,7 @@ class Void(Value, frozen=True):
     """Contributions and results of older generations are void."""
     gives_up: bool = False
     """True if the step was miscounted again when it was computed anew. Then it is committed without
-    a result (`Work.given_up`): nothing changes, and the job ends with its state saved."""
+    a result (`Work.given_up`): nothing changes, and the job ends."""
 
 
 class NewGeneration(Value, frozen=True):
@@ -497,7 +497,7 @@ class Entered(Value, frozen=True):
     generation: Generation
     step: int
     waited_for: tuple[ReplicaId, ...] = ()
-    """Members whose message the replica still needed when it left the generation before."""
+    """Members whose message the replica still needed when it left an older generation."""
 
 
 class ReplicaBlocked(Value, frozen=True):
@@ -522,12 +522,12 @@ class ReplicaSaving(Value, frozen=True):
 
 
 class ReplicaFailing(Value, frozen=True):
-    """Computing a microbatch failed in a replica, which is about to end or has ended."""
+    """A rank of a replica ends or has ended, by an exception or in a computation."""
 
     replica: ReplicaId
     label: str
     microbatches: tuple[MicrobatchId, ...]
-    """The microbatches that may be to blame, as in `RankFailing`."""
+    """The microbatches that may be to blame, as in `RankFailing`; empty if none is."""
     error: str
     witnessed: bool = False
     """True if an agent read them from the progress page of a rank that crashed or hung."""

@@ -44,7 +44,7 @@ class Verdict(enum.Enum):
     STOPPED = "stopped"
     """Stopped by a signal for more than `stop_limit_s`."""
     TRACED = "traced"
-    """Held by a debugger, gcore or strace (Note [Ranks that a tracer holds])."""
+    """Held by a tracer for more than `stop_limit_s` (Note [Ranks that a tracer holds])."""
 
 
 class Named(Value, frozen=True):
