@@ -39,8 +39,8 @@ def mean_loss(rows: Tensor, device: torch.device) -> float | None:
     """Return the mean of the first reported loss over all microbatches and lanes.
 
     `rows` are the ledger's, in host memory. The mean is upstream's: a loss that comes with a token
-    count is weighted by tokens. Returns None without a report. Collective over the lanes of the
-    last stage; `device` is theirs.
+    count is weighted by tokens. Returns None if the first row reports no loss. Otherwise collective
+    over the lanes of the last stage, if there are several; `device` is theirs.
     """
     values = first_losses(rows)
     if not values.numel():

@@ -31,9 +31,10 @@ class LogLine:
         self._driver, self._num_replicas, self._original, self._flush = driver, num_replicas, original, flush
 
     def print_rank_last(self, message: str) -> None:
-        """Print `message` on the last rank of the writer.
+        """Print `message` on the last rank of the writer; call `flush()` in every replica.
 
-        The line of an iteration gets generation, replicas and quotas in addition.
+        In the line of an iteration the throughput per GPU is divided by the live replicas. The line
+        gets generation, replicas and quotas in addition.
         """
         driver = self._driver
         if not driver.is_writer():
@@ -87,7 +88,7 @@ class TensorBoard:
         self.__getattr__("add_scalar")(tag, value / len(self._driver.roster) if tag == "throughput" else value, *args, **kwargs)
 
     def flush(self) -> None:
-        """Write all values to disk as the writer; otherwise note that the writer does."""
+        """Write all values to disk as the writer; otherwise drop those before the last flush."""
         if self._driver.is_writer():
             self.__getattr__("flush")()
         else:
@@ -111,7 +112,7 @@ class TensorBoardFactory:
             self._board.flush()
 
     def set_writer(self, args: Namespace) -> None:
-        """Set Megatron's TensorBoard writer on the last rank of every replica."""
+        """Set Megatron's TensorBoard writer on the last rank, if `--tensorboard-dir` is given."""
         from megatron.training import global_vars
 
         if not args.tensorboard_dir or args.rank != args.world_size - 1:

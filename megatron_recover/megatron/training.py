@@ -190,7 +190,8 @@ class _Training:
 
         A dry run returns before training begins. The parameters are those of `pretrain`. Bad input
         ends the process with exit code 2. If the training raises InvariantViolation, the code is
-        14. Raises `JobStopped` and whatever else the training raises.
+        14. A SystemExit of upstream with code 0 or None counts as the end of training. Raises
+        `JobStopped` and whatever else the training raises.
         """
         from megatron.training import pretrain as upstream
         from megatron.training import print_rank_0
@@ -390,10 +391,10 @@ def counters(args: Namespace) -> dict[str, int]:
 
 
 def building_cache_once(provider: Callable[..., Any], args: Namespace, page: ProgressPage | None = None) -> Callable[..., Any]:
-    """Return `provider` wrapped: a single process of the job at a time builds the index cache.
+    """Return `provider` wrapped: it runs within `building_cache` in rank 0 of a replica.
 
-    Only rank 0 of a replica takes the lock, since upstream builds in rank 0. Without a folder for
-    the cache no rank does. `page` shows the phase `BUILDING_DATA` meanwhile.
+    The other ranks do not take the lock, since upstream builds in rank 0. Without a folder for the
+    cache no rank does. `page` shows the phase `BUILDING_DATA` meanwhile.
     """
     import torch
 

@@ -65,10 +65,10 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(sizes: Sizes, gpus: Gpus, allowed: Callable[[Layout], bool] = lambda layout: True) -> list[Judged]:
-    """Return all layouts that are legal on exactly these GPUs, the preferred ones first.
+    """Return the layouts that `layouts` yields and `allowed` accepts, the preferred ones first.
 
-    `allowed` judges what the model does not decide: the batch and other flags of the job. Layouts
-    that fit come first. Those that do not fit are in the order of the memory they need.
+    `allowed` judges what `layouts` does not: the batch and other flags of the job. Layouts that fit
+    come first. Those that do not fit are in the order of the memory they need.
     """
     found = []
     for layout in filter(allowed, layouts(sizes, gpus)):
@@ -87,7 +87,11 @@ def _preference(judged: Judged) -> tuple[object, ...]:
 
 
 def layouts(sizes: Sizes, gpus: Gpus) -> Iterator[Layout]:
-    """Yield every layout that uses all GPUs, survives a death, and that the model allows."""
+    """Yield every layout that uses all GPUs, survives a death, and that model and flags allow.
+
+    Its tensor-parallel size divides the GPUs of a node. The context-parallel size is that of the
+    flags.
+    """
     model, flags = sizes.model, sizes.flags
     known = {(each.tp, each.pp) for each in sizes.activations}
     for num_ranks in divisors(gpus.number):
@@ -108,7 +112,7 @@ def layouts(sizes: Sizes, gpus: Gpus) -> Iterator[Layout]:
 
 
 def tensor_sizes(model: Model, flags: Flags) -> list[int]:
-    """Return the tensor-parallel sizes that the model allows."""
+    """Return the tensor-parallel sizes that the model and the flags allow."""
     groups = model.num_query_groups
     return [
         tp
@@ -122,7 +126,7 @@ def tensor_sizes(model: Model, flags: Flags) -> list[int]:
 
 
 def chunks_of_stage(model: Model, flags: Flags, pp: int) -> int | None:
-    """Return the model chunks of a pipeline stage; None if the layers cannot be split so."""
+    """Return the number of model chunks of a stage; None if the layers cannot be split so."""
     if layers_of_stages(len(model.layers), pp, flags) is None:
         return None
     counted = len(model.layers) + flags.counts_embedding + flags.counts_loss
@@ -133,7 +137,8 @@ def chunks_of_stage(model: Model, flags: Flags, pp: int) -> int | None:
 def _expert_sizes(model: Model, flags: Flags, tp: int, lanes: int) -> list[int]:
     """Return the expert-parallel sizes.
 
-    Each divides the number of experts, and times the ranks of an expert the ranks of a stage.
+    Each divides the number of experts (of a model without experts: 1), and times the ranks of an
+    expert the ranks of a stage.
     """
     ranks, of_expert = tp * flags.cp * lanes, flags.expert_tp or tp
     return [

@@ -48,9 +48,9 @@ _KERNELS: Final = ("--apply-layernorm-1p", "--moe-permute-fusion", "--moe-router
 
 
 def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
-    """Return the flags of `argv` that concern the layout, and all other words.
+    """Return the flags of `argv` that concern the layout or choose kernels, and all other words.
 
-    Raises ValueError for a flag that cannot be planned with, with the remedy.
+    Raises ValueError for a bad value, and for a flag that suits one size only.
     """
     parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for flag in (*_LAYOUT, *_OF_ONE_SIZE):
@@ -120,7 +120,7 @@ def parts_of(model: Any, vocabulary: int) -> tuple[int, int]:
 
 
 def unplannable(args: Namespace) -> list[str]:
-    """Return one line for each argument whose memory is not known: the reason and the remedy."""
+    """Return a line for each argument that cannot be planned with: the reason and the remedy."""
     found = []
     if args.optimizer not in ("adam", "sgd"):
         found.append(f"--optimizer {args.optimizer} has state whose memory is not known; plan with adam or sgd")
@@ -168,7 +168,7 @@ def numerics_of(args: Namespace) -> Numerics:
 
 
 def activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Activations]:
-    """Yield the activations for each layout of one replica: upstream's estimate, corrected.
+    """Yield the activations for each pair of TP and PP size: upstream's estimate, corrected.
 
     Upstream's estimate is linear in the number of layers. It takes each for a dense one without
     gated units, so that share of it is multiplied by `_layer_ratio`. Upstream knows no context
@@ -197,9 +197,9 @@ def activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Acti
 
 
 def split_activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Activations]:
-    """Yield the activations with sequences split and activations recomputed.
+    """Yield the activations as with `--sequence-parallel` and `--recompute-activations`.
 
-    Nothing where the flags ask for it already, or for full recomputation.
+    Yields nothing where the flags ask for both already, or for full recomputation.
     """
     granularity = args.recompute_granularity
     if granularity == "full" or (granularity == "selective" and flags.sequence_parallel):
@@ -256,7 +256,7 @@ def measured(args: Namespace, asked: Namespace, model: Any) -> Sizes:
 
 
 def main() -> None:
-    """Run the script that the command line names, with a `pretrain` that measures."""
+    """Run the script of the command line; its `pretrain` writes the sizes and ends the process."""
     import megatron_recover.megatron as recover
 
     cpu.leave_out_the_compiler()
@@ -299,7 +299,11 @@ def main() -> None:
 
 
 def build(config: Any, model_provider: Callable[..., Any] | None) -> Any:
-    """Return the whole model on the meta device, built as upstream's `pretrain` builds it."""
+    """Return the whole model on the meta device, built as upstream's `pretrain` builds it.
+
+    Creates Megatron's groups of one rank first. Raises ValueError if the script gives neither a
+    model configuration nor a `model_provider`.
+    """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

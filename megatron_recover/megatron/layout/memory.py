@@ -73,7 +73,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory(sizes: Sizes, layout: Layout) -> Memory:
-    """Return the memory of the pipeline stage whose recovery needs the most.
+    """Return the memory of a rank of the pipeline stage whose recovery needs the most.
 
     Raises ValueError if the layers cannot be split over the stages.
     """

@@ -1,11 +1,11 @@
 """Interleaved 1F1B over a queue of microbatches, for stages that hold several model chunks.
 
 Replaces upstream's `forward_backward_pipelining_with_interleaving`
-(`core/pipeline_parallel/schedules.py`). Messages overlap with computation, as upstream's do with
-`overlap_p2p_comm`. The schedule is that of Narayanan et al., Efficient Large-Scale Language Model
-Training on GPU Clusters, 2021, section 2.2.2. The order of forwards, backwards, sends and receives
-is exactly upstream's if upstream accepts the number of microbatches and nothing is added to the
-queue.
+(`core/pipeline_parallel/schedules.py`). While forwards and backwards alternate, messages overlap
+with computation, as upstream's do with `overlap_p2p_comm`. The schedule is that of Narayanan et
+al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.2. The order
+of forwards, backwards, sends and receives is exactly upstream's if upstream accepts the number of
+microbatches and nothing is added to the queue.
 
 Note [Slots]
     Microbatches go through the chunks in groups: all of a group run on the first chunk, then all
@@ -63,7 +63,10 @@ class ScheduleSlots:
         return self._slots[index] if index < len(self._slots) else None
 
     def prepare(self, index: int) -> None:
-        """Prepare the queue for `at(index)`, which is called after one more forward."""
+        """Prepare the queue for `at(index)`, if that slot is not known yet.
+
+        Called one forward before `at(index)`.
+        """
         if len(self._slots) <= index and not self._has_ended:
             self._queue.prepare()
 
@@ -177,7 +180,12 @@ class InterleavedStage:
     # --- upstream's messages ----------------------------------------------------------------------
 
     def _pass_on(self, index: int, output: Any, *, overlap: bool) -> None:
-        """Send the output of forward slot `index`; receive the input of a later forward."""
+        """Send the output of forward slot `index`; begin to receive the input of a later forward.
+
+        Without `overlap` both are complete on return, if a message is due at all. `output` is None
+        for a vacant slot and for the last chunk of the model. Releases `output`, and with
+        `deallocate_pipeline_outputs` waits for its send before.
+        """
         chunk = self._comes(index, self._link.is_pp_first_stage)
         answer = self._link.send_forward_recv_forward(
             output, recv_prev=chunk is not None, tensor_shape=self._shape, overlap_p2p_comm=overlap
@@ -231,7 +239,7 @@ class InterleavedStage:
         return slot.chunk + is_leading
 
     def _sent(self, way: str, handles: dict[str, Any]) -> None:
-        """Keep the handle of a new send in direction `way`; wait for the send before it.
+        """Wait for the kept send in direction `way`; keep the handle of the new one, if any.
 
         This is upstream's limit: one send in flight in each direction.
         """

@@ -1,7 +1,7 @@
 """Runs a pass: one of the two schedules over a queue of microbatches.
 
 Chooses the schedule, and keeps upstream from synchronising gradients during the pass. Which
-microbatches a replica computes is decided elsewhere. Nothing here touches a gradient.
+microbatches a replica computes is decided elsewhere. Nothing here reduces a gradient.
 """
 
 from __future__ import annotations

@@ -135,7 +135,10 @@ class MegatronPass:
         return gradient
 
     def release(self, output: Any) -> None:
-        """Free the data of an output that was sent; keep its autograd graph."""
+        """Free the data of an output that was sent, with `deallocate_pipeline_outputs` only.
+
+        Its autograd graph is kept.
+        """
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def shape(self) -> list[int]:
