@@ -19,7 +19,7 @@ MAX_PARKED = 1024
 
 
 class Parked:
-    """A proven connection that waits until a call of its generation takes it."""
+    """A proven connection that waits for its verdict."""
 
     def __init__(self, proven: Unproven) -> None:
         self.sock = proven.sock
@@ -64,8 +64,9 @@ class Arrivals:
     def greet(self, me: int, generation: int, *, expects: bool = True) -> None:
         """Accept connections and advance all handshakes, as replica `me` in `generation`.
 
+        Proven connections are parked, welcomed or refused (`_admit`), and ended watches closed.
         Nothing waits. `expects`: the caller needs a peer that has not connected. Otherwise the call
-        accepts only a few connections, and does nothing for `REST_S` after the last such call.
+        accepts only a few connections, and for `REST_S` afterwards such calls do nothing.
         """
         if not expects and self.admission.rests:
             return

@@ -50,8 +50,8 @@ class Connection:
         Raises:
         - PeerLost (or its subclass PeerAhead) if the acceptor refused,
         - OSError if nobody listens there,
-        - `EndedUnproven` if the connection ended before the verdict, or the other end is not the
-          wanted party.
+        - `EndedUnproven` if the connection failed otherwise, or ended, before the verdict, or the
+          other end is not the wanted party.
         """
         connector = self._connector
         assert connector is not None
@@ -105,7 +105,10 @@ class Connection:
         return self.interest
 
     def send(self, views: deque[memoryview]) -> bool:
-        """Send from `views` (not empty) and drop what was sent; return whether anything was."""
+        """Send from `views` (not empty) and drop what was sent; return whether anything was.
+
+        Raises OSError if the connection has failed.
+        """
         try:
             sent = self.sock.sendmsg(itertools.islice(views, MAX_VIEWS))
         except BlockingIOError:
@@ -119,7 +122,7 @@ class Connection:
     def receive(self, views: list[memoryview]) -> bool:
         """Receive into `views` (not empty) and drop the full ones; return whether anything came.
 
-        Raises PeerLost at the end of the stream.
+        Raises PeerLost at the end of the stream, and OSError if the connection has failed.
         """
         try:
             received = self.sock.recvmsg_into(views)[0]
@@ -140,7 +143,7 @@ class Connection:
 
 
 class EndedUnproven(Exception):
-    """A connection ended before the verdict, or the other end is not the wanted party.
+    """A connection failed before the verdict, or the other end is not the wanted party.
 
     Strangers may have crowded it out, so dial again.
     """
@@ -151,7 +154,7 @@ class EndedUnproven(Exception):
 
 
 class CannotDial(Exception):
-    """This rank lacks a resource to connect with; dial again later.
+    """This rank could not begin to connect, mostly for want of a resource; dial again later.
 
     The failure is no evidence against the peer.
     """

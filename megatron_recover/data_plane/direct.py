@@ -26,8 +26,8 @@ any more, the peer has ended or has closed its endpoint before it connected. A c
 before the acceptor's verdict is no such evidence: strangers may have crowded it out. It is dialled
 again.
 
-A member whose call failed does not shut its sockets down. Otherwise the others would blame this
-member, the first to notice, and not the culprit.
+A member whose call failed does not shut its sockets down before it is revoked. Otherwise the others
+would blame this member, the first to notice, and not the culprit.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class DirectEndpoint:
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> DirectTransport:
         """Return the transport of `generation`, and close the previous one.
 
-        Raises Revoked if the endpoint is closed, or unless `generation` is newer than all that were
-        opened before. Raises TransportError if this process has no free descriptor; the previous
-        transport is closed then, too.
+        Raises Revoked if the endpoint is closed, or unless `generation` is newer than all before,
+        also those that failed to open. Raises TransportError if this process has no free
+        descriptor; the previous transport is closed then, too.
         """
         previous = None
         try:
@@ -327,10 +327,10 @@ class DirectTransport:
                 self._scratch.clear()
 
     def _run(self, exchange: Exchange, peers: Sequence[int]) -> None:
-        """Connect to `peers`, then move bytes until the exchange is complete.
+        """Connect to `peers`, and move bytes until the exchange is complete.
 
         Raises:
-        - PeerLost, PeerAhead or TransportError as `_advance` does;
+        - PeerLost, PeerAhead or TransportError as `_dial`, `_adopt`, `_advance` and `_wait` do;
         - Revoked after a revoke, with the suspects if the call had waited for half of its limit;
         - DeadlineExceeded if no byte has moved for as long as the part may last;
         - TransportError in its place if this member lacks a resource to dial a peer of lower id.
@@ -372,7 +372,11 @@ class DirectTransport:
         return [peer for peer in peers if peer not in self._reached and not (peer > self.me and peer in self._not_dialled)]
 
     def _dial(self, peers: Sequence[int]) -> None:
-        """Connect to the peers of lower id, and watch the unconnected peers of higher id."""
+        """Begin to connect to the peers of lower id, and to watch the unconnected ones of higher id.
+
+        A peer that cannot be dialled now is dialled again after `REDIAL_S`. Raises PeerLost if
+        nobody listens there.
+        """
         for peer in peers:
             role, known = (Role.DATA, self._connections) if peer < self.me else (Role.WATCH, self._watches)
             if peer in self._connections or peer in known or self._dial_at.get(peer, 0.0) > time.monotonic():
@@ -399,9 +403,11 @@ class DirectTransport:
         self._dial_at[connection.peer] = time.monotonic() + REDIAL_S
 
     def _advance(self, peer: int, exchange: Exchange) -> bool:
-        """Advance the handshake, then send and receive once; return whether a frame's byte moved.
+        """Advance the handshake with `peer` or of its watch; once connected, send and receive once.
 
-        Nothing waits. Raises PeerLost, PeerAhead, or TransportError for an unexpected frame.
+        Return whether a byte of a frame moved. Nothing waits. A connection that ended unproven is
+        dialled again later. Raises PeerLost, PeerAhead, TransportError for an unexpected frame, or
+        Revoked after a revoke.
         """
         connection = self._connections.get(peer)
         try:

@@ -2,8 +2,8 @@
 
 A ring collective stalls on all members alike and cannot show which peer is unreachable. So each
 rank of such a framework runs an `EchoServer`, which answers whatever the rank is doing. A rank
-whose collective has stalled or failed probes all peers at once (`unreachable`). A peer that answers
-is reachable, however late its collective is. The answer proves nothing about the peer's training
+whose collective has stalled, or failed without a known culprit, probes all peers at once
+(`unreachable`). A peer that answers is reachable, however late its collective is. The answer proves nothing about the peer's training
 thread. A probe is the handshake of every other connection (`handshake.py`) with nothing after it,
 so no stranger can answer for a peer.
 """
@@ -74,7 +74,7 @@ class EchoServer:
         return peer.role is wanted.role is Role.ECHO and peer.rank == wanted.rank == self._rank
 
     def _is_woken(self) -> bool:
-        """Wait for an event; return whether the server is to be closed."""
+        """Wait for an event, or until `admission` has work; return whether to close the server."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         wait_s = self.admission.due_s()
@@ -96,7 +96,7 @@ def unreachable(addresses: Mapping[int, str], key: bytes, me: Party, timeout_s: 
     """Return the peers that do not answer a probe within `timeout_s`.
 
     `addresses` maps each replica to the address of its `EchoServer`. `me` names the replica and
-    rank that probe. A peer that this rank lacks a resource to probe (`CannotDial`) is not returned.
+    rank that probe. A peer that this rank cannot begin to probe (`CannotDial`) is not returned.
     A probe that ends before the peer's verdict is sent again: strangers may have crowded it out. A
     peer where nobody listens is probed only once.
     """

@@ -69,10 +69,10 @@ class Exchange:
         return peer in self._entered or not (self._left[peer] or self.outgoing[peer])
 
     def receive(self, peer: int, connection: Connection) -> bool:
-        """Receive at most one frame; return whether any byte came.
+        """Receive at most the rest of one frame; return whether any byte came.
 
-        Raises TransportError if the header is not the expected one. Raises PeerLost at the end of
-        the stream.
+        Call `arrived` if the frame is complete. Raises TransportError if the header is not the
+        expected one. Raises PeerLost at the end of the stream.
         """
         views = self._views[peer]
         if not views:
@@ -108,8 +108,9 @@ class Exchange:
 class SumExchange(Exchange):
     """The exchange of a sum: contributions to the owners of shards, then sums from the owners.
 
-    Probe instants, once each: `sent` (the kernel has all contributions), `middle` (the first sum
-    exists), `end` (by `finish`).
+    A shared segment's contribution goes to all peers, and no sum follows. Probe instants, once
+    each: `sent` (the kernel has all contributions), `middle` (this member has added a first
+    segment), `end` (by `finish`).
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class SumExchange(Exchange):
     ) -> None:
         """Enqueue this member's contributions.
 
-        `scratch` holds the contributions received from each peer and is reused by later calls.
+        `scratch` holds the contributions received from each peer. It is enlarged where it is too
+        small, and reused by later calls.
         """
         peers = [member for member in members if member != me]
         super().__init__(generation, tag, peers)

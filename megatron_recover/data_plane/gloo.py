@@ -122,9 +122,9 @@ class GlooTransport:
     def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
         """Sum as `Transport.sum_into` does, in the order of gloo's ring.
 
-        A ring cannot distinguish a late member from a broken link. So the members meet first, by a
-        sum of one byte over `direct`; gloo's part begins when all have entered. A lone member only
-        copies.
+        A ring cannot distinguish a late member from a broken link. So once the group is built the
+        members meet, by a sum of one byte over `direct`; gloo's part begins when all have entered.
+        A lone member only copies.
         """
         check_operands(sources, results, device="cpu")
         probe = probe or no_probe
@@ -208,7 +208,7 @@ class GlooTransport:
             self._shared.changed.notify_all()
 
     def _connect(self) -> None:
-        """Wait until the group is built."""
+        """Wait until the group is built. Raises as `_do` does."""
         shared = self._shared
         with shared.changed:  # no limit: the meeting's `sum_into` has its own
             shared.changed.wait_for(lambda: shared.met or shared.is_over)
@@ -237,10 +237,11 @@ class GlooTransport:
         self._fail(part, waited_s, limit_s)
 
     def _fail(self, part: CallPart, waited_s: float, limit_s: float) -> NoReturn:
-        """Raise the reason why a call did not complete.
+        """Raise the reason why a call did not complete; later calls raise it, too.
 
-        Peers are probed without holding the lock. After a revoke a recovery waits for this process,
-        so they are probed then only if the call had waited for half of its limit.
+        If the call had waited for half of its limit, peers are probed, without holding the lock.
+        Otherwise they are probed only without a revoke, for which a recovery waits, and only if no
+        error names them.
         """
         shared = self._shared
         stalled = waited_s >= limit_s / 2
@@ -301,7 +302,11 @@ class _Shared:
 
 
 def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
-    """Run a generation's thread: build the group, run jobs, and wait until gloo returns."""
+    """Run a generation's thread: build the group, and run jobs until the transport is revoked.
+
+    An error of gloo or of the rendezvous ends the jobs and is kept for the caller. The thread then
+    waits for the revoke. It ends only when gloo returns.
+    """
     try:
         group = build()
         with shared.changed:

@@ -171,7 +171,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Sum whole inputs and keep one part. This moves as many bytes as an all-reduce."""
+        """Reduce whole inputs and keep one part. This moves as many bytes as an all-reduce."""
         results = self._sum(inputs, getattr(opts, "reduceOp", dist.ReduceOp.SUM))
         return _replace(outputs, [_chunks(result, self.size())[self.rank()] for result in results])
 

@@ -7,9 +7,9 @@ the process. Communicators split from a parent do not inherit the parent's abort
 NCCL may not stop at once, and may write memory after a revoke, so it reduces into scratch
 (`scratch.py`). The host waits for the kernels' event in short slices. Between slices it checks for
 a revoke, the deadline and NCCL's asynchronous error. Only after the event has completed without an
-error is scratch copied to the results, on the caller's stream. On failure a separate thread retires
-communicator and scratch (`nccl_communicator.py`). Whatever NCCL still writes is memory that nobody
-else has.
+error is scratch copied to the results, on the caller's stream. On failure or revoke a separate
+thread retires the communicator (`nccl_communicator.py`), with the scratch if kernels may still
+write it. Whatever NCCL still writes is memory that nobody else has.
 
 An error of the device itself is no failure of a sum. The device cannot be used any more, so the
 error leaves the call as it is, and ends the process.
@@ -134,7 +134,7 @@ class NcclTransport:
         """Sum as `Transport.sum_into` does, in NCCL's order of additions.
 
         The smallest operand is summed first. Once that sum is complete all members have entered
-        the call, and the wait for the slowest member is over.
+        the call, and the wait for the slowest member is over. A lone member only copies.
         """
         check_operands(sources, results, device="cuda")
         probe = probe or no_probe
@@ -198,7 +198,11 @@ class NcclTransport:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """Run one call. If it fails in any way, retire the communicator."""
+        """Run one call. If it fails in any way, retire the communicator and refuse later calls.
+
+        Errors of the device are raised as they are. Any other error of a revoked call becomes
+        `Revoked`. A TransportError without peers may get some by a probe (`_probe_peers`).
+        """
         if not self._calling.acquire(blocking=False):
             raise RuntimeError("a transport is used by one thread at a time")
         self._begin(CallPart.SLOWEST)
@@ -224,7 +228,7 @@ class NcclTransport:
                 self.revoke()  # a revoke may have come while this call held the communicator
 
     def _probe_peers(self, error: TransportError) -> None:
-        """Make the members that do not answer a probe the peers of an error.
+        """Make the members that do not answer a probe the peers of an error, and set `stalled`.
 
         After a revoke a recovery waits for this process, so it probes then only if the call had
         waited for half of its limit.
@@ -247,7 +251,10 @@ class NcclTransport:
         return Revoked(f"generation {self.generation} was revoked", known.peers, stalled=known.stalled)
 
     def _sum(self, sources: Sequence[Tensor], probe: Probe) -> list[Tensor]:
-        """Return the complete sums, in scratch that is valid until the next call."""
+        """Return the complete sums, in scratch that is valid until the next call.
+
+        The first call makes the communicator.
+        """
         if self._communicator is None:
             self._communicator = self._connect()
         communicator = self._communicator
@@ -290,7 +297,7 @@ class NcclTransport:
         return self._retirement.is_resting(self.generation)
 
     def _settle(self, *, others_rest: bool) -> None:
-        """Have the communicators of older generations destroyed, before the first sum.
+        """Have the communicators of older generations that are at rest destroyed, before the first sum.
 
         All members have promised this generation, and nothing else of ours runs on the device now.
         `others_rest`: the older communicators of all members are at rest or kept. If not, destroy
@@ -303,7 +310,10 @@ class NcclTransport:
             self._retirement.leave(self.generation)
 
     def _pause_while(self, condition: Callable[[], bool]) -> None:
-        """Wait while `condition` holds, for a time that the other members can spare."""
+        """Wait while `condition` holds, at most `slowest_s` / 8, which the other members can spare.
+
+        Raises Revoked after a revoke.
+        """
         until = time.monotonic() + self._deadlines.slowest_s / 8
         while condition() and time.monotonic() < until:
             self._check()
@@ -320,7 +330,8 @@ class NcclTransport:
         """Make the communicator, once all members have met over `direct`.
 
         The lowest member contributes the unique id, all others zeros; the sum is the id. Beside it
-        they add up how many of them have older communicators that are not at rest.
+        they add up how many of them have older communicators that are not at rest. Then `_settle`
+        runs, before NCCL connects. A communicator that does not connect is retired.
         """
         restless = torch.tensor([not self._come_to_rest()], dtype=torch.int32)
         num_restless = torch.empty_like(restless)
@@ -357,7 +368,7 @@ class NcclTransport:
             slice_s = min(2 * slice_s, LONGEST_SLICE_S)
 
     def _retire(self) -> None:
-        """Retire the communicator with what its kernels may use. The caller holds `_calling`."""
+        """Retire the communicator, if any, and what its kernels may use. The caller holds `_calling`."""
         communicator, sources = self._communicator, self._sources
         self._communicator, self._sources = None, []
         if communicator is None:

@@ -20,13 +20,15 @@ Note [Retiring]
 
     A communicator that was never connected has no kernels; it is aborted, since a revoke would read
     what is not there yet. While NCCL's own thread still enqueues a sum, a revoke has to wait: it
-    would leave a job behind that is freed (`ncclGroupJobAbort`).
+    would leave a job behind that is freed (`ncclGroupJobAbort`). A communicator whose revoke or
+    state shows an error is aborted instead of destroyed.
 
     On any doubt (NCCL does not finish enqueuing, it does not come to rest, destroying it fails, or
     a call of it does not return) the communicator is kept for the life of the process, with all
     that was not given back, which costs memory. The others do not wait for it: what has not
     returned for `close_s` is taken for something that never does. If it did, a kernel could still
-    read memory that another member has freed.
+    read memory that another member has freed. If it comes to rest after all, it is destroyed in a
+    newer generation.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ class Retirement:
 
     @property
     def num_in_doubt(self) -> int:
-        """Return the number of communicators that are kept for the life of the process."""
+        """Return the number of communicators that are kept because of a doubt."""
         with self._lock:
             return sum(each.is_in_doubt for each in self._all)
 
@@ -181,6 +183,8 @@ class Retirement:
         at_rest: Callable[[], None] = lambda: None,
     ) -> None:
         """Retire a communicator and what its kernels may use. Returns at once.
+
+        If no thread can be started, the communicator is kept.
 
         - `stream`: that of its kernels; None: none of them runs.
         - `sources`: what they may read.
@@ -222,7 +226,7 @@ class Retirement:
                 each.may_destroy.set()
 
     def is_settling(self, generation: int) -> bool:
-        """Return whether a communicator older than `generation` is being destroyed."""
+        """Return whether an older communicator is being destroyed, neither in doubt nor left."""
         return any(each.may_destroy.is_set() and not (each.is_in_doubt or each.is_left) for each in self._older(generation))
 
     def leave(self, generation: int) -> None:
@@ -260,7 +264,7 @@ class Retirement:
             retired.has_ended.set()
 
     def _bring_to_rest(self, retired: Retired) -> bool:
-        """Revoke the communicator, and give back what its kernels used.
+        """Revoke the communicator, wait for it to rest, and give back what its kernels used.
 
         Return False if the revoke fails; the communicator can then only be aborted. Raises
         TransportError or DeviceError if NCCL fails otherwise, and TransportError if the

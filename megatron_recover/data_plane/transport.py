@@ -15,7 +15,7 @@ Contract of every implementation:
   raises when a part of the call (`CallPart`) has made no progress for as long as the endpoint's
   `Deadlines` allow. The parts are connecting, waiting for the slowest member, and the sum itself.
   In `gloo` and `nccl` a call may take `probe_s` longer, to find out which peers are unreachable
-  (`TransportError.peers`): if it fails without a revoke, or had stalled for half of that time.
+  (`TransportError.peers`): if it fails without a revoke, or had waited for half of its limit.
 * After `revoke` has returned, no host thread writes memory that anything but the transport can
   reach. `revoke` waits for the piece that a call is writing: at most 1 MiB of a sum, or what the
   kernel has received of a copy, in `direct`; at most 2**20 elements in `gloo`; and one tensor in
@@ -52,9 +52,9 @@ def no_probe(instant: str) -> None:
 
 
 class TransportError(Exception):
-    """An operation of one generation did not complete; request a new generation.
+    """An operation of one generation failed, or its transport could not be opened.
 
-    Its sources are unchanged.
+    A new generation is needed, unless it exists already (`Revoked`). The sources are unchanged.
     """
 
     peers: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class TransportError(Exception):
 
 
 class Revoked(TransportError):
-    """The transport was revoked or replaced, usually because a newer generation exists."""
+    """The transport is revoked or cannot be opened, usually because a newer generation exists."""
 
     def __init__(self, detail: str, peers: Sequence[int] = (), *, stalled: bool = False) -> None:
         super().__init__(detail)
@@ -98,7 +98,7 @@ class DeviceError(Exception):
 
 
 class CallPart(enum.Enum):
-    """The successive parts of a call, by what the call waits for.
+    """The parts of a call, by what the call waits for.
 
     Each value names a field of `Deadlines`.
     """
@@ -163,10 +163,10 @@ class Transport(Protocol):
         """
 
     def revoke(self) -> None:
-        """Make every pending and future call raise `Revoked`. Thread-safe and idempotent.
+        """Make future calls, and a pending one that is not complete, raise `Revoked`.
 
-        Return within milliseconds. From then on nothing is written, as defined in the contract
-        above.
+        Thread-safe and idempotent. Return within milliseconds. From then on nothing is written, as
+        defined in the contract above.
         """
 
     def close(self) -> None:
@@ -189,8 +189,9 @@ class Endpoint(Protocol):
 
         `addresses` map replica ids to addresses, and include the address of `me`. Return without
         waiting for peers. Connections are made by the first call that needs one, or by a thread of
-        the transport (gloo). Raises Revoked unless `generation` is newer than all that were opened
-        before, and TransportError if this process has no free descriptor.
+        the transport (gloo). Raises Revoked if the endpoint is closed, or unless `generation` is
+        newer than all before, also those that failed to open. Raises TransportError if this process
+        has no free descriptor.
         """
 
     def overlap_refusal(self, generation: int, operands: Collection[Operand]) -> str:
