@@ -3,9 +3,9 @@
 A ring collective stalls on all members alike and cannot show which peer is unreachable. So each
 rank of such a framework runs an `EchoServer`, which answers whatever the rank is doing. A rank
 whose collective has stalled, or failed without a known culprit, probes all peers at once
-(`unreachable`). A peer that answers is reachable, however late its collective is. The answer proves nothing about the peer's training
-thread. A probe is the handshake of every other connection (`handshake.py`) with nothing after it,
-so no stranger can answer for a peer.
+(`unreachable`). A peer that answers is reachable, however late its collective is. The answer proves
+nothing about the peer's training thread. A probe is the handshake of every other connection
+(`handshake.py`) with nothing after it, so no stranger can answer for a peer.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ class NcclTransport:
         return self._retirement.is_resting(self.generation)
 
     def _settle(self, *, others_rest: bool) -> None:
-        """Have the communicators of older generations that are at rest destroyed, before the first sum.
+        """Have older generations' communicators at rest destroyed, before the first sum.
 
         All members have promised this generation, and nothing else of ours runs on the device now.
         `others_rest`: the older communicators of all members are at rest or kept. If not, destroy
@@ -368,7 +368,7 @@ class NcclTransport:
             slice_s = min(2 * slice_s, LONGEST_SLICE_S)
 
     def _retire(self) -> None:
-        """Retire the communicator, if any, and what its kernels may use. The caller holds `_calling`."""
+        """Retire the communicator, if any, and what its kernels use. The caller holds `_calling`."""
         communicator, sources = self._communicator, self._sources
         self._communicator, self._sources = None, []
         if communicator is None:
