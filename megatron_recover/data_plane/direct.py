@@ -372,7 +372,7 @@ class DirectTransport:
         return [peer for peer in peers if peer not in self._reached and not (peer > self.me and peer in self._not_dialled)]
 
     def _dial(self, peers: Sequence[int]) -> None:
-        """Begin to connect to the peers of lower id, and to watch the unconnected ones of higher id.
+        """Begin to connect to the peers of lower id, and to watch the others not connected so far.
 
         A peer that cannot be dialled now is dialled again after `REDIAL_S`. Raises PeerLost if
         nobody listens there.

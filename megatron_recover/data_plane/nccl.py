@@ -368,7 +368,7 @@ class NcclTransport:
             slice_s = min(2 * slice_s, LONGEST_SLICE_S)
 
     def _retire(self) -> None:
-        """Retire the communicator, if any, and what its kernels use. The caller holds `_calling`."""
+        """Retire the communicator, if any, and what its kernels use. Its caller has `_calling`."""
         communicator, sources = self._communicator, self._sources
         self._communicator, self._sources = None, []
         if communicator is None:
