@@ -27,7 +27,6 @@ import dataclasses
 import io
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -146,12 +145,6 @@ def measure(starts: Sequence[Callable[[], Side]], steps: int, deadline_s: float)
     raise RuntimeError(f"{steps} steps took more than {deadline_s:g} s; iterations: {[side.stamps[-1:] for side in sides]}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> tuple[list[str], list[str]]:
     """Return the command lines of ours and of the baseline for one job."""
     script = str(ROOT / "scripts" / "pretrain_gpt.py")
@@ -165,8 +158,8 @@ def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> t
         at = plain.index(option)
         del plain[at : at + 2]
     world = job.replicas * job.tp * job.pp
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    baseline = [*torchrun, "--master-port", str(_free_port()), script, *plain]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]  # holds its port
+    baseline = [*torchrun, script, *plain]
     return ours, baseline
 
 

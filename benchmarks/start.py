@@ -83,16 +83,19 @@ def _stamps(logs: Sequence[pathlib.Path]) -> dict[str, dict[tuple[int, int], flo
 
 
 def measure(job: Job, how: str, data: pathlib.Path, folder: pathlib.Path) -> Started:
-    """Run a job to its end in the new `folder`. Raises RuntimeError if a rank lacks a stamp."""
+    """Run a job to its end in the new `folder`. Raises RuntimeError if the job fails or a stamp lacks."""
     folder.mkdir()
     output = folder / "output.log"
     environment = {"OMP_NUM_THREADS": "1"} | inherited_environment()
     with open(output, "wb") as stream:
         began = monotonic()
-        subprocess.run(
-            _command(job, how, data, folder), cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=True,
-            timeout=DEADLINE_S,
+        ended = subprocess.run(
+            _command(job, how, data, folder), cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment,
+            check=False, timeout=DEADLINE_S,
         )  # fmt: skip
+    if ended.returncode:
+        printed = output.read_text(errors="replace")
+        raise RuntimeError(f"{how} ended with code {ended.returncode}; its output ends with\n{printed[-4000:]}")
     at = _stamps([output, *(folder / "run" / "logs").glob("replica-*.log")])
     num_ranks = job.replicas * job.tp * job.pp
     if any(len(at[stage]) != num_ranks for stage in (PRETRAIN, TRAIN, STEP)):
