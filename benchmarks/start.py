@@ -83,7 +83,7 @@ def _stamps(logs: Sequence[pathlib.Path]) -> dict[str, dict[tuple[int, int], flo
 
 
 def measure(job: Job, how: str, data: pathlib.Path, folder: pathlib.Path) -> Started:
-    """Run a job to its end in the new `folder`. Raises RuntimeError if the job fails or a stamp lacks."""
+    """Run a job to its end in the new `folder`. Raises RuntimeError if it fails or has no stamp."""
     folder.mkdir()
     output = folder / "output.log"
     environment = {"OMP_NUM_THREADS": "1"} | inherited_environment()
