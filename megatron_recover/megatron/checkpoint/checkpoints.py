@@ -22,11 +22,11 @@ Note [Owed]
     wait for each other. So if the writer dies in the last save, others can still save.
 
 Note [A save that fails]
-    A full disk, or a folder that cannot be written or read, ends no replica: any other replica
-    would fail alike. The ranks of the writer give up the save together, and rank 0 reports the
-    folder and the remedy. Training continues, and the next save point tries again. At the end of
-    training the last save is repeated for `Deadlines.save_s` seconds, while somebody may make room.
-    Then the job ends with an exit code of its own.
+    A full disk, or a folder that cannot be written or read, ends no replica (exception below): any
+    other replica would fail alike. The ranks of the writer give up the save together, and rank 0
+    reports the folder and the remedy. Training continues, and the next save point tries again. At
+    the end of training the last save is repeated for `Deadlines.save_s` seconds, while somebody may
+    make room. Then the job ends with an exit code of its own.
 
     When the write of a rank fails, all ranks of its replica have to learn of it. In format
     `torch_dist` Megatron informs them (`CheckpointException`), but not where rank 0 fails to make

@@ -44,8 +44,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 class SaveFolder:
     """One folder of checkpoints.
 
-    Only rank 0 of a replica calls its methods; other ranks create it and read `path` and `partial`.
-    Where the folder cannot be written or read, methods raise OSError, except `named` and `has`.
+    Only rank 0 of a replica calls its methods. Other ranks make the object to read `path` and
+    `partial`. Where the folder cannot be written or read, methods raise OSError, except `named` and
+    `has`.
     """
 
     def __init__(self, path: str | Path, lock_s: float) -> None:
@@ -111,7 +112,7 @@ class SaveFolder:
     def publish(self) -> None:
         """Give each partial checkpoint its name, durably; call it when all of it is written.
 
-        A checkpoint that has the name already takes the place of the partial one.
+        An older checkpoint of that name moves to the place of the partial one.
         """
         for each in sorted(self.partial.iterdir()):
             _sync_tree(each)
