@@ -1,24 +1,24 @@
 """Runs each step inside Megatron: begin, obey the leader's orders, apply the committed gradient.
 
 `CommitLoop` replaces Megatron's forward-backward function. Membership, quotas and commits are
-decided elsewhere and arrive as orders. `CommitLoop` carries plans out. On `Apply` it gives the
-committed gradient to upstream's finalize; upstream's clip and optimizer follow.
+decided elsewhere and arrive as orders. `CommitLoop` carries plans out. On `Apply` of a training
+step it gives the committed gradient to upstream's finalize; upstream's clip and optimizer follow.
 
 Note [Who calls what]
-    Megatron's training loop calls `CommitLoop.run` through the seam `forward_backward`. `run`
-    returns when the step is committed. In training the gradient buffers then hold the step's
-    gradient. On the last stage `run` returns the loss dictionaries of all M microbatches in the
-    order of their ids. So all that follows (clip, optimizer, logging) is upstream's code and sees a
-    whole batch.
+    Megatron's training loop and evaluation call `CommitLoop.run` through the seam
+    `forward_backward`. `run` returns when the step is committed. In training the gradient buffers
+    then hold the step's gradient. On the last stage `run` returns the loss dictionaries of all M
+    microbatches in the order of their ids. So all that follows (clip, optimizer, logging) is
+    upstream's code and sees a whole batch. A step that is given up is the exception.
 
 Note [Giving up]
     A step that is given up has read data and computed gradients. Neither is state. Upstream changes
     the optimizer, the scheduler and the counters of iterations and samples only after `run` has
     returned a gradient. The samples and the random state of a microbatch are functions of its id.
-    So upstream's own exit for an untrusted result (its rerun machine) saves the state of the step
-    before. That save takes the same seam as every other save. An evaluation ends with the losses of
-    its committed steps. Then the committed request to exit ends training in the seam `exit`, as any
-    other such request.
+    So with `--save` upstream's own exit for an untrusted result (its rerun machine) saves the state
+    of the step before, unless it is saved already. That save takes the same seam as every other
+    save. An evaluation ends with the losses of its committed steps. Then the committed request to
+    exit ends training in the seam `exit`, as any other such request.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class CommitLoop:
         - `originals`: Megatron's own functions behind the seams of `replacements`.
         - `seed(iteration, microbatch, chunk)` sets the random state of a microbatch.
         - `iteration()` returns Megatron's current iteration, from 1.
-        - `alike()` returns all that must be equal on the same rank of every replica, by name
-          (`megatron/data/alike.py`).
+        - `alike()` returns what must be equal on the same rank of every replica, by name, without
+          shape and state (`megatron/data/alike.py`).
         - `counters()` returns the scalars of the state that Megatron counts (`TrainingState`).
         - `page` shows what this rank does. None: nobody reads it.
         - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
@@ -135,7 +135,7 @@ class CommitLoop:
         """(step, order, mean loss) of a committed step until `stepped` records it as applied."""
         self._step = self._next_step = 0
         self._generation = 0
-        """Generation of the newest order; 0 before the first."""
+        """Generation of the newest order that `_next_order` returned; 0 before the first."""
         self._settled_generation = 0
         """Generation of the newest commit. A pass of a later generation may follow a fault."""
         self._has_given_up = False
@@ -178,7 +178,7 @@ class CommitLoop:
         return outcome
 
     def know_state(self, chunks: Sequence[Any], optimizer: Any = None, scheduler: Any = None) -> TrainingState:
-        """Return the state of this rank.
+        """Return the state of this rank; make it at first, and again once an optimizer is known.
 
         An evaluation or an agreement may come before the optimizer is known (None).
         """
@@ -188,6 +188,7 @@ class CommitLoop:
 
     @contextlib.contextmanager
     def _fault_in_optimizer(self) -> Iterator[None]:
+        """Let a fault strike before each step of a torch optimizer in the body, if any is set."""
         if (faults := self._faults) is None:
             yield
             return
@@ -208,13 +209,14 @@ class CommitLoop:
 
     @property
     def has_trained(self) -> bool:
-        """Return whether this process has changed any state since Megatron made or loaded it."""
+        """Return whether this process has applied a training step, so that state has changed."""
         return self._num_trained > 0
 
     def join(self, chunks: Sequence[Any]) -> Reduction:
         """Return the reduction of this rank; on the first call also join the job.
 
-        Joining reports the buckets of this rank and blocks until the first generation.
+        Joining reports the buckets of this rank and blocks until the first generation. Raises
+        `JobStopped` if the job ends before.
         """
         if self._reduction is None:
             self._chunks = list(chunks)
@@ -251,8 +253,9 @@ class CommitLoop:
         """Run one step, shared by all replicas, in place of upstream's forward-backward function.
 
         Returns the loss dictionaries of all ids in their order on the last stage, an empty list on
-        other stages. An evaluation step that is given up returns an empty list, and so does every
-        step after a step that is given up.
+        other stages. In training the gradient buffers then hold the committed gradient, and
+        upstream has finalized it. An evaluation step that is given up returns an empty list. After
+        a step that is given up every call returns an empty list at once, without a step.
 
         Raises `GivenUp` for a training step that is given up, and whatever the driver, the
         computation of a microbatch and the reduction raise. Raises ValueError for
@@ -301,10 +304,11 @@ class CommitLoop:
         return self._apply(order, reduction, chunks, arguments)
 
     def _next_order(self, work: Work) -> Plan | Apply:
-        """Wait for the next order and return it.
+        """Wait for the next order, store its generation and return it.
 
-        Raises `JobStopped`. Raises RuntimeError for an order of another step or other work, or of
-        an older generation than the order before.
+        Raises `JobStopped`. Raises RuntimeError for an order of another step, of work that is
+        neither `work` nor what replaces it when the step is given up, or of an older generation
+        than the order before.
         """
         order = self._driver.next_order()
         asked: Work | str
@@ -336,7 +340,12 @@ class CommitLoop:
         microbatches: Microbatches,
         plan: Plan,
     ) -> None:
-        """Run the pass that begins with `plan`, and the reduction beside it or after it."""
+        """Run the pass that begins with `plan`, and the reduction beside it or after it.
+
+        The first pass of a training step is timed if this rank has a stopwatch. An exception is
+        raised after it was reported to the leader (`failing`), with the microbatches that it is
+        charged to; InvariantViolation and `JobStopped` are raised at once.
+        """
         times = not microbatches.num_passes and not arguments.get("forward_only")
         stopwatch = self._stopwatch if times else None
         queue = WorkQueue(self._driver, plan, self._extended)
@@ -384,6 +393,11 @@ class CommitLoop:
     def _apply(
         self, order: Apply, reduction: Reduction, chunks: list[Any], arguments: dict[str, Any]
     ) -> list[dict[str, Tensor]]:
+        """Make the results the gradient and call upstream's finalize; return the losses.
+
+        In an evaluation record the step as applied instead. The losses are those of all ids on the
+        last stage, an empty list on other stages.
+        """
         self._page.enter(Phase.OPTIMIZER, ())
         last = reduction.is_last_stage
         losses, loss = [], None
@@ -412,6 +426,7 @@ class CommitLoop:
         """Report that this rank begins the next step; return the number of the step.
 
         Where the step's record carries a state digest, compute the digest anew and report it.
+        Raises `JobStopped`.
         """
         digest = None
         if work.digests:
@@ -433,6 +448,9 @@ class CommitLoop:
 
     def agree(self, label: Label, chunks: Sequence[Any] = (), optimizer: Any = None, scheduler: Any = None) -> None:
         """Wait for all live replicas and compare their state, in a step without microbatches.
+
+        Returns when the step is committed, for which their state has to be equal. Raises
+        `JobStopped`.
 
         The empty ledger is reduced as well: the protocol relies on no replica being able to vote on
         a step before all replicas have committed the step before. `chunks` (the model), `optimizer`

@@ -85,7 +85,10 @@ def _stay(tensor: Tensor, *_: object, **__: object) -> Tensor:
 
 
 def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Tensor.type`, changed to return CUDA's names, which Megatron's optimizers expect."""
+    """Return `Tensor.type`, changed to return CUDA's names, which Megatron's optimizers expect.
+
+    With a dtype it converts the tensor as before.
+    """
 
     @functools.wraps(original)
     def type_of(tensor: Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
@@ -122,7 +125,7 @@ def _keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `sharded_state_dict`, changed to create the state before loading.
+    """Return `sharded_state_dict`, changed to create Adam's state before loading, if there is none.
 
     See Note [Adam of torch].
     """
@@ -242,9 +245,9 @@ def leave_out_the_compiler() -> None:
 def enable_cpu() -> None:
     """Install the substitutes, so that Megatron runs in this process without CUDA.
 
-    Also silences a logger of Megatron's, and has functions that torch has compiled run eagerly.
-    Idempotent. Call it before Megatron's arguments are parsed. Raises RuntimeError where CUDA is
-    available: there the substitutes would be wrong.
+    Also silences the warnings of a logger of Megatron's, and has functions that torch has compiled
+    run eagerly. Idempotent. Call it before Megatron's arguments are parsed. Raises RuntimeError
+    where CUDA is available: there the substitutes would be wrong.
     """
     if torch.cuda.is_available():
         raise RuntimeError("CUDA is available; the CPU substitutes must not be installed")

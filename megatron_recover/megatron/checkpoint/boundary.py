@@ -2,7 +2,7 @@
 
 A signal or a time limit makes this rank request the end. No replica ends by itself: the request
 travels in a vote. Every replica ends when Megatron next decides if it exits, after the step whose
-record carries the request. Megatron then saves a checkpoint.
+record carries the request. With `--save` Megatron then saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ class Boundary:
     ) -> bool:
         """Return whether Megatron leaves its training loop after `iteration`.
 
-        Saves the checkpoint that is due, as Megatron's function does, and a checkpoint that a dead
-        writer left unsaved.
+        First requests the end of the job for each signal that came and for a time limit that has
+        passed; the vote of the next step carries the request. Returns True once a committed record
+        carries a request to exit, or where Megatron's own rules end training. Takes part in the
+        save that is due by Megatron's rules, and in saves in place of a dead writer
+        (`Checkpoints.make_up`).
         """
         if self._minutes is not None and time.monotonic() - self._began > self._minutes * 60:
             self._received.append(f"ran for {self._minutes} minutes")

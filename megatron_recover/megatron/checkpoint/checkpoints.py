@@ -1,4 +1,4 @@
-"""Saves checkpoints: one replica, the writer, saves; if it dies, the next writer repeats the save.
+"""Saves checkpoints: one replica, the writer, saves; if it dies meanwhile, the next writer saves.
 
 Decides which replica writes a checkpoint and when, and what follows a failed save. The content is
 Megatron's: a plain checkpoint of a job whose data parallelism is the lanes. `save_folder` decides
@@ -7,32 +7,34 @@ when a checkpoint exists.
 Note [Agreed]
     All replicas begin a save at the same iteration, by a step without microbatches (`save N`). Its
     record carries the digest of all their state. The writer writes only after the record is
-    committed, and writes that state. So a replica whose state has drifted is outvoted before it can
-    save its state. It follows that all replicas must agree on whether a save is due. This depends
-    on the iteration and on committed records only, never on what a replica sees by itself. A save
-    that `settle` repeats at the end of training relies on the record of the end, which carries such
-    a digest too. With one replica there is no other state to compare with.
+    committed, and writes that state. So a replica whose state has drifted cannot save its state:
+    the others vote for another digest. It follows that all replicas must agree on whether a save is
+    due. This depends on the iteration and on committed records; for the iteration that was loaded,
+    also on the tracker. A save that `settle` repeats at the end of training relies on the record of
+    the end, which carries such a digest too. With one replica there is no other state to compare
+    with.
 
 Note [Owed]
     Replicas that do not write continue to train while the writer saves. They remember the
-    checkpoint as owed. When one of them becomes the writer and the tracker names neither the owed
+    checkpoint as owed. When one of them becomes the writer and this job has saved neither the owed
     checkpoint nor a later one, it requests another save in its vote. The record that carries the
     request makes all replicas begin a save after the iteration. At the end of training all replicas
     wait for each other. So if the writer dies in the last save, others can still save.
 
 Note [A save that fails]
-    A full disk, or a folder that cannot be written or read, ends no replica: any other replica
-    would fail alike. The ranks of the writer give up the save together, and rank 0 reports the
-    folder and the remedy. Training continues, and the next save point tries again. At the end of
-    training the last save is repeated for `Deadlines.save_s` seconds, while somebody may make room.
-    Then the job ends with an exit code of its own.
+    A full disk, or a folder that cannot be written or read, ends no replica (exception below): any
+    other replica would fail alike. The ranks of the writer give up the save together, and rank 0
+    reports the folder and the remedy. Training continues, and the next save point tries again. At
+    the end of training the last save is repeated for `Deadlines.save_s` seconds, while somebody may
+    make room. Then the job ends with an exit code of its own.
 
     When the write of a rank fails, all ranks of its replica have to learn of it. In format
-    `torch_dist` Megatron informs them (`CheckpointException`). In format `torch` that rank writes
-    the failure to the replica's store, which rank 0 reads before it publishes the checkpoint. Such
-    a rank still takes part in the barriers that are left of Megatron's save. Only rank 0 reads the
-    folder. A folder that cannot be read counts as empty, except for the checkpoint that this
-    replica has saved there.
+    `torch_dist` Megatron informs them (`CheckpointException`), but not where rank 0 fails to make
+    the folder or to write small metadata files: that ends a replica of several ranks. In format
+    `torch` that rank writes the failure to the replica's store, which rank 0 reads before it
+    publishes the checkpoint. Such a rank still takes part in the barriers that are left of
+    Megatron's save. Only rank 0 reads the folder. A folder that cannot be read counts as empty,
+    except for the checkpoint that this replica has saved there.
 """
 
 from __future__ import annotations
@@ -57,13 +59,13 @@ from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
 from megatron_recover.trainer.driver import Driver
 
 _RETRY_S = 10.0
-"""Seconds between two attempts to save the last checkpoint of a run."""
+"""Most seconds to wait between two attempts to save the last checkpoint of a run."""
 
 
 class TrackerFile:
     """Replaces `maybe_msc` in Megatron's checkpointing (seam `tracker`).
 
-    A new tracker is written beside the old tracker and renamed over it, never written in place.
+    A new local tracker is written beside the old one and renamed over it, never written in place.
     """
 
     def __init__(self, original: Any, before_naming: Callable[[], None]) -> None:
@@ -74,13 +76,17 @@ class TrackerFile:
         return getattr(self._original, name)
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open `file` as the original does; return a replacing file for writing the tracker."""
+        """Open `file` as the original does, but a local tracker to write as a replacing file.
+
+        The tracker gets its name when that file's context ends without an exception.
+        """
         if mode != "w" or os.path.basename(file) != TRACKER or "://" in str(file):
             return self._original.open(file, mode, *args, **kwargs)
         return self._replacing(Path(file))
 
     @contextlib.contextmanager
     def _replacing(self, path: Path) -> Iterator[IO[str]]:
+        """Yield a text file that then replaces the tracker `path`, after `before_naming()`."""
         partial = path.with_name(f"{path.name}.partial")
         with replacing(path, partial=partial, durable=True, before_naming=self._before_naming) as file:
             text = io.TextIOWrapper(file)
@@ -91,7 +97,7 @@ class TrackerFile:
 class Checkpoints:
     """Saves checkpoints, one object per rank.
 
-    All ranks of a replica make the same calls in equal order.
+    All ranks of a replica call `save_checkpoint_and_time`, `make_up` and `settle` in equal order.
     """
 
     def __init__(
@@ -148,9 +154,10 @@ class Checkpoints:
     # --- Seams of Megatron ------------------------------------------------------------------------
 
     def tell_what_was_loaded(self) -> None:
-        """Record the iteration that was loaded.
+        """Record at rank 0 the iteration that was loaded with `--load`; 0 if none was there.
 
-        Not a seam: called once, before this rank joins the job.
+        Records nothing without `--load` or with `--finetune`. Not a seam: called once, before this
+        rank joins the job.
         """
         args = self._get_args()
         if self._saver.rank == 0 and args.load is not None and not args.finetune:
@@ -159,8 +166,10 @@ class Checkpoints:
     def save_checkpoint_and_time(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Compare the state of all replicas, then save if this replica is the writer.
 
-        Does nothing for an iteration that is agreed already, or that was loaded from `--save`.
-        Replaces Megatron's `save_checkpoint_and_time` (seam `save_checkpoint`).
+        Does nothing without `--save`, at iteration 0, for an iteration that is agreed already, and
+        for the one that was loaded from `--save` (`_is_what_was_loaded`). A failed save is reported
+        and not raised, as far as `write_checkpoint` allows. Replaces Megatron's
+        `save_checkpoint_and_time` (seam `save_checkpoint`).
         """
         if self._folder is None or not iteration:
             # A step was given up (`commit.OF_A_STEP_GIVEN_UP`), and there is no folder or nothing
@@ -170,7 +179,7 @@ class Checkpoints:
             self._save(iteration, *args, **kwargs)
 
     def _save(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Save if this replica is the writer, else remember the owed checkpoint.
+        """Agree on the state; then save if this replica is the writer, else remember what is owed.
 
         All replicas call this at the same iteration.
         """
@@ -184,6 +193,7 @@ class Checkpoints:
     def write_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Call Megatron's `save_checkpoint`; store the error of a failed write, raise any other.
 
+        A failed write is raised too if the other ranks cannot learn of it (`_can_be_left`).
         Replaces `save_checkpoint` (seam `write_checkpoint`). See Note [A save that fails].
         """
         from torch.distributed.checkpoint.api import CheckpointException
@@ -213,8 +223,8 @@ class Checkpoints:
         """Publish the checkpoint after all ranks have written their data.
 
         Called on rank 0 only, before the tracker names the checkpoint; a fault point. Raises
-        OSError with the failure of another rank, and InvariantViolation if the replicas have not
-        agreed on the iteration.
+        OSError with the failure of another rank or of publishing, and InvariantViolation if the
+        replicas have not agreed on the iteration.
         """
         import torch
 
@@ -232,10 +242,10 @@ class Checkpoints:
     # --- Owed checkpoints -------------------------------------------------------------------------
 
     def make_up(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Begin the save that a record requests, or request a save. Called between two iterations.
+        """Begin the save that a record requests, or request a save, if one is owed.
 
-        Requests a save if this replica has become the writer and the owed checkpoint does not
-        exist.
+        Called between two iterations. Requests a save only if this replica is the writer, has not
+        failed to save the owed checkpoint itself, and finds that it does not exist.
         """
         # A request that was followed names an older iteration: the save has changed `_agreed`.
         if self._agreed is not None and missing(self._agreed) in self._saver.requests:
@@ -247,10 +257,14 @@ class Checkpoints:
                 self._saver.request(missing(owed))
 
     def settle(self, meet: Callable[[int], None], *, has_trained: bool = True) -> None:
-        """Return when the last checkpoint exists or cannot be written; there may be none.
+        """Return when a record says that the last checkpoint exists or cannot be written.
 
-        Called after training. Any replica may have to write it. `meet(round)` returns when all live
-        replicas are in this round. `has_trained` is whether any state has changed.
+        Called after training. `meet(round)` returns when all live replicas are in this round. After
+        a round whose record does not say so, the writer saves the checkpoint. If its save fails, it
+        tries again for `Deadlines.save_s`, and then gives up.
+
+        If no save was agreed, returns without a checkpoint. If then a step was miscounted twice and
+        no state has changed (`has_trained`), first requests the report of that, in one round.
         """
         iteration = self._agreed
         if iteration is None:
@@ -279,9 +293,10 @@ class Checkpoints:
             rounds += 1
 
     def _may_try_again(self, since: float) -> bool:
-        """Wait for somebody to make room, then return True; return False after `Deadlines.save_s`.
+        """Wait at most `_RETRY_S`, then return True; return False after `Deadlines.save_s`.
 
-        `since` is the monotonic time in seconds at which training ended.
+        Meanwhile somebody may make room. `since` is the monotonic time in seconds at which training
+        ended.
         """
         if not self._agree(lambda: time.monotonic() - since <= self._deadlines.save_s):
             return False
@@ -292,7 +307,11 @@ class Checkpoints:
     # --- The writer -------------------------------------------------------------------------------
 
     def _write(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Save as the writer. All ranks of the replica learn alike whether the save failed."""
+        """Save as the writer. All ranks of the replica learn alike whether the save failed.
+
+        After a failure that all can learn of, this replica owes the checkpoint, and nothing is
+        raised.
+        """
         import torch
 
         first = torch.distributed.get_rank() == 0
@@ -318,6 +337,7 @@ class Checkpoints:
             self._owed, self._failed, self._written = None, None, iteration
 
     def _prepare(self, iteration: int, held: contextlib.ExitStack) -> None:
+        """Take the lock and remove partial checkpoints (rank 0); store an OSError as failure."""
         try:
             held.enter_context(self.folder.locked())
             for name in self.folder.clear():
@@ -364,8 +384,8 @@ class Checkpoints:
     def _leave(self) -> None:
         """Write the failure to the store and join the barriers that are left of Megatron's save.
 
-        The other ranks wait in a barrier after the data (skipped once the checkpoint gets its name)
-        and in a barrier after the tracker.
+        The other ranks wait in a barrier after the data and in a barrier after the tracker. Once
+        the checkpoint gets its name only the second barrier is left, and nothing is written.
         """
         import torch
 
@@ -390,9 +410,9 @@ class Checkpoints:
         return f"what was loaded from iteration {args.iteration} of --load {args.load}"
 
     def _is_what_was_loaded(self, iteration: int) -> bool:
-        """Return whether `iteration` was loaded from `--save` and nothing was trained since.
+        """Return whether `iteration` was loaded from `--save`, whose tracker names it.
 
-        Saving again could only damage that checkpoint.
+        Nothing was trained since, and saving again could only damage that checkpoint.
         """
         args = self._get_args()
         from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)

@@ -1,6 +1,6 @@
 """Checks before training whether a resumed run reads the samples of its checkpoint's run.
 
-Each checkpoint contains a description of its run's samples (`alike.samples`, stored by
+A checkpoint of this project contains a description of its run's samples (`alike.samples`, stored by
 `SaveFolder.describe`). Megatron chooses and loads the checkpoint.
 """
 
@@ -18,8 +18,9 @@ from megatron_recover.megatron.data import alike
 def judge(args: Namespace, resume_data: Literal["same", "other"]) -> str:
     """Compare the samples of the checkpoint to load with the samples that this run reads.
 
-    Returns a note for the user, empty if there is nothing to note. Raises ValueError with both
-    values if they differ and `resume_data` is "same".
+    Returns a note for the user if they differ or the checkpoint has no description; otherwise, and
+    if no checkpoint is to be loaded, an empty text. Raises ValueError with both values if they
+    differ and `resume_data` is "same", and OSError if the tracker or description cannot be read.
     """
     if args.load is None or args.finetune:  # fine-tuning counts iterations anew, on its own data
         return ""

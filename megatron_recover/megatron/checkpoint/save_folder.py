@@ -3,8 +3,8 @@
 Decides how a checkpoint becomes part of the folder. It never decides when a checkpoint is due.
 
 Note [When a checkpoint exists]
-    A checkpoint is written below `.partial`. So all that is there is partial, and all that has a
-    checkpoint's name is complete. Partial checkpoints can be removed without any check.
+    A checkpoint is written below `.partial`. So all that is there can be removed without any check,
+    and all that has a checkpoint's name is complete.
 
     When all of a checkpoint is written, it is synced and moved to its name in one rename. An older
     branch (`--ckpt-step`) may have left a complete checkpoint of this iteration. Then the two
@@ -44,11 +44,13 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 class SaveFolder:
     """One folder of checkpoints.
 
-    Only rank 0 of a replica calls its methods; other ranks read `path` and `partial`.
+    Only rank 0 of a replica calls its methods. Other ranks make the object to read `path` and
+    `partial`. Where the folder cannot be written or read, methods raise OSError, except `named` and
+    `has`.
     """
 
     def __init__(self, path: str | Path, lock_s: float) -> None:
-        """Look at the tracker in `path`.
+        """Look at the tracker in `path`. Raises OSError if that is not possible.
 
         `lock_s` is the number of seconds to wait for the lock. A writer that was declared dead
         holds the lock until its process has ended.
@@ -80,8 +82,9 @@ class SaveFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the writer's lock of the folder. Raises TimeoutError after `lock_s` seconds.
+        """Hold the writer's lock of the folder, and create the folder if there is none.
 
+        Raises TimeoutError if another process still holds the lock after `lock_s` seconds.
         The kernel releases the lock of a dead writer. A writer that only seems dead keeps the lock.
         """
         self.path.mkdir(parents=True, exist_ok=True)
@@ -107,7 +110,10 @@ class SaveFolder:
             (each / _SAMPLES).write_text(json.dumps(samples))
 
     def publish(self) -> None:
-        """Give each partial checkpoint its name, durably. All of it has been written."""
+        """Give each partial checkpoint its name, durably; call it when all of it is written.
+
+        An older checkpoint of that name moves to the place of the partial one.
+        """
         for each in sorted(self.partial.iterdir()):
             _sync_tree(each)
             target = self.path / each.name
@@ -120,7 +126,7 @@ class SaveFolder:
     def _identity(self) -> tuple[int, int] | None:
         """Return (inode, modification time) of the tracker, which change with each save.
 
-        None without a tracker.
+        None without a tracker. Raises OSError if it cannot be looked at.
         """
         try:
             status = os.stat(self.path / TRACKER)
@@ -145,7 +151,8 @@ def named_in(path: Path) -> int:
 def samples_of(path: Path, iteration: int) -> dict[str, str] | None:
     """Return the description of a run's samples that a checkpoint contains, or None.
 
-    Checkpoints of upstream, and older ones, contain no description.
+    Checkpoints of upstream, and older ones, contain no description. A damaged one counts as none.
+    Raises OSError if it cannot be read.
     """
     try:
         found = json.loads((path / f"iter_{iteration:07d}" / _SAMPLES).read_text())
