@@ -83,23 +83,23 @@ def _stamps(logs: Sequence[pathlib.Path]) -> dict[str, dict[tuple[int, int], flo
 
 
 def measure(job: Job, how: str, data: pathlib.Path, folder: pathlib.Path) -> Started:
-    """Run a job to its end in the new `folder`. Raises RuntimeError if it fails or has no stamp."""
+    """Run a job to its end in the new `folder`. Raises RuntimeError if a rank lacks a stamp."""
     folder.mkdir()
     output = folder / "output.log"
     environment = {"OMP_NUM_THREADS": "1"} | inherited_environment()
     with open(output, "wb") as stream:
         began = monotonic()
-        ended = subprocess.run(
+        subprocess.run(
             _command(job, how, data, folder), cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment,
-            check=False, timeout=DEADLINE_S,
+            check=how != TORCHRUN, timeout=DEADLINE_S,
         )  # fmt: skip
-    if ended.returncode:
-        printed = output.read_text(errors="replace")
-        raise RuntimeError(f"{how} ended with code {ended.returncode}; its output ends with\n{printed[-4000:]}")
+    # Not checked for torchrun: of plain runs of 4 ranks about one in 20 aborts when its processes end,
+    # since upstream destroys no process group. By then every stage has its stamp.
     at = _stamps([output, *(folder / "run" / "logs").glob("replica-*.log")])
     num_ranks = job.replicas * job.tp * job.pp
     if any(len(at[stage]) != num_ranks for stage in (PRETRAIN, TRAIN, STEP)):
-        raise RuntimeError(f"not every rank of {num_ranks} has stamped each stage: {at}; see {output}")
+        printed = output.read_text(errors="replace")
+        raise RuntimeError(f"not every rank of {num_ranks} has stamped each stage: {at}; printed:\n{printed[-4000:]}")
     since = at[PRETRAIN] if how == TORCHRUN else at[REQUEST]
     return Started(
         to_pretrain_s=max(seconds - since[place] for place, seconds in at[PRETRAIN].items()),
