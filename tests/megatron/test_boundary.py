@@ -73,13 +73,20 @@ def test_signal_asks_and_only_a_record_ends(asked: signal.Signals, args: Namespa
 
 
 def test_time_limit_asks_once(args: Namespace) -> None:
-    args.exit_duration_in_mins = 0
+    args.exit_duration_in_mins = 1e-9
     driver = Driver()
     boundary = boundary_of(driver, args)
     assert args.exit_duration_in_mins is None
     assert not decide(boundary, 1)
     assert not decide(boundary, 2)
-    assert driver.requested == [exit_for("ran for 0 minutes")]
+    assert driver.requested == [exit_for("ran for 1e-09 minutes")]
+
+
+def test_time_limit_of_zero_is_none(args: Namespace) -> None:
+    """As in Megatron."""
+    args.exit_duration_in_mins = 0
+    driver = Driver()
+    assert not decide(boundary_of(driver, args), 1) and not driver.requested
 
 
 def test_a_request_that_is_no_exit_ends_nothing(args: Namespace) -> None:

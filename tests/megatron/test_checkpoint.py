@@ -96,6 +96,7 @@ class Replica:
         self.replica, self.rank, self.step, self.requests = number, 0, 0, frozenset()
         self.loaded = 0
         """The iteration that Megatron has loaded."""
+        self.ckpt_step: int | None = None
         self._writer, self._folder, self._log = writer, folder, log
         self.error: BaseException | None = None
         """What happens behind the first file of a save."""
@@ -121,7 +122,9 @@ class Replica:
 
     def args(self) -> Namespace:
         save = str(self._folder)
-        return Namespace(save=save, load=save, ckpt_format="torch_dist", iteration=self.loaded, finetune=False)
+        return Namespace(
+            save=save, load=save, ckpt_format="torch_dist", iteration=self.loaded, finetune=False, ckpt_step=self.ckpt_step
+        )
 
     def is_writer(self) -> bool:
         return self._writer() == self.replica
@@ -147,7 +150,7 @@ class Replica:
 
     def write(self, iteration: int, *_: Any) -> None:
         target = Path(self.checkpoints.checkpoint_name(str(self._folder), iteration, return_base_dir=True))
-        target.mkdir(exist_ok=True)
+        assert not any(target.iterdir()), "Megatron refuses a folder that is not empty"
         (target / "a").write_text(f"{self.replica}")
         if self.error is not None:
             raise self.error
@@ -310,7 +313,9 @@ def test_what_was_loaded_from_elsewhere_is_saved_here(job: Job) -> None:
     """A folder that another job left names the same iteration: what it has is not what was loaded."""
     job.older(10, named=10)
     save, load = str(job.folder), str(job.folder.with_name("other"))
-    job.first.checkpoints._get_args = lambda: Namespace(save=save, load=load, ckpt_format="torch_dist", iteration=10)
+    job.first.checkpoints._get_args = lambda: Namespace(
+        save=save, load=load, ckpt_format="torch_dist", iteration=10, ckpt_step=None
+    )
     job.first.checkpoints.save_checkpoint_and_time(10)
     assert job.saves() == {"iter_0000010": "0"}
 
@@ -602,6 +607,17 @@ def test_two_writers_exclude_each_other(job: Job) -> None:
     assert job.named() == "11"
 
 
+def test_writer_without_the_lock_removes_nothing(job: Job) -> None:
+    """As it was, it removed the files that the holder of the lock was writing, who then published what was left."""
+    partial = job.folder / ".partial" / "iter_0000010"
+    partial.mkdir(parents=True)
+    (partial / "a").write_text("other")
+    with open(job.folder / ".writer.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        job.first.checkpoints.save_checkpoint_and_time(10)
+    assert job.phases()[-1] == (0, 10, "failed") and (partial / "a").read_text() == "other"
+
+
 def test_lock_is_held_while_files_are_written(job: Job) -> None:
     def write(iteration: int, *_: Any) -> None:
         with open(job.folder / ".writer.lock") as other, pytest.raises(BlockingIOError):
@@ -636,6 +652,23 @@ def test_save_that_fails_costs_nothing_and_the_next_save_point_tries_again(
     job.save(30)
     assert job.named() == "30"
     job.first.checkpoints.settle(job.meet)
+
+
+def test_full_disk_without_room_for_a_folder_ends_no_replica(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was, Megatron created it, and its error ended one writer after the other."""
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.name == "iter_0000020":
+            raise FULL
+        create(path, *args, **kwargs)
+
+    create = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", full)
+    job.save(20)
+    assert job.phases() == [(0, 20, "started"), (0, 20, "failed")]
+    monkeypatch.undo()
+    job.save(30)
+    assert job.named() == "30"
 
 
 def test_error_that_is_not_of_the_disk_is_not_hidden(job: Job) -> None:
@@ -751,12 +784,23 @@ def test_checkpoint_that_is_owed_in_a_folder_that_cannot_be_read_is_asked_for(jo
     assert job.named() == "22"
 
 
-def test_what_was_loaded_from_a_folder_that_cannot_be_read_ends_no_replica(job: Job) -> None:
+def test_replicas_agree_on_what_was_loaded_though_one_cannot_read_the_folder(job: Job) -> None:
+    """As it was, the replica that read no tracker began a step `save 20` that the others did not begin."""
     job.older(20, named=20)
-    job.first.loaded = 20
+    job.first.loaded = job.second.loaded = 20
     with unreadable(job.folder):
         job.first.checkpoints.save_checkpoint_and_time(20)
-    assert job.phases()[-1] == (0, 20, "failed") and job.named() == "20"
+    job.second.checkpoints.save_checkpoint_and_time(20)
+    assert (job.first.agreed, job.second.agreed, job.named()) == ([], [], "20")
+
+
+def test_older_checkpoint_that_was_loaded_is_saved_and_named(job: Job) -> None:
+    """The tracker names a later one, of a branch that was left."""
+    job.older(10, 20, named=20)
+    for replica in (job.first, job.second):
+        replica.loaded = replica.ckpt_step = 10
+    job.save(10)
+    assert (job.saves()["iter_0000010"], job.named(), job.partial()) == ("0", "10", [])
 
 
 def test_only_the_first_rank_of_a_replica_looks_into_the_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

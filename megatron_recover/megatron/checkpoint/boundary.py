@@ -35,7 +35,7 @@ class Boundary:
         `--exit-signal` counts only with `--exit-signal-handler`, as in Megatron. Megatron would act
         on each of them in one replica alone.
         """
-        self._minutes, args.exit_duration_in_mins = args.exit_duration_in_mins, None
+        self._minutes, args.exit_duration_in_mins = args.exit_duration_in_mins or None, None  # 0: no limit, as in Megatron
         wanted = {signal.SIGTERM, *([signal.Signals(args.exit_signal)] if args.exit_signal_handler else [])}
         args.exit_signal_handler = False
         for number in wanted:

@@ -9,8 +9,7 @@ Note [Agreed]
     record carries the digest of all their state. The writer writes only after the record is
     committed, and writes that state. So a replica whose state has drifted cannot save its state:
     the others vote for another digest. It follows that all replicas must agree on whether a save is
-    due. This depends on the iteration and on committed records; for the iteration that was loaded,
-    also on the tracker. A save that `settle` repeats at the end of training relies on the record of
+    due. This depends on the iteration, on flags and on committed records alone. A save that `settle` repeats at the end of training relies on the record of
     the end, which carries such a digest too. With one replica there is no other state to compare
     with.
 
@@ -317,8 +316,7 @@ class Checkpoints:
         first = torch.distributed.get_rank() == 0
         self._failure, self._num_writes = "", self._num_writes + 1
         with self._saver.saving(), contextlib.ExitStack() as held:
-            if first:
-                self._prepare(iteration, held)
+            is_locked = first and self._prepare(iteration, held)
             if not self._common_failure():
                 if self._faults is not None:
                     self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
@@ -328,6 +326,9 @@ class Checkpoints:
                 finally:
                     self._writing = None
             failure = self._common_failure()
+            if is_locked:
+                with contextlib.suppress(OSError):
+                    self.folder.clear()  # a partial checkpoint, or one that was replaced
             if first:
                 self._conclude(iteration, failure)
         if failure:
@@ -336,21 +337,26 @@ class Checkpoints:
         else:
             self._owed, self._failed, self._written = None, None, iteration
 
-    def _prepare(self, iteration: int, held: contextlib.ExitStack) -> None:
-        """Take the lock and remove partial checkpoints (rank 0); store an OSError as failure."""
+    def _prepare(self, iteration: int, held: contextlib.ExitStack) -> bool:
+        """Take the lock and begin an empty partial checkpoint (rank 0); return whether it is locked.
+
+        An OSError is stored as failure.
+        """
+        is_locked = False
         try:
             held.enter_context(self.folder.locked())
+            is_locked = True
             for name in self.folder.clear():
                 if name.startswith("iter_"):
                     self._record(trace.Checkpoint, iteration=int(name.removeprefix("iter_")), phase="removed_partial")
+            self.folder.begin(iteration)
         except OSError as error:
             self._failure = f"{type(error).__name__}: {error}"
         self._record(trace.Checkpoint, iteration=iteration, phase="started")
+        return is_locked
 
     def _conclude(self, iteration: int, failure: str) -> None:
-        """Remove a partial checkpoint or a replaced one, and report how the save ended (rank 0)."""
-        with contextlib.suppress(OSError):
-            self.folder.clear()
+        """Report how the save ended (rank 0)."""
         if not failure:
             self._record(trace.Checkpoint, iteration=iteration, phase="finished")
             return
@@ -410,13 +416,15 @@ class Checkpoints:
         return f"what was loaded from iteration {args.iteration} of --load {args.load}"
 
     def _is_what_was_loaded(self, iteration: int) -> bool:
-        """Return whether `iteration` was loaded from `--save`, whose tracker names it.
+        """Return whether `iteration` was loaded from `--save`, whose tracker named it.
 
-        Nothing was trained since, and saving again could only damage that checkpoint.
+        Nothing was trained since, and saving again could only damage that checkpoint. Flags alone
+        decide: a shared file system may show different trackers to the replicas, and then they
+        would disagree on whether a save is due.
         """
         args = self._get_args()
         from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
-        return args.iteration == iteration and from_here and self._agree(lambda: self.folder.named() == iteration)
+        return args.iteration == iteration and from_here and not args.ckpt_step
 
     def _exists(self, iteration: int) -> bool:
         """Return whether this job has saved `iteration` or a later one.

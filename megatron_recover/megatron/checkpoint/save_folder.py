@@ -104,6 +104,10 @@ class SaveFolder:
                 each.unlink()
         return [each.name for each in found]
 
+    def begin(self, iteration: int) -> None:
+        """Create the folder of a partial checkpoint, so that a full disk shows before the save."""
+        (self.partial / f"iter_{iteration:07d}").mkdir()
+
     def describe(self, samples: Mapping[str, str]) -> None:
         """Store `samples` (`alike.samples`) in the partial checkpoint, to be published with it."""
         for each in self.partial.glob("iter_*"):
