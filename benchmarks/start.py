@@ -93,8 +93,8 @@ def measure(job: Job, how: str, data: pathlib.Path, folder: pathlib.Path) -> Sta
             _command(job, how, data, folder), cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment,
             check=how != TORCHRUN, timeout=DEADLINE_S,
         )  # fmt: skip
-    # Not checked for torchrun: of plain runs of 4 ranks about one in 20 aborts when its processes end,
-    # since upstream destroys no process group. By then every stage has its stamp.
+    # Not checked for torchrun: of plain runs of 4 ranks about one in 20 aborts when its processes
+    # end, since upstream destroys no process group. By then every stage has its stamp.
     at = _stamps([output, *(folder / "run" / "logs").glob("replica-*.log")])
     num_ranks = job.replicas * job.tp * job.pp
     if any(len(at[stage]) != num_ranks for stage in (PRETRAIN, TRAIN, STEP)):

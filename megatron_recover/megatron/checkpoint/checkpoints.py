@@ -9,9 +9,9 @@ Note [Agreed]
     record carries the digest of all their state. The writer writes only after the record is
     committed, and writes that state. So a replica whose state has drifted cannot save its state:
     the others vote for another digest. It follows that all replicas must agree on whether a save is
-    due. This depends on the iteration, on flags and on committed records alone. A save that `settle` repeats at the end of training relies on the record of
-    the end, which carries such a digest too. With one replica there is no other state to compare
-    with.
+    due. This depends on the iteration, on flags and on committed records alone. A save that `settle`
+    repeats at the end of training relies on the record of the end, which carries such a digest too.
+    With one replica there is no other state to compare with.
 
 Note [Owed]
     Replicas that do not write continue to train while the writer saves. They remember the
@@ -338,7 +338,7 @@ class Checkpoints:
             self._owed, self._failed, self._written = None, None, iteration
 
     def _prepare(self, iteration: int, held: contextlib.ExitStack) -> bool:
-        """Take the lock and begin an empty partial checkpoint (rank 0); return whether it is locked.
+        """Take the lock, begin an empty partial checkpoint (rank 0); return whether it is locked.
 
         An OSError is stored as failure.
         """
