@@ -9,9 +9,9 @@ Note [Agreed]
     record carries the digest of all their state. The writer writes only after the record is
     committed, and writes that state. So a replica whose state has drifted cannot save its state:
     the others vote for another digest. It follows that all replicas must agree on whether a save is
-    due. This depends on the iteration, on flags and on committed records alone. A save that `settle`
-    repeats at the end of training relies on the record of the end, which carries such a digest too.
-    With one replica there is no other state to compare with.
+    due. This depends on the iteration, on flags and on committed records alone. A save that
+    `settle` repeats at the end of training relies on the record of the end, which carries such a
+    digest too. With one replica there is no other state to compare with.
 
 Note [Owed]
     Replicas that do not write continue to train while the writer saves. They remember the
