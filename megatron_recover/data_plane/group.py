@@ -9,7 +9,8 @@ stays, and only the transport inside is replaced. The verbs are those of MPI's f
 (ULFM):
 
 revoke
-    Retire the current transport: every pending and future collective raises, on any thread.
+    Retire the current transport. Until a newer generation each collective raises, on any thread,
+    also a pending one unless its last transfer is complete.
 agree
     Not a method of the group. The coordinator decides the members of the next generation; their
     status exchange and vote (`core/replica.py`) decide what becomes of a step. The caller then
@@ -24,9 +25,9 @@ already complete when it is returned.
 
 Collectives: all_reduce, reduce_scatter_tensor (both SUM and AVG), all_gather,
 all_gather_into_tensor, broadcast, barrier, and the coalesced forms of all_reduce and of the two
-that end in `_tensor`; all others are refused. AVG divides by the current number of members, so its
-meaning changes with the membership. Prefer to sum gradients and divide them by a count of
-microbatches.
+that end in `_tensor`; all others are refused. AVG divides by the current number of members, so it
+refuses integers, and its meaning changes with the membership. Prefer to sum gradients and divide
+them by a count of microbatches.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ BACKEND = "fault_tolerant"
 class FaultTolerantGroup(dist.ProcessGroup):
     """The same-position ranks of all replicas as a `torch.distributed` group.
 
-    Group ranks follow ascending replica ids. One thread uses the group; only `revoke` is
+    Group ranks follow ascending replica ids. One thread at a time uses the group; only `revoke` is
     thread-safe. The endpoint's `Deadlines` bound the calls.
     """
 
@@ -85,7 +86,10 @@ class FaultTolerantGroup(dist.ProcessGroup):
         return (self._me,) if self._transport is None else self._transport.members
 
     def revoke(self) -> None:
-        """Make all collectives raise `Revoked`, pending ones too, until a newer generation."""
+        """Make collectives raise `Revoked` until a newer generation, also a pending one.
+
+        A pending collective whose last transfer is complete still writes its tensors and returns.
+        """
         if self._transport is not None:
             self._transport.revoke()
 
@@ -199,7 +203,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Broadcast from group rank `opts.rootRank`.
 
-        Call it with `group_src=`: other replicas have no global rank in this world.
+        Call it with `group_src=`: a global rank means different members on different replicas.
         """
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         self._copy(copies, self.members[getattr(opts, "rootRank", 0)])
@@ -285,7 +289,7 @@ def rank_map(group: FaultTolerantGroup) -> dict[int, int]:
 
     This rank keeps its own global rank. The others live in other worlds, where their global ranks
     mean other processes here. They get numbers beyond this world's size. Such numbers serve for
-    counting and for DeviceMesh; whatever would communicate with them refuses them.
+    counting and for DeviceMesh; of all collectives only this group's `broadcast` accepts them.
     """
     world_size = dist.get_world_size()
     return {

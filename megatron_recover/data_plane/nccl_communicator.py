@@ -8,27 +8,29 @@ Note [Retiring]
       then, and may write scratch until it does.
     - The communicator is at rest when NCCL has drained its own streams (`commRevokeAsync` in NCCL's
       src/init.cc) and an event behind its kernels has completed on ours. Only then is scratch
-      given back. The state that NCCL reports does not decide it: the error of a lost connection
-      stays in that state for good.
+      given back. An error in the state that NCCL reports does not prevent it: the error of a lost
+      connection stays in that state for good.
     - It is destroyed in a newer generation, if the older communicators of all its members are at
       rest or kept. Before that a kernel of another member may still read this process's memory over
       NVLink (NVIDIA/nccl#863).
 
     Revoking and destroying free memory, which may wait for the device (NVIDIA/nccl#564). So both
-    happen in the first sum of a newer generation, before any of its kernels, with nothing else of
-    ours on the device. Only a communicator whose kernels may still run is revoked at once.
+    begin in the first sum of a newer generation, before any of its kernels, with nothing else of
+    ours on the device. That sum waits for them for `slowest_s` / 8 at most. Only a communicator
+    whose kernels may still run is revoked at once.
 
     A communicator that was never connected has no kernels; it is aborted, since a revoke would read
     what is not there yet. While NCCL's own thread still enqueues a sum, a revoke has to wait: it
     would leave a job behind that is freed (`ncclGroupJobAbort`). A communicator whose revoke or
     state shows an error is aborted instead of destroyed.
 
-    On any doubt (NCCL does not finish enqueuing, it does not come to rest, destroying it fails, or
-    a call of it does not return) the communicator is kept for the life of the process, with all
-    that was not given back, which costs memory. The others do not wait for it: what has not
-    returned for `close_s` is taken for something that never does. If it did, a kernel could still
-    read memory that another member has freed. If it comes to rest after all, it is destroyed in a
-    newer generation.
+    On any doubt (NCCL does not finish enqueuing or fails in it, the communicator does not come to
+    rest, a call other than the revoke fails, a call does not return, or no thread can be started)
+    the communicator is kept for the life of the process, with all that was not given back, which
+    costs memory. The others do not wait for it: what is not at rest after `close_s` is taken for
+    something that never will be. Until its kernels quit they could still read memory that another
+    member has freed. If a call returns late and the communicator is at rest then, it is destroyed
+    in a newer generation.
 """
 
 from __future__ import annotations
@@ -82,9 +84,9 @@ class Communicator:
         self._nccl = nccl
         self.device = cuda.current_device()
         self.is_connected = False
-        """True once NCCL has been ready for a call."""
+        """True once `is_idle` has found NCCL ready for a call."""
         self.is_pending = True
-        """True from the beginning of a call until `is_idle` has found NCCL ready again."""
+        """True from the beginning of connecting or of a sum until `is_idle` finds NCCL ready."""
         with transport_errors("ncclCommInitRank"):
             self._raw: Any = nccl.Communicator.init(
                 num_members, position, nccl.UniqueId.from_bytes(unique_id),
@@ -123,7 +125,7 @@ class Communicator:
             self._raw.allreduce(source.detach(), target, self._nccl.SUM, stream=stream.cuda_stream)
 
     def revoke(self) -> None:
-        """Have all kernels quit. Raises TransportError."""
+        """Have all kernels quit, without waiting until they have. Raises TransportError."""
         with transport_errors("ncclCommRevoke"):
             self._raw.revoke()
 
@@ -150,7 +152,7 @@ class Retired:
         at_rest: Callable[[], None],
         until: float,
     ) -> None:
-        """Hold a communicator, to be doubted unless it is at rest at the monotonic time `until`."""
+        """Hold a communicator that may be doubted if not at rest at the monotonic time `until`."""
         self.generation, self.communicator, self.stream = generation, communicator, stream
         self.sources, self.at_rest, self.until = [*sources], at_rest, until
         self.is_at_rest = self.is_in_doubt = self.is_left = False
@@ -163,7 +165,7 @@ class Retirement:
     """The retired communicators of a rank; see Note [Retiring]. Thread-safe."""
 
     def __init__(self, rest_s: float, cuda: Any = torch.cuda) -> None:
-        """Doubt a communicator that is not at rest `rest_s` seconds after it was retired."""
+        """Doubt a communicator that takes longer than `rest_s` seconds to come to rest."""
         self._rest_s, self._cuda = rest_s, cuda
         self._lock = threading.Lock()
         self._all: list[Retired] = []
@@ -186,7 +188,7 @@ class Retirement:
 
         If no thread can be started, the communicator is kept.
 
-        - `stream`: that of its kernels; None: none of them runs.
+        - `stream`: that of its kernels; None: none runs, and the communicator counts as at rest.
         - `sources`: what they may read.
         - `at_rest()` gives back what they may write. It is called when they have ended, in the
           thread that retires the communicator, and never if it does not come to rest.
@@ -244,6 +246,11 @@ class Retirement:
             return [each for each in self._all if each.generation < generation]
 
     def _retire(self, retired: Retired) -> None:
+        """Bring a communicator to rest and free it, in a thread of its own; see Note [Retiring].
+
+        Without kernels it is brought to rest only when `may_destroy` is set, and only if it was
+        connected. If bringing it to rest or freeing it raises an error, it is kept, in doubt.
+        """
         communicator, has_kernels = retired.communicator, retired.stream is not None
         try:
             self._cuda.set_device(communicator.device)  # a new thread has device 0, where NCCL would make a context
@@ -266,9 +273,10 @@ class Retirement:
     def _bring_to_rest(self, retired: Retired) -> bool:
         """Revoke the communicator, wait for it to rest, and give back what its kernels used.
 
-        Return False if the revoke fails; the communicator can then only be aborted. Raises
-        TransportError or DeviceError if NCCL fails otherwise, and TransportError if the
-        communicator does not come to rest.
+        Wait first until NCCL has enqueued a sum that is pending. Return True, or False if the
+        revoke fails; the communicator can then only be aborted. Raises TransportError if it does
+        not come to rest or NCCL does not report its state, and TransportError or DeviceError if
+        NCCL fails in enqueuing.
         """
         communicator, until = retired.communicator, time.monotonic() + self._rest_s
         self._await(lambda: not communicator.is_pending or communicator.is_idle(), until)

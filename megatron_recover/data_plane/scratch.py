@@ -46,7 +46,7 @@ class Scratch:
     def like(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Return a flat tensor for each source, of its type, device and number of elements.
 
-        The content is undefined. The memory is that of the call before, where that is large enough.
+        The content is undefined. Memory of earlier calls is used again where it is large enough.
         Raises DeviceError if the device has no memory left.
         """
         try:
