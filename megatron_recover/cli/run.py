@@ -39,7 +39,7 @@ PRELOAD = (
 )
 """Modules that every rank starts with, and a function to call (`cluster/forkserver.py`). torch's
 optimizers import `torch._dynamo` at their first use, which every rank would do for itself."""
-DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "dry_run.py"
+RUNNER = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "script.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Errors of a folder that accepts no more data."""
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
@@ -132,7 +132,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         _refuse_unseen(faults, arguments.trace_level)
     job = Job(
         argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
-        run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, dry_run=DRY_RUN, preload=PRELOAD,
+        run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
         rank_start=rank_start,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
         microbatch_samples=judged.microbatch_samples,

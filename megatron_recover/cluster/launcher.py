@@ -250,8 +250,9 @@ class Launcher:
         with descriptors_needed():
             output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
         environment = self._environment(0, 0, leader=ANY_PORT, dry_run=True)
-        argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
-        self._node.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
+        self._node.spawn(
+            _DRY_RUN, 0, argv=self._job.command, environment=environment, output=output, descriptors=self._handed_down
+        )
         late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
         ends = self._until(self._node.poll, self._deadlines.deadline_s, lambda: late)
         if not ends:
@@ -300,7 +301,7 @@ class Launcher:
             if rank == 0:
                 handed_down |= {listening.LEADER: leader.fileno()}
             self._node.spawn(
-                replica, rank, argv=job.argv, environment=environment, output=output, descriptors=handed_down
+                replica, rank, argv=job.command, environment=environment, output=output, descriptors=handed_down
             )  # fmt: skip
             self._ranks.watches(replica, rank)
 
