@@ -34,7 +34,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One run as its user requested it."""
 
     argv: tuple[str, ...]
-    """The training script and its arguments."""
+    """The training script and its arguments; the script is a path, or two words: -m MODULE."""
     num_replicas: int
     layout: Layout
     """Layout of one replica."""
@@ -42,6 +42,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+    run_id: str = "none"
+    """TORCHELASTIC_RUN_ID of the ranks."""
     runner: Path | None = None
     """Script that gets `argv` as its arguments and runs the training script: in ranks, and in the
     dry run up to where training would begin. None: the training script runs by itself."""
@@ -57,6 +59,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Size in bytes at which a trace file is put aside and compressed; 0: never."""
     ring_bytes: int = RING_BYTES
     """Bytes that each process has for events that are not in the trace yet."""
+
+    @property
+    def script(self) -> str:
+        """Return the training script as its user named it."""
+        return " ".join(self.argv[:2]) if self.argv[0] == "-m" else self.argv[0]
 
     @property
     def command(self) -> tuple[str, ...]:

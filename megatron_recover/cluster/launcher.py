@@ -246,7 +246,7 @@ class Launcher:
         If the script accepts, show its lines for the console. Otherwise, or if a signal or the
         deadline comes first, the run ends.
         """
-        script = self._job.argv[0]
+        script = self._job.script
         with descriptors_needed():
             output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
         environment = self._environment(0, 0, leader=ANY_PORT, dry_run=True)
@@ -337,6 +337,12 @@ class Launcher:
             "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
+            # What torchrun tells of its nodes and restarts: one node, never restarted.
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "TORCHELASTIC_RUN_ID": job.run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
         }
 
     # --- Watching ---------------------------------------------------------------------------------

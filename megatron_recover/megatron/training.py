@@ -45,6 +45,7 @@ from megatron_recover.core.label import Label, StepKind
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
+from megatron_recover.megatron.launch import script
 from megatron_recover.megatron.launch.arguments import (
     add_recover_arguments,
     cpu_refusals,
@@ -52,7 +53,6 @@ from megatron_recover.megatron.launch.arguments import (
     recover_config,
     refusals,
 )
-from megatron_recover.megatron.launch import script
 from megatron_recover.megatron.launch.device import device_line, unseen_gpu
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace import ring

@@ -7,6 +7,7 @@ or reports all mistakes that do not hide behind others at once.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from argparse import ArgumentError, ArgumentParser, Namespace
@@ -203,6 +204,21 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     return Preflight(
         layout, settings, args.seed, num_microbatches, args.micro_batch_size * lanes, batch_changes, args.train_iters
     )  # fmt: skip
+
+
+def replica_of(argv: Sequence[str], lanes: int | None) -> tuple[int, int]:
+    """Return the number of processes of one replica, and of its lanes.
+
+    Without `lanes` a replica has the fewest lanes over which its experts can be spread. Sizes that
+    `preflight` refuses count as 1. Raises ValueError as `Undecided` does.
+    """
+    args, _, _ = _read(argv)
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    tp, pp, cp = (max(1, size) for size in sizes)
+    experts = max(1, args.expert_model_parallel_size)
+    if lanes is None:
+        lanes = experts // math.gcd(experts, tp * cp)
+    return tp * pp * cp * max(1, lanes), lanes
 
 
 class Sized(Protocol):

@@ -117,7 +117,7 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 
 def main() -> None:
-    """Run the script of the command line as a rank, or as the dry run, of `megatron-recover run`."""
+    """Run the script of the command line as the dry run or a rank of `megatron-recover run`."""
     from megatron_recover.config import rank_context
     from megatron_recover.megatron import training
 
