@@ -24,6 +24,7 @@ from rich.table import Table
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
 from megatron_recover.core.values import ExitCode
+from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.flags import Parser, misplaced, split
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Undecided
@@ -53,6 +54,7 @@ _OF_RUN = {
     **dict.fromkeys(
         ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet"), "plan starts no rank"
     ),
+    **dict.fromkeys((name for flag in TORCHRUN for name in flag.names), "plan starts no rank"),
 }
 """Flags of `run`, with the reason why `plan` has no use for them."""
 _MEASURED_REPLICAS = 1000
@@ -327,7 +329,7 @@ def main(argv: list[str]) -> int:
         parser.error(_NO_SCRIPT)
     script, *flags = command
     if not Path(script).is_file():
-        parser.error(f"there is no training script {script}; write its path behind --")
+        parser.error(f"there is no training script {script}; write its path behind the flags of plan")
     gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
     try:
         job = Undecided(flags)

@@ -151,7 +151,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
     if not arguments.quiet:
-        for note in (*line.notes, *_notes(job)):
+        for note in (*line.notes, *_notes(job, is_derived=arguments.replicas is None or arguments.lanes is None and lanes > 1)):
             print(f"megatron-recover run: {note}", file=sys.stderr)
     return job, chaos_text
 
@@ -178,10 +178,14 @@ def _size(arguments: argparse.Namespace, line: launch_line.Choice, flags: Sequen
     return replicas, lanes
 
 
-def _notes(job: Job) -> Iterator[str]:
-    """Yield what the user should know about the replicas of a job before it starts."""
-    size = f"TP {job.layout.tp} x PP {job.layout.pp} x CP {job.layout.cp} x lanes {job.layout.lanes}"
-    yield f"replicas: {job.num_replicas}, of {job.num_ranks} processes each ({size})"
+def _notes(job: Job, *, is_derived: bool) -> Iterator[str]:
+    """Yield what the user should know about the replicas of a job before it starts.
+
+    `is_derived`: the number of replicas or of lanes follows from other flags.
+    """
+    if is_derived:
+        size = f"TP {job.layout.tp} x PP {job.layout.pp} x CP {job.layout.cp} x lanes {job.layout.lanes}"
+        yield f"{job.num_replicas} replicas of {job.num_ranks} processes ({size})"
     if job.num_replicas == 1:
         yield "nothing is protected: with one replica every death ends the job; give processes for two or more"
 

@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from megatron_recover.core.values import ExitCode
 from tests.system.jobs import Job, run_job
 
@@ -36,23 +38,31 @@ def test_a_mistyped_flag_of_megatron_or_of_the_script_is_answered_with_the_one_t
     assert list((tmp_path / "run").iterdir()) == []
 
 
-UPSTREAMS = """\
-import sys
-from megatron.training import pretrain
-
-pretrain(None, None, None, None)
-"""
-
-
-def test_a_script_that_trains_by_itself_is_refused_before_it_does(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
-    """Upstream's own `pretrain_gpt.py` calls upstream's `pretrain`; run once, alone, it would write to the checkpoints."""
+@pytest.mark.parametrize(
+    ("begins", "why"),
+    [
+        (
+            "from megatron.training import pretrain\npretrain(None, None, None, None)",
+            "calls pretrain without arguments of Megatron; call parse_and_validate_args of megatron.training.arguments first, as "
+            "upstream's pretrain_gpt.py does",
+        ),
+        (
+            "import torch.distributed as dist\ndist.init_process_group('gloo')  # and then no pretrain",
+            "calls torch.distributed.init_process_group; call parse_and_validate_args and pretrain of megatron.training instead, "
+            "as upstream's pretrain_gpt.py does, or megatron_recover.megatron.pretrain",
+        ),
+    ],
+    ids=["no arguments", "own world"],
+)
+def test_a_script_that_trains_by_itself_is_refused_before_it_does(
+    begins: str, why: str, tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    """Run once, alone, it would write to the checkpoints, or wait for ranks that are never started."""
     script = tmp_path / "script.py"
-    script.write_text(UPSTREAMS)
+    script.write_text(begins)
     outcome = run_job(Job(), tmp_path / "run", data, script=script, save=tmp_path / "ck").expect(ExitCode.BAD_INPUT)
     [line] = [line for line in outcome.output.splitlines() if "pretrain" in line and "importing" not in line]
-    assert line == (
-        f"megatron-recover run: {script} calls Megatron's pretrain; call megatron_recover.megatron.pretrain instead"
-    )
+    assert line == f"megatron-recover run: {script} {why}"
     assert not (tmp_path / "ck").exists()
 
 

@@ -13,6 +13,7 @@ on the user's data, and in ranks it would wait for ranks that were never started
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
 import runpy
@@ -90,6 +91,8 @@ def run(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
         sys.path[0] = os.getcwd()
+        if not _is_module(argv[1]):
+            _refuse(f"there is no module {argv[1]}; its folder has to be the working directory or in PYTHONPATH")
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = argv
@@ -106,14 +109,26 @@ def refuse_own_training() -> None:
 
 def _refused(name: str) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:
-        print(
-            f"{BAD_ARGUMENTS}{sys.argv[0]} calls {name}; call parse_and_validate_args and pretrain of megatron.training "
-            "instead, as upstream's pretrain_gpt.py does, or megatron_recover.megatron.pretrain",
-            file=sys.stderr,
+        _refuse(
+            f"{sys.argv[0]} calls {name}; call parse_and_validate_args and pretrain of megatron.training instead, as "
+            "upstream's pretrain_gpt.py does, or megatron_recover.megatron.pretrain"
         )
-        sys.exit(ExitCode.BAD_INPUT)
 
     return refuse
+
+
+def _refuse(line: str) -> NoReturn:
+    """End the process with exit code 2 and a line for the user."""
+    print(f"{BAD_ARGUMENTS}{line}", file=sys.stderr, flush=True)
+    sys.exit(ExitCode.BAD_INPUT)
+
+
+def _is_module(name: str) -> bool:
+    """Return whether Python finds a module; imports the packages that it is in."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def main() -> None:
