@@ -21,10 +21,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
 from megatron_recover.core.values import ExitCode
-from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.flags import Parser, misplaced, split
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Undecided

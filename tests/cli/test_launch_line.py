@@ -30,7 +30,8 @@ def test_the_table_has_every_flag_of_torchrun_and_no_other() -> None:
 def test_torchrun_gives_the_script_all_words_behind_it_as_we_do() -> None:
     last = get_args_parser()._actions[-1]
     assert (last.dest, last.nargs) == ("training_script_args", REMAINDER)
-    line = "--nproc_per_node 2 -t 3 -r=1 --standalone train.py --nproc-per-node 4 --log-dir x -- --tee".split()
+    text = "--nproc_per_node 2 -t 3 -r=1 --standalone train.py --nproc-per-node 4 --log-dir x -- --tee"
+    line = text.split()
     theirs = get_args_parser().parse_args(line)
     ours, command = split(line, run._parser())
     assert command == [theirs.training_script, *theirs.training_script_args]
@@ -184,5 +185,5 @@ def test_what_follows_from_other_flags_is_told_and_so_is_a_lack_of_protection(
 
 
 def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told() -> None:
-    command = "train.py --run-dir x --log-dir y --chaos=rate=0.1,seed=1 --replicas 2".split()
+    command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--replicas", "2"]
     assert launch_line.behind_script(command, run._parser()) == ["--run-dir", "--chaos", "--replicas"]

@@ -43,13 +43,13 @@ def test_a_mistyped_flag_of_megatron_or_of_the_script_is_answered_with_the_one_t
     [
         (
             "from megatron.training import pretrain\npretrain(None, None, None, None)",
-            "calls pretrain without arguments of Megatron; call parse_and_validate_args of megatron.training.arguments first, as "
-            "upstream's pretrain_gpt.py does",
+            "calls pretrain without arguments of Megatron; call parse_and_validate_args of megatron.training.arguments first, "
+            "as upstream's pretrain_gpt.py does",
         ),
         (
             "import torch.distributed as dist\ndist.init_process_group('gloo')  # and then no pretrain",
-            "calls torch.distributed.init_process_group; call parse_and_validate_args and pretrain of megatron.training instead, "
-            "as upstream's pretrain_gpt.py does, or megatron_recover.megatron.pretrain",
+            "calls torch.distributed.init_process_group; call parse_and_validate_args and pretrain of megatron.training "
+            "instead, as upstream's pretrain_gpt.py does, or megatron_recover.megatron.pretrain",
         ),
     ],
     ids=["no arguments", "own world"],
@@ -75,3 +75,14 @@ def test_interrupted_before_training_leaves_the_run_directory_free(tmp_path: pat
     assert done.returncode == ExitCode.INTERRUPTED, done.stdout + done.stderr
     assert "SIGINT: ending before training has begun" in done.stdout
     assert not (tmp_path / "run").exists(), "the same command would be refused"
+
+
+def test_a_script_beside_another_megatron_is_refused(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    """A part of the job would import the one, a part the other."""
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    outcome = run_job(Job(), tmp_path / "run", data, script=script).expect(ExitCode.BAD_INPUT)
+    assert f"megatron-recover run: {tmp_path} has a Megatron of its own, but that of " in outcome.output
+    assert f"and a job has one: to use the first, set PYTHONPATH={tmp_path}" in outcome.output

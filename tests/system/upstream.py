@@ -1,7 +1,7 @@
 """Upstream's own training scripts, unchanged: where they are, and a run of one by torchrun on the CPU.
 
-`python -m torch.distributed.run ... tests/system/upstream.py SCRIPT FLAG...` runs the script as plain Megatron. Only what Megatron
-needs to run without CUDA at all is put in its place first.
+`python -m torch.distributed.run ... tests/system/upstream.py SCRIPT FLAG...` runs the script as plain Megatron. Only what
+Megatron needs to run without CUDA at all is put in its place first.
 """
 
 from __future__ import annotations

@@ -87,16 +87,21 @@ def wrap(entry: EntryPoints) -> None:
 
 
 def run(argv: list[str]) -> None:
-    """Run the script that `argv` names as `__main__`, with `argv` as its command line."""
-    if argv[0] == "-m":
+    """Run the script that `argv` names as `__main__`, with `argv` as its command line.
+
+    Ends the process with exit code 2 if the module is not found, or if the folder from which the
+    script imports has a Megatron other than the one that is imported already.
+    """
+    is_module = argv[0] == "-m"
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(argv[0]))
+    _refuse_second_megatron(sys.path[0])
+    if is_module:
         sys.argv[:] = argv[1:]
-        sys.path[0] = os.getcwd()
         if not _is_module(argv[1]):
             _refuse(f"there is no module {argv[1]}; its folder has to be the working directory or in PYTHONPATH")
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = argv
-        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
         runpy.run_path(argv[0], run_name="__main__")
 
 
@@ -121,6 +126,18 @@ def _refuse(line: str) -> NoReturn:
     """End the process with exit code 2 and a line for the user."""
     print(f"{BAD_ARGUMENTS}{line}", file=sys.stderr, flush=True)
     sys.exit(ExitCode.BAD_INPUT)
+
+
+def _refuse_second_megatron(folder: str) -> None:
+    """End the process with exit code 2 if `folder` has a Megatron other than the imported one."""
+    import megatron.core
+
+    theirs, ours = os.path.join(folder, "megatron", "core", "__init__.py"), os.path.realpath(str(megatron.core.__file__))
+    if os.path.isfile(theirs) and os.path.realpath(theirs) != ours:
+        _refuse(
+            f"{folder} has a Megatron of its own, but that of {os.path.dirname(ours)} is imported, and a job has one: to use "
+            f"the first, set PYTHONPATH={folder}"
+        )
 
 
 def _is_module(name: str) -> bool:
