@@ -85,7 +85,7 @@ TORCHRUN = (
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What the launch line says about processes and names."""
+    """The processes and names that the launch line gives."""
 
     num_processes: int | None
     """Number of processes of all replicas; None: not given."""

@@ -144,7 +144,7 @@ def _complaint(script: str, code: int, lines: Sequence[str]) -> str:
     if refused:
         return "\n".join(refused)
     if code == ExitCode.OK:
-        return f"{script} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"
+        return f"{script} never calls Megatron's pretrain; see docs/how_to/train.md"
     if code < 0:
         reason = ", perhaps out of memory" if code == -signal.SIGKILL else ""
         return f"{script} was ended by {signal.Signals(-code).name} before it trained{reason}"

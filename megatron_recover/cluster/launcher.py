@@ -60,7 +60,10 @@ sign a death is seen after half of this time on average (`agent.py`, Note [Seein
 """
 _KILLED = 128
 """Added to the number of a signal: the exit code of a run that was killed on request."""
-_CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
+_CALLS_PRETRAIN = (
+    "called Megatron's pretrain; call parse_and_validate_args and pretrain of megatron.training, as upstream's "
+    "pretrain_gpt.py does"
+)
 
 
 class Launcher:

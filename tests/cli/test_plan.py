@@ -352,7 +352,7 @@ def test_what_a_gpu_refuses_and_what_suits_no_plan_is_refused(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("code", "errors", "expected"),
     [
-        (0, "", f"{SCRIPT} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"),
+        (0, "", f"{SCRIPT} never calls Megatron's pretrain; see docs/how_to/train.md"),
         (2, "warning\nbad arguments: --one is wrong\nbad arguments: --two is wrong\n", "--one is wrong\n--two is wrong"),
         (1, "a.py:1: UserWarning: old\n  warn()\nNo data\n", f"{SCRIPT} ended with exit code 1 before it trained: No data"),
         (

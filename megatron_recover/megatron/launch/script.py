@@ -32,7 +32,7 @@ _ORIGINAL = "_recover_original"
 
 
 class EntryPoints(Protocol):
-    """What stands behind the two names that a training script calls."""
+    """The functions behind the two names that a training script calls."""
 
     def parse(
         self, extra_args_provider: Provider | None, args_defaults: Mapping[str, Any], *, ignores_unknown: bool = False
