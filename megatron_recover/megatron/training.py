@@ -47,6 +47,7 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.launch import script
 from megatron_recover.megatron.launch.arguments import (
+    adapt,
     add_recover_arguments,
     cpu_refusals,
     gpu_refusals,
@@ -299,6 +300,7 @@ class _Training:
             lanes = args.world_size // (
                 args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
             )
+            adapted = adapt(args, lanes=lanes)
             found = refusals(args, lanes=lanes)
             config = recover_config(args)
             num_ranks = self._context.num_ranks * self._context.num_replicas
@@ -307,7 +309,8 @@ class _Training:
             _refuse(found)
             if self._context.dry_run:
                 used = -(-num_ranks // config.ranks_per_gpu)
-                print(f"{FOR_CONSOLE}{device_line(num_gpus=num_gpus, num_used=used)}", flush=True)
+                for line in (*adapted, device_line(num_gpus=num_gpus, num_used=used)):
+                    print(f"{FOR_CONSOLE}{line}", flush=True)
             args.flight_recorder_dump_path = separate_flight_records(
                 args.flight_recorder_dump_path, self._context.replica, self._context.run_dir
             )

@@ -84,7 +84,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--fp4-format": {"dest": "fp4", "default": None},
     "--qk-clip": _ON,
     "--log-max-attention-logit": _ON,
-    "--check-weight-hash-across-dp-replicas-interval": _INT,
     "--defer-embedding-wgrad-compute": _ON,
     "--overlap-moe-expert-parallel-comm": _ON,
     "--no-overlap-p2p-communication": {"action": "store_false", "dest": "overlap_p2p_comm"},
@@ -105,9 +104,9 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--config-logger-dir": {"default": ""},
     "--dump-param-to-param-group-map": _TEXT,
     "--log-world-size-to-tensorboard": _ON,
-    "--log-energy": _ON,
     "--ddp-average-in-collective": _ON,
     "--overlap-param-gather": _ON,
+    "--overlap-param-gather-with-optimizer-step": _ON,
     "--num-distributed-optimizer-instances": _ONE,
     "--use-megatron-fsdp": _ON,
     "--use-torch-fsdp2": _ON,
@@ -116,7 +115,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--enable-cuda-graph": _ON,
     "--external-cuda-graph": _ON,
     "--optimizer-cuda-graph": _ON,
-    "--rerun-mode": {"default": None},
     "--error-injection-rate": {"type": int, "default": 0},
     "--inprocess-restart": _ON,
     "--enable-ft-package": _ON,
@@ -149,12 +147,10 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--async-save": _ON,
     "--non-persistent-save-interval": _INT,
     "--ckpt-format": {"default": "torch_dist"},
-    "--log-progress": _ON,
     "--wandb-project": _TEXT,
     "--yaml-cfg": _TEXT,
 }
-"""Megatron's flags that are read here, declared as Megatron declares them (a test compares both).
-Only the default of `--rerun-mode` differs: without the flag this package disables that mode."""
+"""Megatron's flags that are read here, declared as Megatron does (a test compares both)."""
 
 
 class Preflight(msgspec.Struct, frozen=True):
