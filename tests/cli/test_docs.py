@@ -37,8 +37,8 @@ def test_every_refused_flag_is_listed_with_its_reason_and_no_other() -> None:
     assert listed == {refusal.flag: (refusal.because, refusal.instead) for refusal in REFUSALS}
 
 
-def test_every_flag_that_is_switched_off_is_listed_with_its_reason_and_no_other() -> None:
-    section = _text("docs/reference/supported.md").split("## Switched off")[1].split("## Refused")[0]
+def test_every_flag_without_effect_is_listed_with_its_reason_and_no_other() -> None:
+    section = _text("docs/reference/supported.md").split("## Without effect")[1].split("## Refused")[0]
     rows = re.findall(r"^\| `(--[\w-]+)`.* \| (.+) \|$", section, re.MULTILINE)
     assert [(flag, because.replace("`", "")) for flag, because in rows] == [(each.flag, each.because) for each in ADAPTATIONS]
 

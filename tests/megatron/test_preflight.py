@@ -222,12 +222,13 @@ def test_what_is_supported_is_taken(flags: str, data: str) -> None:
         ({"overlap_param_gather": True}, 1, {"overlap_param_gather": False}),
         ({"overlap_param_gather": True}, 2, {"overlap_param_gather": True}),  # and refused
         ({"rerun_mode": "validate_results"}, 2, {"rerun_mode": "disabled"}),
+        ({"distributed_timeout_minutes": 60}, 1, {"distributed_timeout_minutes": 10}),
         ({"log_energy": True, "log_progress": True}, 1, {"log_energy": False, "log_progress": False}),
         ({"check_weight_hash_across_dp_replicas_interval": 5}, 2, {"check_weight_hash_across_dp_replicas_interval": None}),
         ({}, 2, {}),
     ],
 )
-def test_what_means_nothing_in_a_replica_is_switched_off_and_said(
+def test_what_means_nothing_in_a_replica_has_no_effect_and_is_told(
     given: dict[str, object], lanes: int, expected: dict[str, object]
 ) -> None:
     """Each name is one of Megatron's own arguments, whose defaults need no adaptation."""
@@ -240,7 +241,7 @@ def test_what_means_nothing_in_a_replica_is_switched_off_and_said(
     lines = adapt(args, lanes=lanes)
     assert vars(args) == plain | expected
     assert len(lines) == sum(plain[name] != given[name] and expected[name] != given[name] for name in given)
-    assert all(" is switched off with replicas: " in line for line in lines)
+    assert all(" has no effect with replicas: " in line for line in lines)
 
 
 def test_flags_are_declared_as_megatron_declares_them() -> None:

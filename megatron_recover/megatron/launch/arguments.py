@@ -156,8 +156,6 @@ REFUSALS = (
             "it needs the rerun mode", "use --chaos of megatron-recover run"),
     Refusal("--inprocess-restart", _set("inprocess_restart"), "two systems would watch and restart the same ranks", _DROP),
     Refusal("--enable-ft-package", _set("enable_ft_package"), "two systems would watch and restart the same ranks", _DROP),
-    Refusal("--distributed-timeout-minutes", _not("distributed_timeout_minutes", 10),
-            "every wait of a run follows from one deadline", "use --recover-deadline-s"),
     Refusal("--tp-comm-overlap", _set("tp_comm_overlap"),
             "Transformer Engine's sockets have the same names in every replica of a node", _DROP),
     Refusal("--log-straggler", _set("log_straggler"), "every replica would open the same port", _DROP),
@@ -251,6 +249,8 @@ ADAPTATIONS = (
                "it compares lanes only; --recover-digest-interval compares replicas and lanes"),
     Adaptation("--rerun-mode", _not("rerun_mode", "disabled"),
                "rerun_mode", "disabled", "it repeats a step in one replica alone; what is not finite still ends the job"),
+    Adaptation("--distributed-timeout-minutes", _not("distributed_timeout_minutes", 10), "distributed_timeout_minutes", 10,
+               "--recover-deadline-s bounds every wait"),
     Adaptation("--log-energy", _set("log_energy"), "log_energy", False, "it is the energy of one replica"),
     Adaptation("--log-progress", _set("log_progress"), "log_progress", False,
                "every replica would write the file; events.jsonl of the run directory has every step"),
@@ -266,7 +266,7 @@ def adapt(args: Namespace, *, lanes: int) -> list[str]:
     requested = [each for each in ADAPTATIONS if each.when(judged)]
     for each in requested:
         setattr(args, each.name, each.value)
-    return [f"{each.flag} is switched off with replicas: {each.because}" for each in requested]
+    return [f"{each.flag} has no effect with replicas: {each.because}" for each in requested]
 
 
 _WITHOUT_KITCHEN = {"kitchen_config_file": None, "kitchen_recipe_number": None}

@@ -118,7 +118,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--error-injection-rate": {"type": int, "default": 0},
     "--inprocess-restart": _ON,
     "--enable-ft-package": _ON,
-    "--distributed-timeout-minutes": {"type": int, "default": 10},
     "--log-straggler": _ON,
     "--run-workload-inspector-server": _ON,
     "--fault-injector-ranks": _TEXT,
