@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from megatron_recover.data_plane.transport import Endpoint
     from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.seams import seams
 
 Provider = script.Provider
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -123,7 +124,7 @@ def parse(
     of Megatron's defaults. `ignores_unknown`: flags that no parser knows are left out. Bad input
     ends the process with exit code 2.
     """
-    from megatron.training import arguments
+    from megatron.training.arguments import parse_and_validate_args
 
     from megatron_recover.megatron import cpu
 
@@ -142,8 +143,7 @@ def parse(
         return parser
 
     with bad_input_ends():
-        upstream = script.original(arguments.parse_and_validate_args)
-        args: Namespace = upstream(provide, ignores_unknown, {**args_defaults})
+        args: Namespace = script.original(parse_and_validate_args)(provide, ignores_unknown, {**args_defaults})
         _refuse(cpu_refusals(args) if on_cpu else [])
     return args
 
@@ -194,7 +194,6 @@ class _Training:
     def __init__(self, context: RankContext) -> None:
         from megatron_recover.authentication.key import inherited_key
         from megatron_recover.megatron.reporting import TensorBoardFactory
-        from megatron_recover.megatron.seams import seams
 
         self._context, self._key = context, inherited_key()
         self._page = ProgressPage.inherited()
@@ -205,8 +204,7 @@ class _Training:
             rank=context.rank,
             record=lambda **fields: self._log.record(trace.Fault(**fields)),
         )
-        with bad_input_ends():
-            self._installation = seams.Installation(seams.load(), seams.load_anchors())
+        self._installation: seams.Installation
         self._settings: tuple[Namespace, RecoverConfig] | None = None
         self._driver: RankDriver | None = None
         self._tensorboard = TensorBoardFactory(lambda: self._driver)
@@ -288,6 +286,10 @@ class _Training:
     ) -> tuple[Namespace, RecoverConfig]:
         import torch
 
+        from megatron_recover.megatron.seams import seams
+
+        with bad_input_ends():  # only now: a script may replace functions of Megatron before it calls us
+            self._installation = seams.Installation(seams.load(), seams.load_anchors())
         self._installation.install({"tensorboard": self._tensorboard.set_writer})
         # Upstream creates a one-logger in the last rank of each world, and each replica is a world.
         # Fully reshardable: a checkpoint must not depend on the number of lanes.
