@@ -86,3 +86,16 @@ def test_a_script_beside_another_megatron_is_refused(tmp_path: pathlib.Path, dat
     outcome = run_job(Job(), tmp_path / "run", data, script=script).expect(ExitCode.BAD_INPUT)
     assert f"megatron-recover run: {tmp_path} has a Megatron of its own, but that of " in outcome.output
     assert f"and a job has one: to use the first, set PYTHONPATH={tmp_path}" in outcome.output
+
+
+def test_what_the_script_asserts_between_its_arguments_and_the_training_is_bad_input(
+    tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from megatron.training.arguments import parse_and_validate_args\n"
+        "args = parse_and_validate_args()\n"
+        "assert args.num_layers > 1000, 'too shallow for me'\n"
+    )
+    outcome = run_job(Job(), tmp_path / "run", data, script=script).expect(ExitCode.BAD_INPUT)
+    assert "megatron-recover run: too shallow for me\n" in outcome.output

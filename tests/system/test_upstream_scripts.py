@@ -101,7 +101,7 @@ def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replic
 
 def test_a_module_that_is_not_there_is_refused(tmp_path: pathlib.Path) -> None:
     output = run(
-        "megatron_recover run", f"--nproc-per-node 2 --run-dir {tmp_path / 'run'} -m", f"no_such.module {FLAGS} --mock-data",
+        "megatron_recover.run", f"--nproc-per-node 2 --run-dir {tmp_path / 'run'} -m", f"no_such.module {FLAGS} --mock-data",
         expected=ExitCode.BAD_INPUT,
     )  # fmt: skip
     assert (

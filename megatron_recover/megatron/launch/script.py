@@ -157,9 +157,12 @@ def main() -> None:
     if context is None:
         raise RuntimeError("megatron-recover run starts this file; start the training script itself instead")
     training.begin(context)
-    if context.dry_run:
-        refuse_own_training()
-    run(sys.argv[1:])
+    if not context.dry_run:
+        run(sys.argv[1:])
+        return
+    refuse_own_training()
+    with training.bad_input_ends():  # a script may judge its arguments, as upstream's configurations do
+        run(sys.argv[1:])
 
 
 if __name__ == "__main__":
