@@ -221,6 +221,7 @@ def test_what_is_supported_is_taken(flags: str, data: str) -> None:
     [
         ({"overlap_param_gather": True}, 1, {"overlap_param_gather": False}),
         ({"overlap_param_gather": True}, 2, {"overlap_param_gather": True}),  # and refused
+        ({"overlap_param_gather_with_optimizer_step": True}, 1, {"overlap_param_gather_with_optimizer_step": False}),
         ({"rerun_mode": "validate_results"}, 2, {"rerun_mode": "disabled"}),
         ({"distributed_timeout_minutes": 60}, 1, {"distributed_timeout_minutes": 10}),
         ({"log_energy": True, "log_progress": True}, 1, {"log_energy": False, "log_progress": False}),

@@ -201,6 +201,16 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     )  # fmt: skip
 
 
+def unsupported(argv: Sequence[str]) -> list[str]:
+    """Return one line for each flag of `argv` that is refused for what it asks, or is unreadable.
+
+    Shapes, data and folders are not judged. Raises ValueError as `Undecided` does.
+    """
+    args, _, unreadable = _read(argv)
+    _, lanes = replica_of(argv, None)
+    return [*unreadable.values(), *refusals(args, lanes=lanes)]
+
+
 def replica_of(argv: Sequence[str], lanes: int | None) -> tuple[int, int]:
     """Return the number of processes of one replica, and of its lanes.
 
