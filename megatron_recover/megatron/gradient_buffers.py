@@ -25,7 +25,7 @@ class GradientBuffers:
     def __init__(self, chunks: Sequence[Any], bucket_elements: int) -> None:
         """Find the buffers of `chunks`, upstream's DDP modules, and cut them into buckets.
 
-        A bucket has about `bucket_elements` elements, or a whole smaller region. With
+        A bucket has about `bucket_elements` elements; a smaller region is one bucket. With
         `--overlap-grad-reduce` each parameter also gets a hook (`BackwardWatch`). Raises ValueError
         for gradients outside of the buffers.
         """

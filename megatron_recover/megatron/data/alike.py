@@ -1,4 +1,4 @@
-"""Describes what must be equal when replicas start, and the samples that a resumed run must read.
+"""Describes what must be equal when replicas start, and what decides the samples of a run.
 
 Each public function returns names and values for one rank. The names appear in the message about a
 difference. `commit.CommitLoop` adds the shape, and the parameters and the state as initialized or
