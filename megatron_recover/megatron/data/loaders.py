@@ -10,10 +10,9 @@ Note [Workers]
     run. Here the samples of a step are known only from its plan, and a forked child would keep a
     dead rank's sockets open. So one thread reads ahead what the plan orders, but not at first and
     not after a fault (`trainer/read_ahead.py`, Note [What is not read ahead]). `--num-workers` is
-    the most microbatches that it reads ahead.
-    With 0 the training thread reads each microbatch when it is due, as upstream does with 0.
-    Upstream's default of 2 hides a read that takes longer than one microbatch; more only takes
-    memory, unless reading times differ much.
+    the most microbatches that it reads ahead. With 0 the training thread reads each microbatch when
+    it is due, as upstream does with 0. Upstream's default of 2 hides a read that takes longer than
+    one microbatch; more only takes memory, unless reading times differ much.
 
 Note [Generators]
     Upstream's datasets draw from generators of their own, or from none. One that draws from a
@@ -75,9 +74,9 @@ class MicrobatchCursor:
         """Begin a step of `num_microbatches` (M) microbatches in the iterators of `data_iterator`.
 
         `data_iterator` is Megatron's argument: an iterator, a list with one per model chunk, or
-        None. Iterators of others than `Loaders` are ignored. Call this once per rank and step with microbatches, also in evaluation and also if the
-        rank reads nothing. Do not call it again for further passes of the step, which read the
-        samples of the same step.
+        None. Iterators that `Loaders` has not built are ignored. Call this once per rank and step
+        with microbatches, also in evaluation and also if the rank reads nothing. Do not call it
+        again for further passes of the step, which read the samples of the same step.
         """
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         # Megatron wraps our iterator in its RerunDataIterator.

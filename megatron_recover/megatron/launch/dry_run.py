@@ -3,9 +3,9 @@
 The launcher runs this before any rank.
 
 `python dry_run.py SCRIPT ARGUMENT...` behaves like `python SCRIPT ARGUMENT...`. A script that calls
-this package's `pretrain` ends in that call, after its arguments are checked. A script that is about
-to train by itself is refused. It would train alone on the user's data, write to the user's
-checkpoints, or wait for ranks that were never started.
+this package's `pretrain` ends in that call, after its arguments are checked. A script that calls
+Megatron's `pretrain` or torch's `init_process_group` itself is refused. It would train alone on the
+user's data, write to the user's checkpoints, or wait for ranks that were never started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from megatron_recover.core.values import ExitCode
 
 
 def main() -> None:
-    """Run the script that the command line names; refuse a call that would begin to train."""
+    """Run the script that the command line names; refuse a call that would begin to train.
+
+    A refused call prints a line and ends the process with exit code 2.
+    """
     import megatron.training
     import torch.distributed
 
