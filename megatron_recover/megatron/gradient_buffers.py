@@ -151,7 +151,7 @@ class Collector:
             redirection.begin()
 
     def _dump(self, region: Region) -> Tensor:
-        """Return the dump that all regions of `region`'s dtype share; allocate it if there is none."""
+        """Return the dump that all regions of `region`'s dtype share; allocate it if need be."""
         dtype = region.local.dtype
         if dtype not in self._dumps:
             alike = [params for each, params in self._regions.items() if each.local.dtype == dtype]

@@ -314,7 +314,7 @@ def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, lis
 
 
 def _without(flag: str, words: Sequence[str]) -> list[str]:
-    """Return `words` without `flag` and the words after it, up to the next that begins with `--`."""
+    """Return `words` without `flag` and the words after it, up to the next with a leading `--`."""
     kept: list[str] = []
     dropping = False
     for word in words:
@@ -422,7 +422,7 @@ def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
 
 
 def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
-    """Return M of a training step, and the mistakes in the batch sizes; M is 0 if it has one.
+    """Return M of a training step, 0 if it cannot be told, and the mistakes in all batch sizes.
 
     With a schedule of the batch size only its first entry is read.
     """

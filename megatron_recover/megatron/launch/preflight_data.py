@@ -46,8 +46,8 @@ class _Blend(msgspec.Struct, frozen=True):
 def mistakes(args: Namespace) -> list[str]:
     """Return one line per mistake, each with the flag and the remedy; none with `--mock-data`.
 
-    The files of a prefix with `://` are not checked. While the lists or `--split` are wrong, no data
-    set is checked.
+    The files of a prefix with `://` are not checked. While the lists or `--split` are wrong, no
+    data set is checked.
     """
     if args.mock_data:
         return []
