@@ -1,7 +1,8 @@
 """The `--recover-*` arguments, and the refusals of Megatron's arguments.
 
 Imports neither torch nor Megatron. So the launcher can check a command line before any rank starts
-(`preflight`), by the rules that each rank then applies to its complete arguments.
+(`preflight`). Each rank applies the same rules, and those for its device, to its complete
+arguments.
 """
 
 from __future__ import annotations
@@ -298,7 +299,7 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
 
 
 def cpu_refusals(args: Namespace) -> list[str]:
-    """Return one line for each argument that is refused without CUDA.
+    """Return one line for each argument that is refused without CUDA; call it only there.
 
     torch's layers, which Megatron uses there, get these arguments wrong.
     """
@@ -312,7 +313,8 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
     """Return one line for each argument that does not suit the node's GPUs.
 
     `num_ranks` counts the ranks of all replicas together. Without GPUs (`num_gpus` 0) the CPU
-    computes. `deterministic`: `--deterministic-mode` is set.
+    computes, and only `--recover-ranks-per-gpu` can be refused. `deterministic`:
+    `--deterministic-mode` is set.
     """
     if not num_gpus:
         return ["--recover-ranks-per-gpu needs CUDA; leave it out on a CPU"] if config.ranks_per_gpu > 1 else []
