@@ -16,8 +16,8 @@ _HIDE_ALL = ("", "-1")
 def unseen_gpu() -> list[str]:
     """Return the refusal, in one line, if this machine has a GPU of NVIDIA.
 
-    Return no line without such a GPU, or if the user has hidden all GPUs. Call this only where torch
-    sees no GPU.
+    Return no line without such a GPU, or if the user has hidden all GPUs. Call this only where
+    torch sees no GPU.
     """
     visible = visible_gpus()
     if not has_nvidia_gpu() or visible in _HIDE_ALL:
