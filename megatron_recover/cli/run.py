@@ -119,7 +119,8 @@ def _parser() -> Parser:
 def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
     """Return the job, with its new run directory, and the text of its chaos file.
 
-    The text is empty without chaos. Raises ValueError, or OSError for a file that cannot be read.
+    The text is empty without chaos. Prints notes about the replicas unless `--quiet` is given.
+    Raises ValueError; OSError if the script cannot be reached.
     """
     if not command:
         raise ValueError(_NO_SCRIPT)
