@@ -23,10 +23,10 @@ def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     context-parallel rank.
 
     With a per-token loss, a function that returns the sum over the rank's own tokens makes a
-    gradient that is smaller by the context-parallel size. Scripts for older versions of upstream multiply the loss by that
-    size and count the tokens of all context-parallel ranks; upstream still accepts them. The ratio
-    bounds both, because a sum that outgrows the grid is not exact. For the first kind the grid is
-    log2(CP) bits coarser than needed.
+    gradient that is smaller by the context-parallel size. Scripts for older versions of upstream
+    multiply the loss by that size and count the tokens of all context-parallel ranks; upstream
+    still accepts them. The ratio bounds both, because a sum that outgrows the grid is not exact.
+    For the first kind the grid is log2(CP) bits coarser than needed.
     """
     config = get_model_config(chunk)
     scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
