@@ -60,7 +60,7 @@ def digest(record: Record) -> bytes:
 
 
 def commitment(record: Record) -> Commitment:
-    """Return a committed record without its versions, for members that hold them, and its digest."""
+    """Return a committed record without versions, for members that hold them, and its digest."""
     return Commitment(replace(record, versions=()), digest(record))
 
 

@@ -210,7 +210,7 @@ class History(Value, frozen=True):
 def check(shape: Shape, facts: Iterable[Fact]) -> History:
     """Observe all facts in order and return their history.
 
-    Raises InvariantViolation at the first fact that breaks an invariant, with a note of its position.
+    Raises InvariantViolation at the first fact that breaks an invariant, with its position.
     """
     history = History(shape)
     for position, fact in enumerate(facts):
@@ -223,7 +223,7 @@ def check(shape: Shape, facts: Iterable[Fact]) -> History:
 
 
 def observe(history: History, fact: Fact) -> History:
-    """Return the history after one fact. Raise InvariantViolation if the fact breaks an invariant."""
+    """Return the history after a fact. Raise InvariantViolation if the fact breaks an invariant."""
     return RULES[type(fact)](history, fact)
 
 
