@@ -33,7 +33,7 @@ def heard_from(state: ReplicaState) -> frozenset[ReplicaId]:
 
 
 def direct_peers(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Return the members that get this replica's own status and vote: all others; in a tree none."""
+    """Return the members that get this replica's status and vote: all others; in a tree none."""
     if len(state.roster) > state.tree_above:
         return ()
     return neighbours(state.roster, state.replica, state.tree_above)
