@@ -61,6 +61,7 @@ from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
 from megatron_recover.trainer.state import Scalar
+from megatron_recover.trainer.state_window import StateWindow
 from megatron_recover.trainer.stopwatch import Stopwatch
 from megatron_recover.trainer.work_queue import WorkQueue
 
@@ -99,6 +100,7 @@ class CommitLoop:
         gather: Gather = gather_over_replica,
         page: ProgressPage | None = None,
         before_joining: Callable[[], None] = lambda: None,
+        window: StateWindow | None = None,
     ) -> None:
         """Store the collaborators; nothing is sent or called yet.
 
@@ -110,7 +112,9 @@ class CommitLoop:
         - `counters()` returns the scalars of the state that Megatron counts (`TrainingState`).
         - `page` shows what this rank does. None: nobody reads it.
         - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
+        - `window` is opened and closed here. None: nobody copies from it.
         """
+        self._window = window or StateWindow()
         self._before_joining = before_joining
         self._page = page or ProgressPage()
         self._in_work = InWork(None)
@@ -408,6 +412,7 @@ class CommitLoop:
         if arguments.get("forward_only"):
             self.stepped(trained=False)
             return losses
+        self._window.close()
         reduction.apply(tuple(version.bucket for version in order.record.versions))
         config = get_model_config(chunks[0])
         tokens = None
@@ -482,6 +487,7 @@ class CommitLoop:
         (step, order, loss), self._applied = self._applied, None
         self._num_evaluations = 0 if trained else self._num_evaluations
         self._num_trained += trained
+        self._window.open()
         interval = self._config.digest_interval
         digests: dict[str, str] = {}
         if trained and interval and label_of(order.record.label).iteration % interval == 0:

@@ -206,6 +206,7 @@ class _Training:
         )
         self._installation: seams.Installation
         self._settings: tuple[Namespace, RecoverConfig] | None = None
+        self._saves_in_background = False
         self._driver: RankDriver | None = None
         self._tensorboard = TensorBoardFactory(lambda: self._driver)
 
@@ -292,9 +293,11 @@ class _Training:
             self._installation = seams.Installation(seams.load(), seams.load_anchors())
         self._installation.install({"tensorboard": self._tensorboard.set_writer})
         # Upstream creates a one-logger in the last rank of each world, and each replica is a world.
-        # Fully reshardable: a checkpoint must not depend on the number of lanes.
+        # Fully reshardable: a checkpoint must not depend on the number of lanes. Without a
+        # persistent worker upstream would drop --async-save; none is started here.
         args = parse(
-            extra_args_provider, args_defaults, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True},
+            extra_args_provider, args_defaults,
+            {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True, "use_persistent_ckpt_worker": True},
             ignores_unknown=ignores_unknown,
         )  # fmt: skip
         with bad_input_ends():
@@ -302,6 +305,8 @@ class _Training:
             lanes = args.world_size // (
                 args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
             )
+            self._saves_in_background = args.async_save
+            args.async_strategy = "mcore"  # the other is for processes of a package that nothing here starts
             adapted = adapt(args, lanes=lanes)
             found = refusals(args, lanes=lanes)
             config = recover_config(args)
@@ -334,26 +339,29 @@ class _Training:
         from megatron.training import get_args
 
         from megatron_recover.megatron.checkpoint.boundary import Boundary
-        from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints, TrackerFile
+        from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
+        from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
         from megatron_recover.megatron.commit import CommitLoop
         from megatron_recover.megatron.data import alike as parts
         from megatron_recover.megatron.data.index_builder import IndexBuilder
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor
         from megatron_recover.megatron.reporting import LogLine
+        from megatron_recover.trainer.state_window import StateWindow
 
         originals = self._installation.originals
-        cursor = MicrobatchCursor(self._page, args.num_workers)
+        cursor, window = MicrobatchCursor(self._page, args.num_workers), StateWindow()
         loop = CommitLoop(
             driver, config, originals, cursor=cursor, seed=_seeding(args.seed),
             iteration=lambda: args.curr_iteration + 1,
             alike=lambda: alike(args, rank=driver.rank, exact=config.determinism == "exact"),
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
-            before_joining=lambda: checkpoints.tell_what_was_loaded(),
+            before_joining=lambda: checkpoints.tell_what_was_loaded(), window=window,
         )  # fmt: skip
         checkpoints = Checkpoints(
             driver, originals, get_args, agree=lambda iteration, *state: loop.agree(Label(StepKind.SAVE, iteration), *state),
             save=args.save, samples=parts.samples(args) if args.save and driver.rank == 0 else {},
             deadlines=config.deadlines, log=self._log, faults=self._faults,
+            window=window if self._saves_in_background else None,
         )  # fmt: skip
         boundary = Boundary(driver, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
@@ -368,6 +376,7 @@ class _Training:
                 "save_checkpoint": checkpoints.save_checkpoint_and_time,
                 "write_checkpoint": checkpoints.write_checkpoint,
                 "checkpoint_name": checkpoints.checkpoint_name,
+                "schedule_save": checkpoints.schedule_save,
                 "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming),
                 "exit": boundary.decide,
             }

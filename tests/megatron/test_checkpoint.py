@@ -28,8 +28,9 @@ from megatron_recover.core.policy import untrained
 from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron.checkpoint import save_folder
-from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints, TrackerFile
+from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder, samples_of
+from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.megatron.preload"])

@@ -179,9 +179,10 @@ VALUES = {
 }
 """Values that are refused, of flags that take one and for which 4 is none."""
 TOGETHER = {
+    "--async-save": "--ckpt-format torch",
     "--no-overlap-p2p-communication": (
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    )
+    ),
 }
 """What a flag is refused with."""
 

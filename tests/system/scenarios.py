@@ -290,6 +290,8 @@ def _checkpoint(draw: _Draw) -> Scenario:
     draw.victims.remove(0)
     point = draw.dice.choice((FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER))
     draw.faults.append(Fault(replica=0, rank=0, point=point, occurrence=2))
+    if draw.dice.random() < 0.5:
+        draw.change(extra=(*draw.job.extra, "--async-save"))
     draw.later(IN_A_STEP[:4])
     return draw.scenario(saves=True)
 

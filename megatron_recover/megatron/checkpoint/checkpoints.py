@@ -34,63 +34,39 @@ Note [A save that fails]
     publishes the checkpoint. Such a rank still takes part in the barriers that are left of
     Megatron's save. Only rank 0 reads the folder. A folder that cannot be read counts as empty,
     except for the checkpoint that this replica has saved there.
+
+Note [In the background]
+    With `--async-save` the writer trains on while a thread of each of its ranks writes
+    (`background.py`). The lock is held until the checkpoint has its name. Between two iterations
+    the ranks look whether all threads have ended, and then complete the checkpoint together. A
+    second save, and the end of training, wait for the first. Until the checkpoint has its name, the
+    others owe it as any other: if the writer dies, the next one removes what is partial and repeats
+    the save.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing, nothing_trained
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
-from megatron_recover.host.whole_file import replacing
-from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
+from megatron_recover.megatron.checkpoint.background import BackgroundSave
+from megatron_recover.megatron.checkpoint.save_folder import SaveFolder
 from megatron_recover.trainer.driver import Driver
+from megatron_recover.trainer.state_window import StateWindow
 
 _RETRY_S = 10.0
 """Most seconds to wait between two attempts to save the last checkpoint of a run."""
-
-
-class TrackerFile:
-    """Replaces `maybe_msc` in Megatron's checkpointing (seam `tracker`).
-
-    A new local tracker is written beside the old one and renamed over it, never written in place.
-    """
-
-    def __init__(self, original: Any, before_naming: Callable[[], None]) -> None:
-        """Store `before_naming()`, called between writing a new tracker and renaming it."""
-        self._original, self._before_naming = original, before_naming
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open `file` as the original does, but a local tracker to write as a replacing file.
-
-        The tracker gets its name when that file's context ends without an exception.
-        """
-        if mode != "w" or os.path.basename(file) != TRACKER or "://" in str(file):
-            return self._original.open(file, mode, *args, **kwargs)
-        return self._replacing(Path(file))
-
-    @contextlib.contextmanager
-    def _replacing(self, path: Path) -> Iterator[IO[str]]:
-        """Yield a text file that then replaces the tracker `path`, after `before_naming()`."""
-        partial = path.with_name(f"{path.name}.partial")
-        with replacing(path, partial=partial, durable=True, before_naming=self._before_naming) as file:
-            text = io.TextIOWrapper(file)
-            yield text
-            text.detach()  # flushes
 
 
 class Checkpoints:
@@ -111,6 +87,7 @@ class Checkpoints:
         deadlines: Deadlines,
         log: trace.Log,
         faults: FaultInjector | None,
+        window: StateWindow | None = None,
     ) -> None:
         """Look at the tracker in `save`; create this object before the job can save anything there.
 
@@ -120,9 +97,11 @@ class Checkpoints:
           this state is committed.
         - `save`: the folder of `--save`, or None.
         - `samples` (`alike.samples`) is stored in each checkpoint.
+        - `window`: the state window, to save in the background (Note [In the background]); None:
+          the writer waits while it saves.
         """
         self._saver, self._originals, self._get_args, self._agree_on = saver, originals, get_args, agree
-        self._samples, self._deadlines, self._faults = samples, deadlines, faults
+        self._samples, self._deadlines, self._faults, self._window = samples, deadlines, faults, window
         self._record = trace.RankTrace(log, replica=saver.replica, rank=saver.rank)
         self._folder = SaveFolder(save, deadlines.lock_s) if save is not None else None
         self._agreed: int | None = None
@@ -138,6 +117,11 @@ class Checkpoints:
         self._skipped: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         """Megatron's arguments (positional, keywords) for the owed save."""
         self._writing: int | None = None
+        """Iteration that this replica is saving; None if it saves none."""
+        self._background: BackgroundSave | None = None
+        self._lock = contextlib.ExitStack()
+        """Holds the lock of the folder on rank 0, from the beginning of a save to its end."""
+        self._is_locked = False
         self._num_writes = 0
         self._is_naming = False
         self._failure = ""
@@ -182,6 +166,7 @@ class Checkpoints:
 
         All replicas call this at the same iteration.
         """
+        self._complete(waits=True)  # before the agreement: what is named is what was agreed on last
         self._agree_on(iteration, *args[:3])
         self._agreed = iteration
         if self._saver.is_writer():
@@ -195,19 +180,17 @@ class Checkpoints:
         A failed write is raised too if the other ranks cannot learn of it (`_can_be_left`).
         Replaces `save_checkpoint` (seam `write_checkpoint`). See Note [A save that fails].
         """
-        from torch.distributed.checkpoint.api import CheckpointException
-
         self._is_naming = False
-        try:
-            self._originals["write_checkpoint"](iteration, *args, **kwargs)
-        except CheckpointException as error:
-            # Every rank raises this exception; only rank 0's has the reasons.
-            self._failure = "; ".join(f"{type(each).__name__}: {each}" for each, _ in error.failures.values())
-        except (OSError, RuntimeError) as error:
-            if not self._can_be_left(error):
-                raise
-            self._failure = f"{type(error).__name__}: {error}"
+        if self._fails_alone(lambda: self._originals["write_checkpoint"](iteration, *args, **kwargs)):
             self._leave()
+
+    def schedule_save(self, request: Any) -> None:
+        """Write the checkpoint of upstream's `request` in the background.
+
+        Replaces `schedule_async_save` (seam `schedule_save`). See Note [In the background].
+        """
+        assert self._window is not None, "upstream saves in the background only if it is told to"
+        self._background = BackgroundSave(request, self._window)
 
     def checkpoint_name(self, checkpoints_path: Any, iteration: int, *args: Any, **kwargs: Any) -> str:
         """Return Megatron's name of a checkpoint, below the partial folder while it is written.
@@ -244,12 +227,14 @@ class Checkpoints:
         """Begin the save that a record requests, or request a save, if one is owed.
 
         Called between two iterations. Requests a save only if this replica is the writer, has not
-        failed to save the owed checkpoint itself, and finds that it does not exist.
+        failed to save the owed checkpoint itself, is not saving, and finds that it does not exist.
+        First completes a save in the background that all ranks of the replica have written.
         """
+        self._complete(waits=False)
         # A request that was followed names an older iteration: the save has changed `_agreed`.
         if self._agreed is not None and missing(self._agreed) in self._saver.requests:
             self._save(iteration, *args, **kwargs)
-        elif (owed := self._owed) is not None and owed != self._failed and self._saver.is_writer():
+        elif (owed := self._owed) is not None and owed != self._failed and self._background is None and self._saver.is_writer():
             if self._agree(lambda: self._exists(owed)):
                 self._owed = None
             else:
@@ -265,6 +250,7 @@ class Checkpoints:
         If no save was agreed, returns without a checkpoint. If then a step was miscounted twice and
         no state has changed (`has_trained`), first requests the report of that, in one round.
         """
+        self._complete(waits=True)
         iteration = self._agreed
         if iteration is None:
             if MISCOUNTED in self._saver.requests and not has_trained:
@@ -285,6 +271,7 @@ class Checkpoints:
                 if self._failed != iteration or self._may_try_again(since):
                     args, kwargs = self._skipped
                     self._write(iteration, *args, **kwargs)
+                    self._complete(waits=True)
                 else:
                     # The record of the next round carries the request, so all replicas give up
                     # together.
@@ -309,43 +296,70 @@ class Checkpoints:
         """Save as the writer. All ranks of the replica learn alike whether the save failed.
 
         After a failure that all can learn of, this replica owes the checkpoint, and nothing is
-        raised.
+        raised. A save in the background has only begun when this returns.
         """
+        self._failure, self._num_writes = "", self._num_writes + 1
+        self._skipped = (args, kwargs)
+        try:
+            with self._saver.saving():
+                self._prepare(iteration)
+                if not self._common_failure():
+                    if self._faults is not None:
+                        self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
+                    self._writing = iteration
+                    with self._as_upstream_expects():
+                        self._originals["save_checkpoint"](iteration, *args, **kwargs)
+                if self._common_failure() or self._background is None:
+                    self._conclude(iteration)
+        except BaseException:
+            self._writing = None
+            self._lock.close()
+            raise
+
+    @contextlib.contextmanager
+    def _as_upstream_expects(self) -> Iterator[None]:
+        """Set upstream's arguments of a save in the background, if this is one, for the body alone.
+
+        Elsewhere upstream would start its own processes, and look after them in each iteration.
+        """
+        if self._window is None:
+            yield
+            return
+        args = self._get_args()
+        args.async_save = True
+        try:
+            yield
+        finally:
+            args.async_save = False
+
+    def _complete(self, *, waits: bool) -> None:
+        """Complete the save in the background, if there is one and all ranks have written.
+
+        `waits`: wait until they have. Called by all ranks of the replica alike. A failed save is
+        reported and not raised, as far as `write_checkpoint` allows.
+        """
+        background = self._background
+        if background is None or not (waits or all(self._gathered(background.is_written))):
+            return
+        assert self._writing is not None
+        with self._saver.saving():
+            background.wait()
+            self._failure = background.failure
+            if not self._common_failure():
+                self._is_naming = False
+                self._fails_alone(background.complete)
+            self._conclude(self._writing)
+
+    def _prepare(self, iteration: int) -> None:
+        """Take the lock and begin an empty partial checkpoint, on rank 0; store an OSError."""
         import torch
 
-        first = torch.distributed.get_rank() == 0
-        self._failure, self._num_writes = "", self._num_writes + 1
-        with self._saver.saving(), contextlib.ExitStack() as held:
-            is_locked = first and self._prepare(iteration, held)
-            if not self._common_failure():
-                if self._faults is not None:
-                    self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
-                self._writing = iteration
-                try:
-                    self._originals["save_checkpoint"](iteration, *args, **kwargs)
-                finally:
-                    self._writing = None
-            failure = self._common_failure()
-            if is_locked:
-                with contextlib.suppress(OSError):
-                    self.folder.clear()  # a partial checkpoint, or one that was replaced
-            if first:
-                self._conclude(iteration, failure)
-        if failure:
-            self._failed = self._owed = iteration
-            self._skipped = (args, kwargs)
-        else:
-            self._owed, self._failed, self._written = None, None, iteration
-
-    def _prepare(self, iteration: int, held: contextlib.ExitStack) -> bool:
-        """Take the lock, begin an empty partial checkpoint (rank 0); return whether it is locked.
-
-        An OSError is stored as failure.
-        """
-        is_locked = False
+        self._is_locked = False
+        if torch.distributed.get_rank() != 0:
+            return
         try:
-            held.enter_context(self.folder.locked())
-            is_locked = True
+            self._lock.enter_context(self.folder.locked())
+            self._is_locked = True
             for name in self.folder.clear():
                 if name.startswith("iter_"):
                     self._record(trace.Checkpoint, iteration=int(name.removeprefix("iter_")), phase="removed_partial")
@@ -353,9 +367,27 @@ class Checkpoints:
         except OSError as error:
             self._failure = f"{type(error).__name__}: {error}"
         self._record(trace.Checkpoint, iteration=iteration, phase="started")
-        return is_locked
 
-    def _conclude(self, iteration: int, failure: str) -> None:
+    def _conclude(self, iteration: int) -> None:
+        """End a save, failed or not: remove what is partial, give back the lock, report the end."""
+        import torch
+
+        failure = self._common_failure()
+        if self._background is not None:
+            self._background.wait()
+        self._writing = self._background = None
+        if torch.distributed.get_rank() == 0:
+            if self._is_locked:
+                with contextlib.suppress(OSError):
+                    self.folder.clear()  # a partial checkpoint, or one that was replaced
+            self._report(iteration, failure)
+        self._lock.close()
+        if failure:
+            self._failed = self._owed = iteration
+        else:
+            self._owed, self._failed, self._written = None, None, iteration
+
+    def _report(self, iteration: int, failure: str) -> None:
         """Report how the save ended (rank 0)."""
         if not failure:
             self._record(trace.Checkpoint, iteration=iteration, phase="finished")
@@ -376,6 +408,26 @@ class Checkpoints:
     @property
     def _failure_key(self) -> str:
         return f"megatron-recover/replica {self._saver.replica}/save {self._num_writes}"
+
+    def _fails_alone(self, write: Callable[[], None]) -> bool:
+        """Call `write()` and store the error of a failed write; raise any other error.
+
+        Returns whether this rank failed and the others do not know. A failed write is raised too if
+        they cannot learn of it (`_can_be_left`).
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            write()
+        except CheckpointException as error:
+            # Every rank raises this exception; only rank 0's has the reasons.
+            self._failure = "; ".join(f"{type(each).__name__}: {each}" for each, _ in error.failures.values())
+        except (OSError, RuntimeError) as error:
+            if not self._can_be_left(error):
+                raise
+            self._failure = f"{type(error).__name__}: {error}"
+            return True
+        return False
 
     def _can_be_left(self, error: BaseException) -> bool:
         """Return whether `error` is a failed write about which the other ranks can be informed."""
@@ -402,11 +454,15 @@ class Checkpoints:
 
     def _common_failure(self) -> str:
         """Return the reason why a rank of this replica failed, or an empty text. Collective."""
+        return next(filter(None, self._gathered(self._failure)), "")
+
+    def _gathered[Value](self, value: Value) -> list[Value]:
+        """Return the values of all ranks of this replica, by rank. Collective."""
         import torch
 
-        failures: list[str] = [""] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(failures, self._failure)
-        return next(filter(None, failures), "")
+        values: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(values, value)
+        return values
 
     def _begun_with(self) -> str:
         """Return a description of the state that training began with."""

@@ -192,12 +192,15 @@ REFUSALS = (
     Refusal("--sft", _set("sft"), "only pre-training is supported", _DROP),
     Refusal("--rl-profile", _set("rl_profile"), "only pre-training is supported", _DROP),
     Refusal("--logits-load-dir", _set("logits_load_dir"),
-            "stored logits are found by data-parallel rank, not by sample", _DROP),
+            "stored logits are found and named by data-parallel rank, not by sample", _DROP),
+    Refusal("--logits-save-dir", _set("logits_save_dir"),
+            "stored logits are found and named by data-parallel rank, not by sample", _DROP),
     Refusal("--mtp-num-layers", _set("mtp_num_layers"), "its losses are not carried per microbatch", _DROP),
     Refusal("--tensor-parallel-num-weight-shards", _more_shards_than_ranks,
             "its ranks read samples of their own", _DROP),
     # Files and logs.
-    Refusal("--async-save", _set("async_save"), "a take-over could not tell whether it has ended", _DROP),
+    Refusal("--async-save", lambda args: args.async_save and args.ckpt_format == "torch",
+            "Megatron writes that format only while it waits", "use --ckpt-format torch_dist"),
     Refusal("--non-persistent-save-interval", _set("non_persistent_save_interval"),
             "every replica would write it", "use --save-interval"),
     Refusal("--ckpt-format", _not("ckpt_format", "torch", "torch_dist"),
@@ -244,6 +247,8 @@ class Adaptation(msgspec.Struct, frozen=True):
 
 
 ADAPTATIONS = (
+    Adaptation("--use-persistent-ckpt-worker", lambda args: args.async_save and args.ckpt_format == "torch_dist",
+               "async_save", False, "threads of the writer write what --async-save leaves to be written"),
     Adaptation("--overlap-param-gather", lambda args: args.overlap_param_gather and args.lanes == 1,
                "overlap_param_gather", False, "with one lane nothing is gathered"),
     Adaptation("--overlap-param-gather-with-optimizer-step",

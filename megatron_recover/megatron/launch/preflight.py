@@ -141,6 +141,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--sft": _ON,
     "--rl-profile": _ON,
     "--logits-load-dir": _TEXT,
+    "--logits-save-dir": _TEXT,
     "--mtp-num-layers": _INT,
     "--tensor-parallel-num-weight-shards": _INT,
     "--async-save": _ON,

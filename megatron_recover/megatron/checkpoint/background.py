@@ -1,0 +1,77 @@
+"""Writes this rank's part of a checkpoint in a thread, while the rank trains (`--async-save`).
+
+Upstream's asynchronous save (`dist_checkpointing/strategies/async_utils.py`) plans a checkpoint and
+makes a request of it: tensors to write, a function that writes them, and functions that complete
+the checkpoint once all ranks have written. Upstream gives the request to a process that inherits
+the tensors. Here a thread of the rank writes copies from the state window. It ends with the rank.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_recover.trainer.state_window import StateCopy, StateWindow
+
+_BUCKETS, _RESULTS = 1, 2
+"""Positions among the arguments of a request's function: what to write, and the queue of results.
+Each bucket is (path, key, (items with bytes, items with tensors)), each item a pair."""
+
+
+class BackgroundSave:
+    """One checkpoint that is being written."""
+
+    def __init__(self, request: Any, window: StateWindow) -> None:
+        """Begin to copy what upstream's `request` (`AsyncRequest`) is to write; start the thread.
+
+        Upstream's own references to the tensors are dropped.
+        """
+        self.failure = ""
+        """Reason why this rank could not write its part; empty if it could. Known once written."""
+        self._request = request
+        self._thread: threading.Thread | None = None
+        if request.async_fn is None:  # other ranks write all that this one has
+            return
+        parts = []
+        for path, key, (others, tensors) in request.async_fn_args[_BUCKETS]:
+            copy = window.copy([tensor for _, tensor in tensors])
+            parts.append((path, key, others, [item for item, _ in tensors], copy))
+            tensors.clear()  # some exist for the checkpoint alone
+        self._thread = threading.Thread(target=self._write, args=(parts,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether this rank's part is written, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when this rank's part is written, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def complete(self) -> None:
+        """Call what completes the checkpoint, once all ranks have written their part. Collective.
+
+        Raises what upstream's functions raise: CheckpointException on all ranks, or OSError on one.
+        """
+        for complete in self._request.finalize_fns:
+            complete()
+
+    def _write(self, parts: Sequence[tuple[str, str, Any, Sequence[Any], StateCopy]]) -> None:
+        """Write the copies; store the reason if that fails."""
+        request = self._request
+        arguments = list(request.async_fn_args)
+        results, arguments[_RESULTS] = arguments[_RESULTS], queue.SimpleQueue()
+        try:
+            arguments[_BUCKETS] = [
+                (path, key, (others, list(zip(items, copy.tensors(), strict=True)))) for path, key, others, items, copy in parts
+            ]
+            request.async_fn(*arguments, **request.async_fn_kwargs)
+            if isinstance(found := arguments[_RESULTS].get_nowait(), Exception):
+                raise found
+            results.put(found)
+        except BaseException as error:  # nobody sees the exception of a thread
+            self.failure = f"{type(error).__name__}: {error}"
