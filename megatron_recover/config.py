@@ -136,6 +136,11 @@ def rank_context() -> RankContext | None:
     return msgspec.json.decode(text, type=RankContext) if text else None
 
 
+def wandb_run_id() -> str:
+    """Return the id that the user has given to the run at Weights & Biases, or ""."""
+    return os.environ.get("WANDB_RUN_ID", "")
+
+
 def describe_descriptors(descriptors: Mapping[str, int]) -> dict[str, str]:
     """Return the environment by which a rank finds the descriptors that it inherits, by name."""
     return {_DESCRIPTORS_VARIABLE: msgspec.json.encode(descriptors).decode()}

@@ -8,6 +8,7 @@ the number of replicas. The line of an iteration gets generation, replicas and q
 from __future__ import annotations
 
 import re
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,34 @@ class LogLine:
         self._original(message)
 
 
+class MissedCalls[Call]:
+    """Calls that this replica left to the writer, in case that it dies before they have an effect.
+
+    The writer may have died in its last flush. So the calls since the last flush but one are kept.
+    """
+
+    def __init__(self, keep_s: float = 0.0) -> None:
+        """Keep calls for at least `keep_s` seconds as well: the writer's may take that long."""
+        self._keep_s = keep_s
+        self._before: list[tuple[float, Call]] = []
+        self._since: list[tuple[float, Call]] = []
+
+    def add(self, call: Call) -> None:
+        """Keep a call."""
+        self._since.append((time.monotonic(), call))
+
+    def flush(self) -> None:
+        """Drop the calls before the last flush, unless they are younger than `keep_s`."""
+        since = time.monotonic() - self._keep_s
+        self._before = [each for each in self._before if each[0] > since] + self._since
+        self._since = []
+
+    def take(self) -> list[Call]:
+        """Return all calls that are kept, in their order, and keep none."""
+        taken, self._before, self._since = self._before + self._since, [], []
+        return [call for _, call in taken]
+
+
 class TensorBoard:
     """A `SummaryWriter` that is created when this replica first writes as the writer.
 
@@ -62,23 +91,25 @@ class TensorBoard:
     def __init__(self, driver: Driver, create: Callable[[], Any]) -> None:
         self._driver, self._create = driver, create
         self._writer: Any = None
-        self._before: list[_Call] = []
-        """Calls that were left to the writer, between the last two flushes. The writer may have
-        died in the last one."""
-        self._since: list[_Call] = []
-        """Calls that were left to the writer since the last flush."""
+        self._missed: MissedCalls[_Call] = MissedCalls()
+
+    @property
+    def __class__(self) -> type:
+        """Return the class for which this stands: upstream's timers ask what they write to."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._driver.is_writer():
                 if name.startswith("add_"):
-                    self._since.append((name, args, kwargs))
+                    self._missed.add((name, args, kwargs))
                 return None
             if self._writer is None:
                 self._writer = self._create()
-                for missed, values, others in self._before + self._since:
+                for missed, values, others in self._missed.take():
                     getattr(self._writer, missed)(*values, **others)
-                self._before, self._since = [], []
             return getattr(self._writer, name)(*args, **kwargs)
 
         return call
@@ -92,7 +123,7 @@ class TensorBoard:
         if self._driver.is_writer():
             self.__getattr__("flush")()
         else:
-            self._before, self._since = self._since, []
+            self._missed.flush()
 
 
 class TensorBoardFactory:
@@ -123,11 +154,11 @@ class TensorBoardFactory:
 
             return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
 
-        self._board = TensorBoard(_Late(self._driver), create)
+        self._board = TensorBoard(Late(self._driver), create)
         global_vars._GLOBAL_TENSORBOARD_WRITER = self._board
 
 
-class _Late:
+class Late:
     """Stands for a driver that does not exist yet; looks it up at each use."""
 
     def __init__(self, find: Callable[[], Driver]) -> None:

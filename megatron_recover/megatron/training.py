@@ -37,6 +37,7 @@ from megatron_recover.config import (
     RecoverConfig,
     rank_context,
     separate_flight_records,
+    wandb_run_id,
 )
 from megatron_recover.control_plane.rendezvous import join_store
 from megatron_recover.core import policy
@@ -194,6 +195,7 @@ class _Training:
     def __init__(self, context: RankContext) -> None:
         from megatron_recover.authentication.key import inherited_key
         from megatron_recover.megatron.reporting import TensorBoardFactory
+        from megatron_recover.megatron.wandb_run import WandbFactory
 
         self._context, self._key = context, inherited_key()
         self._page = ProgressPage.inherited()
@@ -209,6 +211,7 @@ class _Training:
         self._saves_in_background = False
         self._driver: RankDriver | None = None
         self._tensorboard = TensorBoardFactory(lambda: self._driver)
+        self._wandb = WandbFactory(lambda: self._driver, wandb_run_id(), context.run_dir)
 
     def parse(
         self, extra_args_provider: Provider | None, args_defaults: Mapping[str, Any], *, ignores_unknown: bool = False
@@ -291,7 +294,7 @@ class _Training:
 
         with bad_input_ends():  # only now: a script may replace functions of Megatron before it calls us
             self._installation = seams.Installation(seams.load(), seams.load_anchors())
-        self._installation.install({"tensorboard": self._tensorboard.set_writer})
+        self._installation.install({"tensorboard": self._tensorboard.set_writer, "wandb": self._wandb.set_writer})
         # Upstream creates a one-logger in the last rank of each world, and each replica is a world.
         # Fully reshardable: a checkpoint must not depend on the number of lanes. Without a
         # persistent worker upstream would drop --async-save; none is started here.
@@ -361,8 +364,13 @@ class _Training:
             driver, originals, get_args, agree=lambda iteration, *state: loop.agree(Label(StepKind.SAVE, iteration), *state),
             save=args.save, samples=parts.samples(args) if args.save and driver.rank == 0 else {},
             deadlines=config.deadlines, log=self._log, faults=self._faults,
-            window=window if self._saves_in_background else None,
+            window=window if self._saves_in_background else None, run_id=self._wandb.run_id,
         )  # fmt: skip
+
+        def flush() -> None:
+            self._tensorboard.flush()
+            self._wandb.flush()
+
         boundary = Boundary(driver, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
         self._installation.install(
@@ -370,9 +378,7 @@ class _Training:
                 **loop.replacements(),
                 "compile_helpers": IndexBuilder(originals["compile_helpers"], config.deadlines.build_s).compile,
                 "data_loader": Loaders(cursor, get_args).build,
-                "log_line": LogLine(
-                    driver, self._context.num_replicas, originals["log_line"], self._tensorboard.flush
-                ).print_rank_last,
+                "log_line": LogLine(driver, self._context.num_replicas, originals["log_line"], flush).print_rank_last,
                 "save_checkpoint": checkpoints.save_checkpoint_and_time,
                 "write_checkpoint": checkpoints.write_checkpoint,
                 "checkpoint_name": checkpoints.checkpoint_name,

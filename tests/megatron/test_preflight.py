@@ -175,7 +175,6 @@ VALUES = {
     "--num-workers": "-1",
     "--ckpt-format": "fsdp_dtensor",
     "--yaml-cfg": "job.yaml",
-    "--wandb-project": "mine",
 }
 """Values that are refused, of flags that take one and for which 4 is none."""
 TOGETHER = {

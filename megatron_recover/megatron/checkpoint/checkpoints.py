@@ -88,6 +88,7 @@ class Checkpoints:
         log: trace.Log,
         faults: FaultInjector | None,
         window: StateWindow | None = None,
+        run_id: str = "",
     ) -> None:
         """Look at the tracker in `save`; create this object before the job can save anything there.
 
@@ -99,9 +100,11 @@ class Checkpoints:
         - `samples` (`alike.samples`) is stored in each checkpoint.
         - `window`: the state window, to save in the background (Note [In the background]); None:
           the writer waits while it saves.
+        - `run_id` (`wandb_run.py`) is stored in each checkpoint, unless it is empty.
         """
         self._saver, self._originals, self._get_args, self._agree_on = saver, originals, get_args, agree
         self._samples, self._deadlines, self._faults, self._window = samples, deadlines, faults, window
+        self._run_id = run_id
         self._record = trace.RankTrace(log, replica=saver.replica, rank=saver.rank)
         self._folder = SaveFolder(save, deadlines.lock_s) if save is not None else None
         self._agreed: int | None = None
@@ -216,7 +219,7 @@ class Checkpoints:
             raise InvariantViolation(6, f"iteration {self._writing} is to be saved, and all have agreed on {self._agreed}")
         if store.check([self._failure_key]):
             raise OSError(store.get(self._failure_key).decode())
-        self.folder.describe(self._samples)
+        self.folder.describe(self._samples, self._run_id)
         self.folder.publish()
         if self._faults is not None:
             self._faults.at(FaultPoint.CHECKPOINT_TRACKER, step=self._saver.step)

@@ -38,6 +38,8 @@ PARTIAL = ".partial"
 _LOCK = ".writer.lock"
 _SAMPLES = "samples.json"
 """File in each checkpoint that describes the samples of the run (`alike.samples`)."""
+_RUN_ID = "wandb_run_id.txt"
+"""File in each checkpoint with the id of its run at Weights & Biases, if it has one."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -108,10 +110,15 @@ class SaveFolder:
         """Create the folder of a partial checkpoint, so that a full disk shows before the save."""
         (self.partial / f"iter_{iteration:07d}").mkdir()
 
-    def describe(self, samples: Mapping[str, str]) -> None:
-        """Store `samples` (`alike.samples`) in the partial checkpoint, to be published with it."""
+    def describe(self, samples: Mapping[str, str], run_id: str = "") -> None:
+        """Store `samples` (`alike.samples`) in the partial checkpoint, to be published with it.
+
+        `run_id` (`wandb_run.py`) is stored as well, unless it is empty.
+        """
         for each in self.partial.glob("iter_*"):
             (each / _SAMPLES).write_text(json.dumps(samples))
+            if run_id:
+                (each / _RUN_ID).write_text(run_id)
 
     def publish(self) -> None:
         """Give each partial checkpoint its name, durably; call it when all of it is written.
@@ -163,6 +170,17 @@ def samples_of(path: Path, iteration: int) -> dict[str, str] | None:
     except (FileNotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def run_id_of(path: Path, iteration: int) -> str:
+    """Return the run id in a checkpoint (`SaveFolder.describe`), or "" if it has none.
+
+    Raises OSError if it cannot be read.
+    """
+    try:
+        return (path / f"iter_{iteration:07d}" / _RUN_ID).read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _exchange(new: Path, old: Path) -> None:

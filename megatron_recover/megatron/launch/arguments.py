@@ -226,7 +226,6 @@ REFUSALS = (
             "every replica would write the same files", _DROP),
     Refusal("--log-world-size-to-tensorboard", _set("log_world_size_to_tensorboard"),
             "it is the size of one replica", "read events.jsonl of the run directory"),
-    Refusal("--wandb-project", _set("wandb_project"), "every replica would log", "use --tensorboard-dir"),
     Refusal("--yaml-cfg", _set("yaml_cfg"), "the launcher has to know the shape of the job", "use flags"),
 )  # fmt: skip
 

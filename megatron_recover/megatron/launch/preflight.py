@@ -147,7 +147,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--async-save": _ON,
     "--non-persistent-save-interval": _INT,
     "--ckpt-format": {"default": "torch_dist"},
-    "--wandb-project": _TEXT,
     "--yaml-cfg": _TEXT,
 }
 """Megatron's flags that are read here, declared as Megatron does (a test compares both)."""

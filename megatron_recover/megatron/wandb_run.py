@@ -1,0 +1,266 @@
+"""Logs the job to Weights & Biases (`--wandb-project`): one run, logged by the writer.
+
+Upstream logs from the last rank of its world, thus from one rank of every replica. Here each of
+these ranks has a stand-in for the module `wandb`, and only the writer's calls the package.
+
+Note [One run]
+    All replicas know the same run id: that of `WANDB_RUN_ID`, else that of the checkpoint that is
+    loaded, else one made of the run directory. Each checkpoint contains it. A replica that becomes
+    the writer resumes the run of that id, and logs first what the dead writer may not have logged
+    (`MissedCalls`). The server keeps the first value of a step.
+
+Note [Not in the way]
+    `wandb.init` waits for a server. So a thread calls the package, in the order of the calls, and
+    training waits for it in `finish` alone, with a deadline. An error of the package is printed and
+    costs values, and no rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import queue
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_recover.megatron.checkpoint.save_folder import PARTIAL, named_in, run_id_of
+from megatron_recover.megatron.reporting import Late, MissedCalls
+from megatron_recover.trainer.driver import Driver
+
+_Call = Callable[[Any], object]
+"""A function of the module `wandb`."""
+
+
+class WandbFactory:
+    """Replaces `_set_wandb_writer` of Megatron's `global_vars` (seam `wandb`)."""
+
+    def __init__(self, driver: Callable[[], Driver], given_id: str, run_dir: str) -> None:
+        """Store `driver()`, called at each use and not before.
+
+        `given_id`: the id that the user has given, or "". `run_dir` names the run.
+        """
+        self._driver, self._given_id, self._run_dir = driver, given_id, run_dir
+        self._wandb: Wandb | None = None
+        self.run_id = ""
+        """Id of the run; empty without `--wandb-project`. Known once Megatron's arguments are."""
+
+    def flush(self) -> None:
+        """Call `Wandb.flush`, if this rank has a stand-in."""
+        if self._wandb is not None:
+            self._wandb.flush()
+
+    def set_writer(self, args: Namespace) -> None:
+        """Set Megatron's wandb writer on the last rank, if `--wandb-project` is given.
+
+        Raises ValueError where the package or a folder for its files is missing, and OSError where
+        that folder cannot be made.
+        """
+        from megatron.training import global_vars
+
+        if not getattr(args, "wandb_project", None):
+            return
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                "--wandb-project needs the package wandb, which is not installed: pip install wandb, or leave it out"
+            )
+        if not (args.wandb_save_dir or args.save):
+            raise ValueError("--wandb-project needs a folder for its files; give --wandb-save-dir or --save")
+        folder = Path(args.wandb_save_dir or os.path.join(args.save, "wandb"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run_id = self._given_id or _loaded_id(args) or hashlib.blake2b(self._run_dir.encode(), digest_size=6).hexdigest()
+        if args.rank != args.world_size - 1:
+            return
+        settings = {
+            "dir": str(folder), "name": args.wandb_exp_name, "project": args.wandb_project, "entity": args.wandb_entity or None,
+            "config": dict(vars(args)), "id": self.run_id, "resume": "allow",
+        }  # fmt: skip
+        self._wandb = Wandb(Late(self._driver), settings)
+        global_vars._GLOBAL_WANDB_WRITER = self._wandb
+
+
+def _loaded_id(args: Namespace) -> str:
+    """Return the run id in the checkpoint that `args` load, or "" if there is none."""
+    if args.load is None or args.finetune:
+        return ""
+    iteration = args.ckpt_step or named_in(Path(args.load))
+    return run_id_of(Path(args.load), iteration) if iteration >= 0 else ""
+
+
+class Wandb:
+    """Stands for the module `wandb`, as far as upstream uses it after `init`."""
+
+    FINISH_S = 30.0
+    """Seconds that `finish` waits for the package to write or send what it has."""
+    KEEP_S = 120.0
+    """Seconds for which other replicas keep what the writer logs: `wandb.init` may take 90."""
+
+    def __init__(self, driver: Driver, settings: Mapping[str, Any]) -> None:
+        """Store `settings`, the arguments of `wandb.init`, called when the writer first logs."""
+        self._driver, self._settings = driver, settings
+        self._missed: MissedCalls[_Call] = MissedCalls(self.KEEP_S)
+        self._first: list[_Call] = []
+        """Calls of the time before the first log, such as the configuration of the job."""
+        self._saved: list[_Call] = []
+        """Artifacts of checkpoints that are being named."""
+        self._thread: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether `other` is the module: upstream's timers ask what they write to."""
+        return self is other or (isinstance(other, ModuleType) and other.__name__ == "wandb")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # --- What upstream calls ----------------------------------------------------------------------
+
+    @property
+    def config(self) -> Wandb:
+        """Return an object with `update`."""
+        return self
+
+    @property
+    def run(self) -> Wandb:
+        """Return an object with the methods of a run."""
+        return self
+
+    @property
+    def entity(self) -> str:
+        """Return the entity that the user has given, or ""."""
+        return self._settings["entity"] or ""
+
+    @property
+    def project(self) -> str:
+        """Return the name of the project."""
+        return str(self._settings["project"])
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Add `values` to the configuration of the run."""
+        self._first.append(lambda wandb: wandb.config.update(values, allow_val_change=True))
+
+    def use_artifact(self, name: str) -> None:
+        """Note that the run has begun with this artifact."""
+        self._first.append(lambda wandb: wandb.run.use_artifact(name))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log `values`; the throughput per GPU is divided by the live replicas."""
+        shares = {"throughput": len(self._driver.roster)}
+        plain = {name: _plain(value, shares.get(name, 1)) for name, value in values.items()}
+
+        def call(wandb: Any) -> None:
+            wandb.log(plain, step)
+
+        if self._driver.is_writer():
+            self._do([*self._missed.take(), *self._saved, call])
+            self._saved = []
+        else:
+            self._missed.add(call)
+
+    def Artifact(self, *args: Any, **kwargs: Any) -> _Artifact:
+        """Return a description of an artifact for `log_artifact`."""
+        return _Artifact(args, kwargs)
+
+    def log_artifact(self, artifact: _Artifact, aliases: Sequence[str]) -> None:
+        """Log a checkpoint as an artifact, at the next call of `log` or `finish`.
+
+        Upstream calls this while rank 0 names the checkpoint.
+        """
+        self._saved.append(lambda wandb: wandb.run.log_artifact(artifact.made(wandb), aliases=aliases))
+
+    def flush(self) -> None:
+        """Keep less for a writer that dies: call this when a log line is printed."""
+        self._missed.flush()
+
+    def finish(self) -> None:
+        """End the run; wait at most `FINISH_S` seconds."""
+        if not self._driver.is_writer():
+            return
+        self._do([*self._missed.take(), *self._saved])
+        self._saved = []
+        self._calls.put(None)
+        assert self._thread is not None
+        self._thread.join(self.FINISH_S)
+        if self._thread.is_alive():
+            _tell(f"wandb has not ended after {self.FINISH_S:g} s; `wandb sync` of {self._settings['dir']} sends what is left")
+
+    # --- The thread that calls the package --------------------------------------------------------
+
+    def _do(self, calls: Sequence[_Call]) -> None:
+        if self._thread is None:
+            calls = [*self._first, *calls]
+            self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+            self._thread.start()
+        for call in calls:
+            self._calls.put(call)
+
+    def _work(self) -> None:
+        """Begin the run and make all calls; go on after a call that fails."""
+        try:
+            import wandb
+
+            self._begin(wandb)
+        except Exception as error:  # whatever the package raises, training goes on
+            _tell(f"wandb could not begin the run, so nothing is logged there: {type(error).__name__}: {error}")
+            return
+        told: set[str] = set()
+        while (call := self._calls.get()) is not None:
+            self._make(call, told)
+        self._make(lambda module: module.finish(), told)
+
+    def _make(self, call: _Call, told: set[str]) -> None:
+        """Make a call; tell its error unless `told` has it."""
+        import wandb
+
+        try:
+            call(wandb)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if text not in told:
+                told.add(text)
+                _tell(f"a call of wandb failed, and training goes on: {text}")
+
+    def _begin(self, wandb: Any) -> None:
+        folder = Path(self._settings["dir"])
+        if (replica := self._driver.replica) > 0:
+            # Files are named by the second. That of a dead writer may be the one before this one.
+            folder = folder / f"replica-{replica}"
+            folder.mkdir(exist_ok=True)
+        wandb.init(**{**self._settings, "dir": str(folder)})
+
+
+class _Artifact:
+    """A description of an artifact, made into one by the thread that calls the package."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self._parts: list[Callable[[Any], object]] = []
+
+    def add_reference(self, uri: str, **kwargs: Any) -> None:
+        # Upstream knows the name under which the checkpoint was written.
+        named = uri.replace(f"/{PARTIAL}/", "/")
+        self._parts.append(lambda artifact: artifact.add_reference(named, **kwargs))
+
+    def add_file(self, path: Any) -> None:
+        self._parts.append(lambda artifact: artifact.add_file(path))
+
+    def made(self, wandb: Any) -> Any:
+        artifact = wandb.Artifact(*self._args, **self._kwargs)
+        for add in self._parts:
+            add(artifact)
+        return artifact
+
+
+def _plain(value: Any, share: int) -> Any:
+    """Return a tensor of one element as a number; divide the value by `share`."""
+    value = value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else value
+    return value / share if share != 1 else value
+
+
+def _tell(text: str) -> None:
+    print(f"megatron-recover: {text}", file=sys.stderr, flush=True)
