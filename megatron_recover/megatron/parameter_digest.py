@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_recover.core.digest import combined
+from megatron_recover.megatron import late_gather
 from megatron_recover.trainer.checksum import checksums
 
 
@@ -37,8 +38,9 @@ class Digests(NamedTuple):
 
     everything: int
     """Digest of all parameters: equal on the same rank of all replicas."""
-    replicated: int
-    """Digest of the parameters that all ranks of the stage hold (`HeldBy.STAGE`)."""
+    replicated: int | None
+    """Digest of the parameters that all ranks of the stage hold (`HeldBy.STAGE`); None where only
+    shards are digested (`late_gather.py`)."""
     lanes: int | None
     """Digest of all parameters but those of `HeldBy.RANK`: equal on the ranks of all lanes at the
     same tensor-parallel position. None where no parameter is `HeldBy.RANK`: `everything` is equal
@@ -46,6 +48,8 @@ class Digests(NamedTuple):
 
     def fields(self) -> dict[str, str]:
         """Return the digests as fields of `trace.Applied`."""
+        if self.replicated is None:  # no other lane has this shard, so there is nothing to compare it with
+            return {"parameter_digest": f"{self.everything:016x}", "lane_digest": ""}
         found = {"parameter_digest": f"{self.everything:016x}", "replicated_digest": f"{self.replicated:016x}"}
         return found if self.lanes is None else found | {"lane_digest": f"{self.lanes:016x}"}
 
@@ -55,12 +59,15 @@ class ParameterDigest:
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         """List the parameters once: walking the modules for every digest is slow."""
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._is_sharded = any(late_gather.is_late(chunk) for chunk in chunks)
+        self._parameters = [tensor for chunk in chunks for _, tensor in late_gather.current(chunk)]
         self._held_by = [_held_by(parameter) for parameter in self._parameters]
 
     def compute(self) -> Digests:
         """Return the digests of the parameters' current values."""
         values = checksums(self._parameters)
+        if self._is_sharded:
+            return Digests(combined(values), None, None)
         each = list(zip(values, self._held_by, strict=True))
         replicated = combined([value for value, held_by in each if held_by is HeldBy.STAGE])
         lanes = None

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_recover.trainer.state import Scalar, State, flattened, of_module, of_torch_optimizer
+from megatron_recover.megatron import late_gather
+from megatron_recover.trainer.state import Scalar, State, beside_parameters, flattened, of_torch_optimizer
 
 
 class TrainingState(State):
@@ -38,7 +39,9 @@ class TrainingState(State):
     def values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
         """Yield all state by name, in the order: chunks, optimizers, scheduler, counters."""
         for number, chunk in enumerate(self._chunks):
-            yield from of_module(f"chunk{number}", chunk)
+            for name, parameter in late_gather.current(chunk):
+                yield f"chunk{number}.{name}", parameter
+            yield from beside_parameters(f"chunk{number}", chunk)
         for number, leaf in enumerate(_leaves(self._optimizer)):
             if leaf.optimizer is not None:  # None on a rank without parameters of this kind
                 yield from of_torch_optimizer(f"optimizer{number}", leaf.optimizer)

@@ -311,6 +311,7 @@ class _Training:
             self._saves_in_background = args.async_save
             args.async_strategy = "mcore"  # the other is for processes of a package that nothing here starts
             adapted = adapt(args, lanes=lanes)
+            args.align_param_gather = False  # upstream's schedules align; here hooks gather
             found = refusals(args, lanes=lanes)
             config = recover_config(args)
             num_ranks = self._context.num_ranks * self._context.num_replicas

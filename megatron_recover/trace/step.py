@@ -305,13 +305,14 @@ class Applied(Event, frozen=True, kw_only=True):
     label: str
     parameter_digest: str | None = None
     """Digest of all parameters of this rank; None if not due (`--recover-digest-interval`) or if
-    nothing was trained."""
+    nothing was trained. With `--overlap-param-gather` and lanes, of this lane's shard."""
     lane_digest: str | None = None
     """Digest of the parameters that must be equal on every lane; None if these are all parameters,
-    or if `parameter_digest` is None. Experts are spread over lanes."""
+    or if `parameter_digest` is None. Experts are spread over lanes. Empty if `parameter_digest`
+    covers a shard, which no other lane has."""
     replicated_digest: str | None = None
     """Digest of the parameters that must be equal on every tensor-parallel rank of the stage; None
-    if `parameter_digest` is."""
+    if `parameter_digest` is, or covers a shard."""
     loss: float | None = None
     """Mean loss over the step's microbatches, on the last stage; None on other stages, and in a
     step without a loss."""

@@ -94,10 +94,8 @@ class State(Protocol):
 # --- State of torch's own objects ----------------------------------------------------------------
 
 
-def of_module(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Tensor | Scalar]]:
-    """Yield the parameters, persistent buffers and extra state of a module."""
-    for name, parameter in module.named_parameters():
-        yield f"{prefix}.{name}", parameter
+def beside_parameters(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Tensor | Scalar]]:
+    """Yield the persistent buffers and extra state of a module."""
     for path, each in module.named_modules():
         for name, buffer in each._buffers.items():
             if buffer is not None and name not in each._non_persistent_buffers_set:

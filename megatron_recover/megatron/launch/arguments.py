@@ -134,8 +134,6 @@ REFUSALS = (
             "it expects the same forwards and backwards in every step", _DROP),
     Refusal("--moe-paged-stash", _set("moe_paged_stash"),
             "it expects the same forwards and backwards in every step", _DROP),
-    Refusal("--overlap-param-gather", lambda args: args.overlap_param_gather and args.lanes > 1,
-            "replicas compare their parameters between two steps, when it has not gathered them over the lanes", _DROP),
     Refusal("--overlap-param-gather-with-optimizer-step",
             lambda args: args.overlap_param_gather_with_optimizer_step and args.lanes > 1,
             "it steps the optimizer of each model chunk by itself, and a step is committed as a whole", _DROP),

@@ -105,7 +105,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--dump-param-to-param-group-map": _TEXT,
     "--log-world-size-to-tensorboard": _ON,
     "--ddp-average-in-collective": _ON,
-    "--overlap-param-gather": _ON,
     "--overlap-param-gather-with-optimizer-step": _ON,
     "--num-distributed-optimizer-instances": _ONE,
     "--use-megatron-fsdp": _ON,

@@ -138,10 +138,13 @@ def equal_parameters(history: History, step: Step) -> Findings:
         stage = event.rank // (layout.tp * layout.cp * layout.lanes)  # Megatron's rank order: tp, cp, dp, pp from fast to slow
         for key, digest in (
             (("rank", event.rank), event.parameter_digest),
-            (("lanes", stage, event.rank % layout.tp), event.lane_digest or event.parameter_digest),
+            (
+                ("lanes", stage, event.rank % layout.tp),
+                event.parameter_digest if event.lane_digest is None else event.lane_digest,
+            ),
             (("replicated", stage), event.replicated_digest),
         ):
-            if digest is None:
+            if not digest:
                 continue
             first, other = seen.setdefault(key, (digest, event))
             if digest != first:

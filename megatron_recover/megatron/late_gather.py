@@ -1,0 +1,48 @@
+"""The parameters that a rank has between two steps where they are gathered late.
+
+With `--overlap-param-gather` the optimizer writes this lane's shard of the parameters, and the
+hooks of the next forward gather the others. Until then the rest of a parameter is of an older step,
+and how old depends on when this replica last computed a forward. So between two steps only the
+shard is state (`core/distributed/param_and_grad_buffer.py`, `start_param_sync`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def is_late(chunk: Any) -> bool:
+    """Return whether the parameters of `chunk` are gathered late; False if it is no DDP module."""
+    config = getattr(chunk, "ddp_config", None)
+    if config is None or not config.overlap_param_gather:
+        return False
+    return any(buffer.data_parallel_group.size() > 1 for buffer in _buffers(chunk))
+
+
+def current(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of `chunk` that are current between two steps, by name.
+
+    Where they are gathered late these are the shards of this lane, and the parameters that no
+    buffer has, which are frozen.
+    """
+    if not is_late(chunk):
+        yield from chunk.named_parameters()
+        return
+    sharded = set()
+    for number, buffer in enumerate(_buffers(chunk)):
+        lanes = buffer.data_parallel_group
+        for position, bucket in enumerate(buffer.buckets):
+            size = bucket.param_data.numel() // lanes.size()
+            shard = bucket.param_data.view(-1)[lanes.rank() * size : (lanes.rank() + 1) * size]
+            yield f"buffer{number}.bucket{position}.shard", shard
+            sharded.update(bucket.param_to_index)
+    for name, parameter in chunk.named_parameters():
+        if parameter not in sharded:
+            yield name, parameter
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
