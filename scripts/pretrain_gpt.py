@@ -36,6 +36,7 @@ def batch_of(data_iterator: Iterator[dict[str, Tensor]], args: Namespace, vp_sta
     keeps its part of the sequence.
     """
     from megatron.core import mpu
+    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training.utils import is_first_or_last_pipeline_stage
 
@@ -58,7 +59,7 @@ def batch_of(data_iterator: Iterator[dict[str, Tensor]], args: Namespace, vp_sta
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=mtp_on_this_rank(mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),

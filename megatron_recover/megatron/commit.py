@@ -44,6 +44,7 @@ from megatron_recover.core.plan import microbatches_of
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import Apply, Plan, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.megatron import mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
 from megatron_recover.megatron.losses import gradient_scale, mean_loss
@@ -286,6 +287,7 @@ class CommitLoop:
             reduction, step, forward_only=forward_only, num_chunks=len(chunks), enter=self._enter_microbatch,
             record=self._record, faults=self._faults, journal=self._driver if self._driver.rank == 0 else None,
             page=self._page, in_work=self._in_work, is_first=self._num_trained < _NUM_FIRST_STEPS,
+            further_losses=dict if forward_only or not get_model_config(chunks[0]).mtp_num_layers else mtp_losses.taken,
         )  # fmt: skip
         order = self._next_order(work)
         reduction.takes(order)
@@ -408,6 +410,7 @@ class CommitLoop:
         if last:
             rows, on_host = reduction.committed_rows()
             losses, loss = read_losses(rows, on_host), mean_loss(on_host, reduction.device)
+            mtp_losses.give(losses)
         self._applied = (self._step, order, loss)
         if arguments.get("forward_only"):
             self.stepped(trained=False)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_recover.core.values import BucketId
+from megatron_recover.megatron import router_counts
 from megatron_recover.trainer.regions import Bucket, Region
 
 Params = Mapping[Any, tuple[int, int]]
@@ -25,12 +26,15 @@ class GradientBuffers:
     def __init__(self, chunks: Sequence[Any], bucket_elements: int) -> None:
         """Find the buffers of `chunks`, upstream's DDP modules, and cut them into buckets.
 
+        The counts of routers with a bias are regions, too (`router_counts.py`).
+
         A bucket has about `bucket_elements` elements; a smaller region is one bucket. With
         `--overlap-grad-reduce` each parameter also gets a hook (`BackwardWatch`). Raises ValueError
         for gradients outside of the buffers.
         """
         self._params = find_regions(chunks, bucket_elements)
-        self.regions, self.num_chunks = list(self._params), len(chunks)
+        counts = [each for chunk, model in enumerate(chunks) for each in router_counts.of_chunk(chunk, model, bucket_elements)]
+        self.regions, self.num_chunks = [*self._params, *counts], len(chunks)
         self.checks_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
         self.can_watch = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
         self._collector = Collector(self._params)

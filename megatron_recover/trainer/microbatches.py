@@ -44,6 +44,7 @@ class Microbatches:
         page: ProgressPage | None = None,
         in_work: InWork | None = None,
         is_first: bool = False,
+        further_losses: Callable[[], dict[str, Tensor]] = dict,
     ) -> None:
         """Prepare a step.
 
@@ -53,7 +54,10 @@ class Microbatches:
         - `in_work` tracks the work that the device has not finished; None: work counts as finished
           when it is issued.
         - `is_first`: the step is one of the process's first, in which everything takes longer.
+        - `further_losses()` returns and forgets what a forward has reported elsewhere. It is called
+          after each forward on the last stage.
         """
+        self._further_losses = further_losses
         self._page, self._in_work = page or ProgressPage(), in_work or InWork(None)
         self._forward = Phase.EVALUATION if forward_only else Phase.FIRST_STEPS if is_first else Phase.FORWARD
         self._backward = Phase.FIRST_STEPS if is_first else Phase.BACKWARD
@@ -114,6 +118,9 @@ class Microbatches:
 
     def forward_ended(self, task: Task, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
         self._seconds[task, chunk] = self._elapsed_s()
+        self._reduction.end_forward(task.microbatch, chunk)
+        if losses is not None:
+            losses = losses | self._further_losses()
         if losses is not None and self._takes_ledger(task) and self._reduction.ledger is not None:
             self._reduction.ledger.write(task.microbatch, tokens, losses)
         if self._forward_only:

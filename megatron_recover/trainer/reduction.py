@@ -91,7 +91,9 @@ class Reduction:
         self.ledger_bucket: BucketId = len(bucket_ranks) - 1
         exactly = config.determinism == "exact"
         self._accumulators = {
-            region: region.local.new_zeros(region.local.numel(), dtype=torch.float64) for region in regions if exactly
+            region: region.local.new_zeros(region.local.numel(), dtype=torch.float64)
+            for region in regions
+            if exactly and not region.sums_exactly
         }
         self._gradient_sums = [GradientSum(bucket, self._accumulators.get(bucket.region)) for bucket in local]
         self._exponent = exact.grid_exponent(1.0)
@@ -139,6 +141,8 @@ class Reduction:
         self._parameters_checksum, self._first_generation = parameters_checksum, 0
         if self.is_last_stage:
             self._ledger_sum = LedgerSum(self.ledger_bucket, num_microbatches, self.device)
+        for region in self._gradients.regions:
+            region.begin()
         for bucket_sum in self._sums:
             bucket_sum.begin(num_microbatches)
         for accumulator in self._accumulators.values():
@@ -234,6 +238,12 @@ class Reduction:
 
         self._gradients.watch(chunk, count_and_pass)
 
+    def end_forward(self, microbatch: int, chunk: int) -> None:
+        """Tell the regions of `chunk` that a forward has ended."""
+        for region in self._gradients.regions:
+            if region.chunk == chunk:
+                region.forward_ended(microbatch)
+
     def end_backward(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
         """Count the microbatch in the chunk's buckets among `into`; return those buckets.
 
@@ -243,6 +253,9 @@ class Reduction:
         `into`.
         """
         buckets = self._into(into)
+        for region in self._gradients.regions:
+            if region.chunk == chunk:
+                region.backward_ended(microbatch, buckets)
         taken = [bucket_sum for bucket_sum in self._gradient_sums if bucket_sum.chunk == chunk and bucket_sum.id in buckets]
         for bucket_sum in taken:
             if bucket_sum.id not in self._counted:
@@ -389,6 +402,8 @@ class Reduction:
                     "step %d is not exact: the gradient of bucket %d outgrew the grid of 2**%d; replicas are bit-identical "
                     "all the same, but the run may differ from one without failures", self._step, bucket_sum.id, self._exponent,
                 )  # fmt: skip
+        for region in self._gradients.regions:
+            region.applied()
 
     def committed_rows(self) -> tuple[Tensor, Tensor]:
         """Return the committed ledger of the step, on the device and in host memory.

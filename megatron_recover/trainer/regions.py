@@ -23,7 +23,7 @@ Note [Local gradient]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -122,7 +122,13 @@ class Bucket:
 
 
 class Region:
-    """One flat gradient buffer, or a part of it that is reduced and sharded by itself."""
+    """One flat gradient buffer, or a part of it that is reduced and sharded by itself.
+
+    The backward writes `local` by itself. A subclass may fill `local` in `backward_ended` instead.
+    """
+
+    sums_exactly = False
+    """True if no order of additions changes the sum, so that `exact` need not round."""
 
     def __init__(self, local: Tensor, *, chunk: int, group: Any, scale: float, sharded: bool, bucket_elements: int) -> None:
         """Cut `local`, one-dimensional, into buckets of about `bucket_elements` elements.
@@ -139,6 +145,18 @@ class Region:
         num = max(1, round(local.numel() / bucket_elements))
         edges = [self.width * index // num for index in range(num + 1)]
         self.buckets = [Bucket(self, start, stop) for start, stop in zip(edges, edges[1:], strict=False) if stop > start]
+
+    def begin(self) -> None:
+        """Begin a step; the trainer has zeroed its own buffer."""
+
+    def forward_ended(self, microbatch: int) -> None:
+        """Note that a forward of this region's chunk has ended."""
+
+    def backward_ended(self, microbatch: int, into: Collection[BucketId]) -> None:
+        """Note that a backward of this region's chunk has ended, which the buckets `into` count."""
+
+    def applied(self) -> None:
+        """Note that the results of all buckets of a committed step are in `local`."""
 
 
 def number(

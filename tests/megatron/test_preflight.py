@@ -167,7 +167,6 @@ VALUES = {
     "--fp8-format": "hybrid",
     "--fp4-format": "e2m1",
     "--ckpt-convert-format": "torch",
-    "--num-distributed-optimizer-instances": "2",
     "--cuda-graph-impl": "local",
     "--dataloader-type": "cyclic",
     "--dataloader-inter-document-masking": "",

@@ -104,8 +104,6 @@ _QUANTISED = "it has not been shown on a GPU that quantised layers keep the grad
 # refused unless the ledger carries it for each microbatch.
 REFUSALS = (
     # See Note [Reductions over data parallelism].
-    Refusal("--moe-router-enable-expert-bias", _set("moe_router_enable_expert_bias"),
-            "the bias is updated from token counts of one replica only", "use --moe-router-load-balancing-type aux_loss"),
     Refusal("--moe-router-load-balancing-type",
             lambda args: {"global_aux_loss", "quantile_balancing"} & {*_list(args.moe_router_load_balancing_type)},
             "global_aux_loss and quantile_balancing sum over all samples, and a replica sees only its own",
@@ -137,8 +135,6 @@ REFUSALS = (
     Refusal("--overlap-param-gather-with-optimizer-step",
             lambda args: args.overlap_param_gather_with_optimizer_step and args.lanes > 1,
             "it steps the optimizer of each model chunk by itself, and a step is committed as a whole", _DROP),
-    Refusal("--num-distributed-optimizer-instances", _not("num_distributed_optimizer_instances", 1),
-            "replicas are the instances", "use --lanes of megatron-recover run for the shards"),
     Refusal("--use-megatron-fsdp", _set("use_megatron_fsdp"), "it reduces gradients itself", "use --use-distributed-optimizer"),
     Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), "it reduces gradients itself", "use --use-distributed-optimizer"),
     Refusal("--save-wgrads-interval", _set("save_wgrads_interval"), "it replaces the gradient reduction", _DROP),
@@ -193,7 +189,6 @@ REFUSALS = (
             "stored logits are found and named by data-parallel rank, not by sample", _DROP),
     Refusal("--logits-save-dir", _set("logits_save_dir"),
             "stored logits are found and named by data-parallel rank, not by sample", _DROP),
-    Refusal("--mtp-num-layers", _set("mtp_num_layers"), "its losses are not carried per microbatch", _DROP),
     Refusal("--tensor-parallel-num-weight-shards", _more_shards_than_ranks,
             "its ranks read samples of their own", _DROP),
     # Files and logs.
@@ -254,6 +249,9 @@ ADAPTATIONS = (
     Adaptation("--check-weight-hash-across-dp-replicas-interval", _set("check_weight_hash_across_dp_replicas_interval"),
                "check_weight_hash_across_dp_replicas_interval", None,
                "it compares lanes only; --recover-digest-interval compares replicas and lanes"),
+    Adaptation("--num-distributed-optimizer-instances", _not("num_distributed_optimizer_instances", 1),
+               "num_distributed_optimizer_instances", 1,
+               "replicas are the instances; --lanes of megatron-recover run is the number of shards"),
     Adaptation("--rerun-mode", _not("rerun_mode", "disabled"),
                "rerun_mode", "disabled", "it repeats a step in one replica alone; what is not finite still ends the job"),
     Adaptation("--distributed-timeout-minutes", _not("distributed_timeout_minutes", 10), "distributed_timeout_minutes", 10,

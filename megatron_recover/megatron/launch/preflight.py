@@ -78,7 +78,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--data-cache-path": _TEXT,
     # Flags that may be refused.
     "--rampup-batch-size": {"nargs": 3, "default": None},
-    "--moe-router-enable-expert-bias": _ON,
     "--moe-router-load-balancing-type": {"nargs": "+", "default": "aux_loss"},
     "--fp8-format": {"dest": "fp8", "default": None},
     "--fp4-format": {"dest": "fp4", "default": None},
@@ -106,7 +105,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--log-world-size-to-tensorboard": _ON,
     "--ddp-average-in-collective": _ON,
     "--overlap-param-gather-with-optimizer-step": _ON,
-    "--num-distributed-optimizer-instances": _ONE,
     "--use-megatron-fsdp": _ON,
     "--use-torch-fsdp2": _ON,
     "--save-wgrads-interval": _INT,
@@ -141,7 +139,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--rl-profile": _ON,
     "--logits-load-dir": _TEXT,
     "--logits-save-dir": _TEXT,
-    "--mtp-num-layers": _INT,
     "--tensor-parallel-num-weight-shards": _INT,
     "--async-save": _ON,
     "--non-persistent-save-interval": _INT,

@@ -1,0 +1,43 @@
+"""Losses of multi-token prediction, carried per microbatch as the other losses are.
+
+Upstream adds them to a tracker in each forward, and logs and clears it after the step
+(`core/transformer/multi_token_prediction.py`, `MTPLossLoggingHelper`). A replica's tracker would
+have its own microbatches only, and those of a pass whose results nobody counts. So what a forward
+adds is taken from the tracker into the microbatch's row of the ledger. Once the step is committed
+the tracker gets the sum over all ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch import Tensor
+
+_KEY = "mtp"
+_VALUES = ("loss_values", "correct_values", "total_values")
+
+
+def taken() -> dict[str, Tensor]:
+    """Return what the tracker has, as one loss, and clear it; nothing if it was never used.
+
+    Shape (3, layers): loss, correct and all predictions of each layer.
+    """
+    tracker = MTPLossLoggingHelper.tracker
+    if any(name not in tracker for name in _VALUES):
+        return {}
+    values = torch.stack([tracker[name] for name in _VALUES])
+    for name in _VALUES:
+        tracker[name].zero_()
+    return {_KEY: values}
+
+
+def give(losses: Sequence[dict[str, Tensor]]) -> None:
+    """Remove what `taken` has added to the losses of all ids; put its sum into the tracker."""
+    values = [each.pop(_KEY) for each in losses if _KEY in each]
+    if not values:
+        return
+    total = torch.stack(values).double().sum(0)
+    for name, its_total in zip(_VALUES, total.to(values[0].dtype).unbind(), strict=True):
+        MTPLossLoggingHelper.tracker[name] = its_total
