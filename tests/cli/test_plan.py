@@ -424,7 +424,8 @@ def test_a_signal_to_plan_leaves_neither_its_child_nor_a_folder(tmp_path: Path) 
         process.terminate()
         assert process.wait() == -15
         until(lambda: not child.exists())
-    assert not list((tmp_path / "temporary").iterdir())
+    # Megatron imports wandb, which makes folders of its own while it is imported.
+    assert not [each for each in (tmp_path / "temporary").iterdir() if "wandb" not in each.name]
 
 
 def test_sizes_survive_their_file() -> None:

@@ -388,7 +388,7 @@ def test_inv_9_no_microbatch_is_suspected_of_a_check_that_fails_in_its_pass(
 def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:
     reduction: Any = SimpleNamespace(
         ledger=None, ledger_bucket=1, is_last_stage=False, is_again=lambda generation: False, end_backward=lambda *_: (0,),
-        collect_into=lambda into: None,
+        collect_into=lambda into: None, end_forward=lambda *_: None,
     )  # fmt: skip
     microbatches = Microbatches(
         reduction, 0, forward_only=False, num_chunks=1, enter=lambda *_: None, record=lambda *_, **__: None, faults=None

@@ -12,7 +12,7 @@ from megatron_recover.config import rank_context
 from megatron_recover.megatron.checkpoint.background import BackgroundSave
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
-SECONDS = 1.0
+SECONDS = 0.6
 
 
 def main() -> None:

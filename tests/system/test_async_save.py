@@ -44,11 +44,10 @@ def content(checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str, object]
 @pytest.mark.parametrize(
     "job",
     [
-        Job(pp=2, save_interval=2, steps=8),
-        Job(lanes=2, save_interval=2, steps=8, extra=ZERO1),
-        Job(tp=2, save_interval=2, steps=8, eval_interval=3, extra=("--ckpt-assume-constant-structure",)),
+        Job(pp=2, save_interval=2, steps=6, eval_interval=3),
+        Job(lanes=2, save_interval=2, steps=6, extra=(*ZERO1, "--ckpt-assume-constant-structure")),
     ],
-    ids=["stages", "lanes", "tensor-parallel, evaluations"],
+    ids=["stages, evaluations", "lanes"],
 )
 def test_what_is_written_late_is_what_all_had_agreed_on(job: Job, tmp_path: pathlib.Path, data: pathlib.Path) -> None:
     """Steps later the state is another one; the checkpoint is that of a job that waits while it saves."""
@@ -57,18 +56,19 @@ def test_what_is_written_late_is_what_all_had_agreed_on(job: Job, tmp_path: path
     saving = dataclasses.replace(job, extra=(*job.extra, *ASYNC))
     outcome = run_job(saving, tmp_path / "run2", data, save=late, script=LATE).expect()
     assert "--use-persistent-ckpt-worker has no effect with replicas" in outcome.output
-    assert outcome.saves() == [(iteration, phase) for iteration in (2, 4, 6, 8) for phase in ("started", "finished")]
+    assert outcome.saves() == [(iteration, phase) for iteration in (2, 4, 6) for phase in ("started", "finished")]
     assert between(outcome, 2) >= 1, "it waited for the write"
-    for iteration in (2, 8):
+    for iteration in (2, 6):
         name = f"iter_{iteration:07d}"
         found, wanted = content(late / name, tmp_path), content(waiting / name, tmp_path)
         assert found.keys() == wanted.keys() and len(found) > 10
         assert not [key for key in found if found[key] != wanted[key]], iteration
     verdict, report = check(outcome.run_dir)
     assert verdict == 0, report
-    longer = dataclasses.replace(saving, steps=10, extra=(*saving.extra, "--override-opt-param-scheduler"))
-    resumed = run_job(longer, tmp_path / "run3", data, save=late).expect()
-    assert resumed.events("committed")[0]["label"] == "train 9"
+    if job.pp > 1:
+        longer = dataclasses.replace(saving, steps=7, extra=(*saving.extra, "--override-opt-param-scheduler"))
+        resumed = run_job(longer, tmp_path / "run3", data, save=late).expect()
+        assert resumed.events("committed")[0]["label"] == "train 7"
 
 
 @pytest.mark.parametrize(
