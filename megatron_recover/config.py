@@ -68,6 +68,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`same`: refuse to resume from a checkpoint that was trained on other data (content, weights,
     `--split`, `--seed`) than this run would read. `other`: resume; the data was changed on
     purpose."""
+    accept_unknown_megatron: bool = False
+    """Train with a Megatron of which some functions have other bodies than those that were read for
+    this release. What is guaranteed holds for the bodies that were read."""
     digest_interval: int = 1
     """Training steps after which the replicas compare their parameters again, and write the digest
     to the trace (0: only with the state digest)."""

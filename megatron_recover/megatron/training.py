@@ -51,6 +51,7 @@ from megatron_recover.megatron.launch.arguments import (
     adapt,
     add_recover_arguments,
     cpu_refusals,
+    flag_of,
     gpu_refusals,
     recover_config,
     refusals,
@@ -78,7 +79,39 @@ def begin(context: RankContext) -> None:
     ends before training, with code 100. docs/reference/exit_codes.md lists the exit codes.
     """
     _prepare_device()
+    if context.dry_run:
+        with bad_input_ends():
+            for line in judge_megatron(accepts_unknown=flag_of("accept_unknown_megatron") in sys.argv):
+                print(f"{FOR_CONSOLE}{line}", flush=True)
     script.wrap(_Training(context))
+
+
+def judge_megatron(*, accepts_unknown: bool) -> list[str]:
+    """Return lines about the Megatron that is imported, before a script has changed any of it.
+
+    Raises ValueError with all functions that have another body than those that were read, unless
+    `accepts_unknown`; then the lines name them. Raises `UnsupportedMegatron` for a release that was
+    never read.
+    """
+    import megatron.core
+
+    from megatron_recover.megatron.seams import bodies, seams
+
+    all_seams = seams.load()
+    if found := seams.unsupported_version(all_seams):
+        raise seams.UnsupportedMegatron(seams.refusal(all_seams, found))
+    folder = os.path.dirname(os.path.dirname(str(megatron.core.__file__)))
+    release = str(megatron.core.__version__)
+    lines = [f"Megatron-Core {release} of {folder}"]
+    unknown = bodies.unknown(bodies.load(seams.folder()), bodies.relied_on(all_seams, seams.load_anchors()))
+    if unknown and not accepts_unknown:
+        raise ValueError(
+            f"{lines[0]} has functions that nobody has compared with those of the release that this version was made for:\n"
+            + "\n".join(f"  {line}" for line in unknown)
+            + f"\ncompare them with megatron-core {all_seams[0].versions[-1]}; if they do the same, add "
+            f"{flag_of('accept_unknown_megatron')}"
+        )
+    return lines + [f"accepted although nobody has read it: {line}" for line in unknown]
 
 
 def pretrain(

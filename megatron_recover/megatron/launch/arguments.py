@@ -28,6 +28,9 @@ def add_recover_arguments(parser: ArgumentParser) -> ArgumentParser:
     hints, helps = typing.get_type_hints(RecoverConfig), _field_docstrings()
     for field in msgspec.structs.fields(RecoverConfig):
         hint = hints[field.name]
+        if hint is bool:
+            group.add_argument(flag_of(field.name), dest=_PREFIX + field.name, action="store_true", help=helps[field.name])
+            continue
         choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
         group.add_argument(
             flag_of(field.name), dest=_PREFIX + field.name, type=str if choices else hint, choices=choices,

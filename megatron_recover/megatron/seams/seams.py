@@ -55,11 +55,15 @@ class Seam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """``major.minor`` of the megatron-core versions against which the seam was checked."""
 
 
+_BODIES = "bodies.toml"
+"""File with digests (`bodies.FILE`), which is no seam."""
+
+
 def load() -> tuple[Seam, ...]:
     """Return all seams, sorted by name. Raises ValueError for a file that is not a seam."""
     seams = []
-    for file in sorted(_folder().iterdir(), key=lambda entry: entry.name):
-        if not file.name.endswith(".toml") or file.name == anchors.FILE:
+    for file in sorted(folder().iterdir(), key=lambda entry: entry.name):
+        if not file.name.endswith(".toml") or file.name in (anchors.FILE, _BODIES):
             continue
         try:
             seam = msgspec.toml.decode(file.read_text(), type=Seam)
@@ -73,10 +77,11 @@ def load() -> tuple[Seam, ...]:
 
 def load_anchors() -> Anchors:
     """Return the parts of Megatron that are used without being replaced."""
-    return anchors.load(_folder())
+    return anchors.load(folder())
 
 
-def _folder() -> Traversable:
+def folder() -> Traversable:
+    """Return the folder of seams, anchors and bodies."""
     # A checkout has the folder beside the package, an installation has it inside the package.
     checkout = Path(__file__).resolve().parents[3] / "patches"
     return checkout if (checkout / anchors.FILE).is_file() else importlib.resources.files("megatron_recover.patches")
