@@ -62,20 +62,34 @@ def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") ->
     ]
 
 
-def misplaced(argv: Sequence[str], parser: ArgumentParser, theirs: Iterable[str], whose: str) -> list[str]:
-    """Return one line for each flag on the wrong side of `--`.
+def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], list[str]]:
+    """Return the parser's words, and the script with all that is behind it.
 
-    `theirs` are the trainer's flags. `whose` names the owner of the parser's flags.
+    The script is the first word that is neither a flag of the parser nor the value of one. A `--`
+    in front of it belongs to neither. Whether an unknown flag has a value cannot be known: it ends
+    the parser's words, or `--` does if there is one.
     """
-    end = [*argv, "--"].index("--")
-    ours = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
-    sides = (
-        (argv[:end], {*theirs}, "it is the trainer's: write it behind the script's name"),
-        (argv[end + 1 :], ours, f"it is {whose}: write it before --"),
-    )
+    has_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
+    positions = iter(range(len(argv)))
+    for position in positions:
+        word = argv[position]
+        if word == "--":
+            return [*argv[:position]], [*argv[position + 1 :]]
+        if not word.startswith("-"):
+            return [*argv[:position]], [*argv[position:]]
+        if word.partition("=")[0] not in has_value:
+            end = [*argv, "--"].index("--", position) if "--" in argv else position + 1
+            return [*argv[:end]], [*argv[end:]]
+        if has_value.get(word, False):
+            next(positions, None)
+    return [*argv], []
+
+
+def misplaced(words: Iterable[str], theirs: Iterable[str]) -> list[str]:
+    """Return one line for each of the trainer's flags, `theirs`, in front of the script."""
+    flags = {*theirs}
     return [
-        f"{flag} stands on the wrong side of --; {remedy}"
-        for words, flags, remedy in sides
+        f"{flag} is the trainer's; write it behind the script's name"
         for flag in dict.fromkeys(word.partition("=")[0] for word in words)
         if flag in flags
     ]

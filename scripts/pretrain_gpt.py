@@ -1,10 +1,10 @@
 """Pre-trains a GPT with Megatron, with the flags of upstream's script of this name, on CUDA or CPU.
 
-    megatron-recover run --replicas 3 -- scripts/pretrain_gpt.py <flags>   survives dying processes
-    torchrun --nproc-per-node 2 scripts/pretrain_gpt.py <flags>            plain Megatron
+    megatron-recover run --replicas 3 scripts/pretrain_gpt.py <flags>   survives dying processes
+    torchrun --nproc-per-node 2 scripts/pretrain_gpt.py <flags>         plain Megatron
 
-To make a training script of your own recoverable, call `megatron_recover.megatron.pretrain` where
-it parses the arguments and calls Megatron's `pretrain`.
+Upstream's own script runs under `megatron-recover run`, too. This one also trains on a CPU under
+torchrun, waits for the device less often, and makes no attention mask that the model ignores.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
 _EXAMPLES = """\
 examples:
   megatron-recover demo
-  megatron-recover run --replicas 3 --run-dir runs/a -- scripts/pretrain_gpt.py --tensor-model-parallel-size 1 ...
+  megatron-recover run --nproc-per-node 3 --run-dir runs/a pretrain_gpt.py --tensor-model-parallel-size 1 ...
   megatron-recover check runs/a --against runs/undisturbed
   megatron-recover simulate scenarios/recover-paper.toml
 

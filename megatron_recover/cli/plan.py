@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import re
 import signal
 import subprocess
@@ -22,10 +21,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
 from megatron_recover.core.values import ExitCode
-from megatron_recover.flags import Parser, misplaced
+from megatron_recover.flags import Parser, misplaced, split
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Undecided
 from megatron_recover.megatron.layout.choice import USABLE, Gpus, Judged, judge
@@ -45,13 +45,16 @@ _TRACEBACK = "Traceback (most recent call last):"
 _WARNING = r"^\S+:\d+: \w*Warning: .*\n?(^  .*\n?)?|^\[rank\d+\]:\[W.*\n?|^\[rank\d+\]: "
 """A warning as Python prints it, with the line of code that it shows, or as torch does; and the
 rank, with which torch begins the lines of a traceback."""
-_NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
+_NO_SCRIPT = (
+    "the training script is missing; write it and its flags behind those of plan, for example: scripts/pretrain_gpt.py ..."
+)
 _OF_RUN = {
     "--replicas": "plan compares all numbers of replicas",
     "--lanes": "plan compares all numbers of lanes",
     **dict.fromkeys(
         ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet"), "plan starts no rank"
     ),
+    **dict.fromkeys((name for flag in TORCHRUN for name in flag.names), "plan starts no rank"),
 }
 """Flags of `run`, with the reason why `plan` has no use for them."""
 _MEASURED_REPLICAS = 1000
@@ -88,7 +91,7 @@ def _parser() -> Parser:
         prog="megatron-recover plan",
         description="Compare all layouts that use all GPUs and survive at least one death: the memory that a rank needs, "
         "by part, and what a death costs. Nothing is trained, and no GPU is needed.",
-        usage="megatron-recover plan [options] -- SCRIPT [Megatron flags]",
+        usage="megatron-recover plan [options] SCRIPT [Megatron flags]",
         epilog="Flags of Megatron that give tensor-, pipeline- or expert-parallel sizes are ignored: all sizes are compared. "
         "--context-parallel-size and --expert-tensor-parallel-size are kept. "
         "docs/how_to/choose_a_layout.md explains every column. Exit code 1: an error in the script; 2: bad input, or no layout "
@@ -141,7 +144,7 @@ def _complaint(script: str, code: int, lines: Sequence[str]) -> str:
     if refused:
         return "\n".join(refused)
     if code == ExitCode.OK:
-        return f"{script} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"
+        return f"{script} never calls Megatron's pretrain; see docs/how_to/train.md"
     if code < 0:
         reason = ", perhaps out of memory" if code == -signal.SIGKILL else ""
         return f"{script} was ended by {signal.Signals(-code).name} before it trained{reason}"
@@ -316,19 +319,17 @@ def main(argv: list[str]) -> int:
     Exits with 2 also for bad input, and with 1 if the script fails.
     """
     parser = _parser()
-    if "--" not in argv and not {"-h", "--help"} & {*argv}:
-        parser.error("-- is missing before the script" if any(map(os.path.isfile, argv)) else _NO_SCRIPT)
-    end = argv.index("--") if "--" in argv else len(argv)
-    words = {word.partition("=")[0] for word in argv}
+    ours, command = split(argv, parser)
+    words = {word.partition("=")[0] for word in ours}
     found_misplaced = [f"{flag} is a flag of run; {reason}: leave it out" for flag, reason in _OF_RUN.items() if flag in words]
-    if found_misplaced := [*found_misplaced, *misplaced(argv, parser, [*FLAGS, *recover_flags()], "plan's")]:
+    if found_misplaced := [*found_misplaced, *misplaced(ours, [*FLAGS, *recover_flags()])]:
         parser.error("\n".join(found_misplaced))
-    arguments = parser.parse_args(argv[:end])
-    if not argv[end + 1 :]:
+    arguments = parser.parse_args(ours)
+    if not command:
         parser.error(_NO_SCRIPT)
-    script, *flags = argv[end + 1 :]
+    script, *flags = command
     if not Path(script).is_file():
-        parser.error(f"there is no training script {script}; write its path behind --")
+        parser.error(f"there is no training script {script}; write its path behind the flags of plan")
     gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
     try:
         job = Undecided(flags)

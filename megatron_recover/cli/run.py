@@ -8,24 +8,25 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
 import megatron_recover
 from megatron_recover import trace
-from megatron_recover.cli import command_line, finish
+from megatron_recover.cli import command_line, finish, launch_line
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.job import Job, RankStart, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import file_limit_mistake
+from megatron_recover.config import inherited_environment
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
-from megatron_recover.flags import Parser, misplaced
+from megatron_recover.flags import Parser, misplaced, split
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
-from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
+from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight, replica_of
 from megatron_recover.observe import summary
 
 PRELOAD = (
@@ -39,10 +40,12 @@ PRELOAD = (
 )
 """Modules that every rank starts with, and a function to call (`cluster/forkserver.py`). torch's
 optimizers import `torch._dynamo` at their first use, which every rank would do for itself."""
-DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "dry_run.py"
+RUNNER = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "script.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Errors of a folder that accepts no more data."""
-_NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
+_NO_SCRIPT = (
+    "the training script is missing; write it and its flags behind those of run, for example: scripts/pretrain_gpt.py ..."
+)
 _LEAST_PART_BYTES = 2**20
 """Smallest size of a part of the trace in bytes. With smaller parts a run of days would leave a
 hundred thousand files."""
@@ -74,14 +77,19 @@ def _parser() -> Parser:
     parser = _RunParser(
         prog="megatron-recover run",
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
-        usage="megatron-recover run --replicas R [options] -- SCRIPT [Megatron flags]",
+        usage="megatron-recover run [--nproc-per-node N | --replicas R] [options] SCRIPT [Megatron flags]",
         epilog="A replica is TP x PP x CP x lanes processes, all of them on this machine. --global-batch-size is that of the "
         "whole job. Exit codes: docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
     )
     parser.add_argument(
-        "--replicas", type=int, required=True, metavar="R", help="complete copies of the model; the data-parallel size is R x L"
-    )
-    parser.add_argument("--lanes", type=int, default=1, metavar="L", help="data-parallel size inside each replica (default: 1)")
+        "--replicas", type=int, metavar="R",
+        help="complete copies of the model; the data-parallel size is R x L (default: as many as --nproc-per-node gives "
+        "processes for)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lanes", type=int, metavar="L",
+        help="data-parallel size inside each replica (default: the smallest over which its experts can be spread)",
+    )  # fmt: skip
     parser.add_argument(
         "--rank-start", choices=("auto", *get_args(RankStart)), default="auto",
         help="how the processes of ranks start: fork, from one process that has imported everything; warm, as fresh "
@@ -104,19 +112,22 @@ def _parser() -> Parser:
         "0: never (default: 256MiB)",
     )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
+    launch_line.add_flags(parser)
     return parser
 
 
 def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
     """Return the job, with its new run directory, and the text of its chaos file.
 
-    The text is empty without chaos. Raises ValueError, or OSError for a file that cannot be read.
+    The text is empty without chaos. Prints notes about the replicas unless `--quiet` is given.
+    Raises ValueError; OSError if the script cannot be reached.
     """
     if not command:
         raise ValueError(_NO_SCRIPT)
+    line = launch_line.read(arguments, inherited_environment())
     script, *flags = command
-    if not Path(script).is_file():
-        raise ValueError(f"there is no training script {script}; write its path behind --")
+    if not line.is_module and not Path(script).is_file():
+        raise ValueError(f"there is no training script {script}; write its path behind the flags of run")
     if arguments.trace_file_bytes and arguments.trace_file_bytes < _LEAST_PART_BYTES:
         raise ValueError(
             f"--trace-file-bytes is {arguments.trace_file_bytes}; it must be 0 (never) or at least {_LEAST_PART_BYTES} (1MiB)"
@@ -124,21 +135,60 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     if (mistake := file_limit_mistake()) is not None:
         raise ValueError(mistake)
     rank_start = _rank_start(arguments.rank_start)
-    judged = preflight(flags, num_replicas=arguments.replicas, lanes=arguments.lanes)
+    num_replicas, lanes = _size(arguments, line, flags)
+    judged = preflight(flags, num_replicas=num_replicas, lanes=lanes)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
     if arguments.chaos is not None:
-        faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged))
+        faults, chaos_text = chaos.faults_of(arguments.chaos, _target(num_replicas, judged))
         _refuse_unseen(faults, arguments.trace_level)
     job = Job(
-        argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
-        run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, dry_run=DRY_RUN, preload=PRELOAD,
-        rank_start=rank_start,
+        argv=(*(["-m"] if line.is_module else []), script, *flags), num_replicas=num_replicas,
+        layout=judged.layout, config=judged.config,
+        run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
+        rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
         microbatch_samples=judged.microbatch_samples,
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
+    if not arguments.quiet:
+        for note in (*line.notes, *_notes(job, is_derived=arguments.replicas is None or arguments.lanes is None and lanes > 1)):
+            print(f"megatron-recover run: {note}", file=sys.stderr)
     return job, chaos_text
+
+
+def _size(arguments: argparse.Namespace, line: launch_line.Choice, flags: Sequence[str]) -> tuple[int, int]:
+    """Return the number of replicas, and of lanes of each.
+
+    Raises ValueError where the number of processes is missing or fits no number of replicas.
+    """
+    processes, replicas = line.num_processes, arguments.replicas
+    num_ranks, lanes = replica_of(flags, arguments.lanes)
+    if processes is None:
+        if replicas is None:
+            raise ValueError("the number of processes is missing; give --nproc-per-node, as for torchrun, or --replicas")
+        return replicas, lanes
+    if replicas is None and processes % num_ranks == 0:
+        return processes // num_ranks, lanes
+    if processes != (replicas or 0) * num_ranks:
+        of = f"{replicas} replicas" if replicas is not None else "whole replicas"
+        raise ValueError(
+            f"--nproc-per-node is {processes}, but a replica has TP x PP x CP x lanes = {num_ranks} processes, so these are "
+            f"not {of}; change one of them"
+        )
+    return replicas, lanes
+
+
+def _notes(job: Job, *, is_derived: bool) -> Iterator[str]:
+    """Yield what the user should know about the replicas of a job before it starts.
+
+    `is_derived`: the number of replicas or of lanes follows from other flags.
+    """
+    if is_derived:
+        size = f"TP {job.layout.tp} x PP {job.layout.pp} x CP {job.layout.cp} x lanes {job.layout.lanes}"
+        yield f"{job.num_replicas} replicas of {job.num_ranks} processes ({size})"
+    if job.num_replicas == 1:
+        yield "nothing is protected: with one replica every death ends the job; give processes for two or more"
 
 
 def _rank_start(wanted: str) -> RankStart:
@@ -163,9 +213,9 @@ def _refuse_unseen(faults: Iterable[Fault], level: trace.Level) -> None:
         )
 
 
-def _target(arguments: argparse.Namespace, judged: Preflight) -> chaos.Target:
+def _target(num_replicas: int, judged: Preflight) -> chaos.Target:
     return chaos.Target(
-        num_replicas=arguments.replicas,
+        num_replicas=num_replicas,
         num_ranks=judged.layout.num_ranks,
         num_microbatches=judged.num_microbatches,
         num_steps=judged.train_iters,
@@ -176,19 +226,22 @@ def _target(arguments: argparse.Namespace, judged: Preflight) -> chaos.Target:
 def main(argv: list[str]) -> int:
     """Run a job to its end and return its exit code."""
     parser = _parser()
-    if "--" not in argv and not {"-h", "--help"} & {*argv}:  # else Megatron's flags would be parsed as flags of `run`
-        parser.error(_NO_SCRIPT)
-    end = argv.index("--") if "--" in argv else len(argv)
-    if found := misplaced(argv, parser, [*FLAGS, *recover_flags()], "the launcher's"):
+    ours, command = split(argv, parser)
+    if found := misplaced(ours, [*FLAGS, *recover_flags()]):
         parser.error("\n".join(found))
-    arguments = parser.parse_args(argv[:end])
+    arguments = parser.parse_args(ours)
     existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
     try:
-        job, chaos_text = _job(arguments, argv[end + 1 :])
+        job, chaos_text = _job(arguments, command)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
+    for flag in launch_line.behind_script(command, parser):
+        print(
+            f"megatron-recover run: {flag} behind {job.script} is the script's; write it in front for the launcher",
+            file=sys.stderr,
+        )
     try:
         if chaos_text:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)

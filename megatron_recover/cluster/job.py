@@ -34,7 +34,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One run as its user requested it."""
 
     argv: tuple[str, ...]
-    """The training script and its arguments."""
+    """The training script and its arguments; the script is a path, or two words: -m MODULE."""
     num_replicas: int
     layout: Layout
     """Layout of one replica."""
@@ -42,9 +42,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     faults: tuple[Fault, ...] = ()
     seed: int = 0
-    dry_run: Path | None = None
-    """Script that runs the training script up to where training would begin. None: the training
-    script does so itself."""
+    run_id: str = "none"
+    """TORCHELASTIC_RUN_ID of the ranks."""
+    runner: Path | None = None
+    """Script that gets `argv` as its arguments and runs the training script: in ranks, and in the
+    dry run up to where training would begin. None: the training script runs by itself."""
     preload: tuple[str, ...] = ()
     """Modules that every rank finds imported, and functions (`module:function`) called before."""
     rank_start: RankStart = "fork"
@@ -57,6 +59,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Size in bytes at which a trace file is put aside and compressed; 0: never."""
     ring_bytes: int = RING_BYTES
     """Bytes that each process has for events that are not in the trace yet."""
+
+    @property
+    def script(self) -> str:
+        """Return the training script as its user named it."""
+        return " ".join(self.argv[:2]) if self.argv[0] == "-m" else self.argv[0]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return the script that a process runs, and its arguments."""
+        return self.argv if self.runner is None else (str(self.runner), *self.argv)
 
     @property
     def num_ranks(self) -> int:

@@ -60,7 +60,10 @@ sign a death is seen after half of this time on average (`agent.py`, Note [Seein
 """
 _KILLED = 128
 """Added to the number of a signal: the exit code of a run that was killed on request."""
-_CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
+_CALLS_PRETRAIN = (
+    "called Megatron's pretrain; call parse_and_validate_args and pretrain of megatron.training, as upstream's "
+    "pretrain_gpt.py does"
+)
 
 
 class Launcher:
@@ -246,12 +249,13 @@ class Launcher:
         If the script accepts, show its lines for the console. Otherwise, or if a signal or the
         deadline comes first, the run ends.
         """
-        script = self._job.argv[0]
+        script = self._job.script
         with descriptors_needed():
             output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
         environment = self._environment(0, 0, leader=ANY_PORT, dry_run=True)
-        argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
-        self._node.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
+        self._node.spawn(
+            _DRY_RUN, 0, argv=self._job.command, environment=environment, output=output, descriptors=self._handed_down
+        )
         late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
         ends = self._until(self._node.poll, self._deadlines.deadline_s, lambda: late)
         if not ends:
@@ -300,7 +304,7 @@ class Launcher:
             if rank == 0:
                 handed_down |= {listening.LEADER: leader.fileno()}
             self._node.spawn(
-                replica, rank, argv=job.argv, environment=environment, output=output, descriptors=handed_down
+                replica, rank, argv=job.command, environment=environment, output=output, descriptors=handed_down
             )  # fmt: skip
             self._ranks.watches(replica, rank)
 
@@ -336,6 +340,12 @@ class Launcher:
             "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
+            # What torchrun tells of its nodes and restarts: one node, never restarted.
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "TORCHELASTIC_RUN_ID": job.run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
         }
 
     # --- Watching ---------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ functions are pure and give the same on every machine: msgpack has one encoding 
 Note [Outline]
     The record is cut into parts: each field that voters have to agree on except `versions`, then
     `versions` in at most `MAX_GROUPS` runs, whose lengths differ by at most one. The digest covers
-    the digests of all parts, so equal digests mean equal records.
+    the digests of all parts, so equal digests mean equal records, apart from requests and paces.
 
     The outline has the first bytes of each part's digest. The outline decides nothing. Where
-    digests differ, it shows which fields and buckets differ, at a size that does not grow with the
-    number of buckets. The records themselves are in the leaders' traces.
+    digests differ, it shows which fields and runs of buckets differ, or that their number does. Its
+    size is bounded. If votes disagree, the records themselves are in the leaders' traces.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bare(record: Record) -> Record:
 
 
 def summarize(record: Record) -> RecordSummary:
-    """Return the digest and the outline of a record."""
+    """Return the digest and the outline of a record without its requests and paces."""
     parts = [_digest((name, getattr(record, name))) for name in _COMPARED]
     parts += [_digest(versions) for versions in _groups(record.versions)]
     digest = hashlib.blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
@@ -60,12 +60,15 @@ def digest(record: Record) -> bytes:
 
 
 def commitment(record: Record) -> Commitment:
-    """Return a committed record for members that have voted for it and hold its versions."""
+    """Return a committed record without versions, for members that hold them, and its digest."""
     return Commitment(replace(record, versions=()), digest(record))
 
 
 def differences(record: Record, outlines: Iterable[bytes]) -> str:
-    """Describe the fields and buckets in which records with these outlines differ from `record`."""
+    """Describe the fields and runs of buckets in which these outlines differ from that of `record`.
+
+    Of an outline with another number of parts, name only that. The text also says if none differs.
+    """
     mine = _parts(summarize(record).outline)
     buckets = [_span(versions) for versions in _groups(record.versions)]
     names = [*(f"field {name!r}" for name in _COMPARED), *buckets]

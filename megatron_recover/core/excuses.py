@@ -22,14 +22,15 @@ def are_waits_excused(state: CoordinatorState) -> bool:
 
 
 def working(state: CoordinatorState) -> tuple[ReplicaId, ...]:
-    """Return the members that are at work; none after the time of `excuse` is over."""
+    """Return the members that are at work; none while `is_excuse_over`."""
     return () if state.is_excuse_over else tuple(replica for replica in state.at_work if replica in state.roster)
 
 
 def excuse(state: CoordinatorState, members: tuple[ReplicaId, ...]) -> tuple[CoordinatorState, tuple[Effect, ...]]:
-    """Excuse the members at work: start their time and announce each, once; drop the evidence.
+    """Excuse `members`, which are at work: start their time and announce each, once; drop evidence.
 
-    A member's own missed deadline stays evidence: the work of others does not explain it.
+    A member's own missed deadline stays evidence: the work of others does not explain it. Without
+    such evidence the timers of judging are forgotten, too.
     """
     new = tuple(replica for replica in members if replica not in state.excused_for)
     effects: tuple[Effect, ...] = (Waits(new, AT_WORK, "deadline_s"),) if new else ()
@@ -51,12 +52,15 @@ def without_evidence(state: CoordinatorState) -> CoordinatorState:
 
 
 def after_progress(state: CoordinatorState) -> CoordinatorState:
-    """Return the state after a committed step or a loss: no evidence, no excuses, no retries."""
+    """Return the state after a committed step or a loss: no evidence, no retries, a new `excuse`.
+
+    Members that are still at work can be excused and announced again.
+    """
     return replace(without_evidence(state), fruitless=0, excuse="", excused_for=(), is_excuse_over=False)
 
 
 def with_waits(state: CoordinatorState) -> CoordinatorState:
-    """Return the state with the waits of the previous generation added to the evidence."""
+    """Return the state with the waits of the previous generation moved to the evidence."""
     evidence = state.evidence
     for replica, awaited in state.waits:
         evidence = with_report(evidence, replica, awaited)

@@ -12,10 +12,10 @@ from megatron_recover.core.vote import voters_of
 
 
 def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Return the members whose message this replica needs next.
+    """Return the members whose message this replica needs next; none unless EXCHANGING or VOTED.
 
-    These are all whose message is missing. In a tree they are the children below which one is
-    missing, or, if there are none, the parent.
+    These are all whose message is missing. In a tree they are the children from which or from below
+    which one is missing. If there are none, but a message is missing, it is the parent.
     """
     if state.phase not in (ReplicaPhase.EXCHANGING, ReplicaPhase.VOTED):
         return ()
@@ -23,23 +23,27 @@ def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
 
 
 def heard_from(state: ReplicaState) -> frozenset[ReplicaId]:
-    """Return the members whose vote has come; before a plan, those whose status has."""
+    """Return the members whose vote has come; when PROMISING or EXCHANGING, whose status has.
+
+    This replica is one of them once it has made its own.
+    """
     if state.phase in (ReplicaPhase.PROMISING, ReplicaPhase.EXCHANGING):
         return frozenset(status.replica for status in state.statuses if status.generation == state.generation)
     return voters_of(state.votes)
 
 
 def direct_peers(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Return the members that get this replica's own status and vote: all, or none in a tree."""
+    """Return the members that get this replica's status and vote: all others; in a tree none."""
     if len(state.roster) > state.tree_above:
         return ()
     return neighbours(state.roster, state.replica, state.tree_above)
 
 
 def forwarded(state: ReplicaState, before: frozenset[ReplicaId], message: Statuses | Votes) -> tuple[Effect, ...]:
-    """Return what forwards `message` in a tree, if what came since `before` completes it.
+    """Return the effect that forwards `message` in a tree; none if its receivers are as `before`.
 
-    The parent receives it once all members below have sent theirs, the children once all have.
+    `before` are the members heard from earlier. The parent receives `message` once this replica and
+    all members below have made theirs. The children receive it once all members have.
     """
     to = forward_to(state.roster, state.replica, heard_from(state), state.tree_above)
     return (ToPeers(to, message),) if to and to != forward_to(state.roster, state.replica, before, state.tree_above) else ()
@@ -48,7 +52,8 @@ def forwarded(state: ReplicaState, before: frozenset[ReplicaId], message: Status
 def newest_of_each(known: tuple[Status, ...], said: tuple[Status, ...]) -> tuple[Status, ...]:
     """Return the newest status of each replica, which bounds their number.
 
-    A replica that sent a newer status has promised to leave the older generation.
+    A replica that sent a newer status has promised to leave the older generation. Of two statuses
+    of one generation the first counts. The result is sorted by replica.
     """
     newest = {status.replica: status for status in known}
     for status in said:

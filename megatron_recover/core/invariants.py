@@ -3,7 +3,7 @@
 `observe(history, fact) -> history` raises `InvariantViolation` at the first fact that breaks an
 invariant. `check(shape, facts)` observes a whole list.
 
-The explorer, the timed simulator and the transcripts feed what their simulated machines do. The
+The explorer, the fuzzer and the tests' transcripts feed what their simulated machines do. The
 checker of traces has rules of its own (`observe/verify/rules.py`), so that one mistake cannot hide
 in both. Facts come in an order in which they can have happened: cause before effect.
 
@@ -17,18 +17,20 @@ in both. Facts come in an order in which they can have happened: cause before ef
   - No result in which an outvoted replica took part is committed by votes.
 - INV-3 no corruption: a local gradient that is read holds exactly what was planned into it
   (`Read`).
-- INV-4 decided once: no bucket is reduced while a member holds it complete in an older version that
-  is not withdrawn.
-- INV-5 fencing: nothing of a generation older than the one that the replica entered has an effect.
+- INV-4 decided once: no plan reduces a bucket while a member holds it complete in an older version
+  that is not withdrawn. No committed step is made void.
+- INV-5 fencing: a replica plans, holds results, votes and commits only in the newest generation
+  that it entered, and enters only newer ones.
 - INV-6 single history: generations are consecutive, with one roster each, and no replica comes
-  back. Commits have the equal votes of all members.
-- INV-7 least work: nothing is dealt that a member holds.
+  back. A commit by votes in the newest generation has the equal votes of all members.
+- INV-7 least work: no microbatch is dealt for a bucket if a member was dealt it for that bucket.
 - INV-3, INV-4 and INV-7 have one exception: a step that is made void (`values.Void`) begins anew
   for each member that enters. It is given up only where it was void before, and then committed by
   all without a result.
 - INV-8 bounded waits, INV-9 progress: these are about what does *not* happen. The only fact that
   breaks one is a generation that gives up a step which was not computed anew. The explorer raises
-  both at states in which nothing can happen any more. In production every wait has a deadline.
+  INV-9, for example at a state in which nothing can happen any more. In production every wait has a
+  deadline.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Formed(Value, frozen=True):
     outvoted: tuple[ReplicaId, ...] = ()
     """Replicas that the roster leaves out because a majority disagreed with them."""
     void: Void | None = None
-    """`NewGeneration.void`: members that enter `since` or later drop what they have of the step."""
+    """`NewGeneration.void`: each member drops what it has of the step on entering `since` or later,
+    once."""
 
 
 class Planned(Value, frozen=True):
@@ -146,11 +149,10 @@ class Applied(Value, frozen=True):
     rank: int
     step: int
     counts: tuple[tuple[BucketId, tuple[int, ...]], ...] | None
-    """(bucket, number of times that each microbatch is in the gradient). None or empty if the step
-    does not train or is given up."""
+    """(bucket, number of times that each microbatch is in the gradient). None or empty if there is
+    none to judge."""
     digest: str | None
-    """Digest of the rank's parameters after the step; None if the step does not train or is given
-    up."""
+    """Digest of the rank's parameters after the step; None if it is not to be compared."""
 
 
 def formed(new: NewGeneration) -> Formed:
@@ -166,7 +168,10 @@ Fact = Formed | Entered | Planned | Read | Held | Digested | Voted | Committed |
 
 
 class StepHistory(Value, frozen=True):
-    """The facts of one step, without what lost replicas hold, voted or were dealt."""
+    """The facts of one step, without what lost replicas hold, voted, learned or were dealt.
+
+    Once all members have committed the step, only `record` and `digests` are kept.
+    """
 
     record: Record | None = None
     """The committed record without requests and paces; None before the first commit."""
@@ -203,9 +208,9 @@ class History(Value, frozen=True):
 
 
 def check(shape: Shape, facts: Iterable[Fact]) -> History:
-    """Observe all facts.
+    """Observe all facts in order and return their history.
 
-    Raises InvariantViolation with the position of the fact that breaks an invariant.
+    Raises InvariantViolation at the first fact that breaks an invariant, with its position.
     """
     history = History(shape)
     for position, fact in enumerate(facts):
@@ -218,7 +223,7 @@ def check(shape: Shape, facts: Iterable[Fact]) -> History:
 
 
 def observe(history: History, fact: Fact) -> History:
-    """Add one fact to the history. Raise InvariantViolation if the fact breaks an invariant."""
+    """Return the history after a fact. Raise InvariantViolation if the fact breaks an invariant."""
     return RULES[type(fact)](history, fact)
 
 
@@ -375,7 +380,7 @@ def _on_committed(history: History, fact: Committed) -> History:
     history = replace(history, committed=committed)
     step = replace(step, record=record, paces=step.paces | _current(history, fact.replica, {(fact.replica, paces)}))
     if all(dict(committed).get(replica, 0) > record.step for replica in history.rosters[-1]):
-        # From here on only a lost replica can still commit or apply the step.
+        # From here on only a lost replica can still commit the step. Ranks of members may apply it.
         step = StepHistory(record=record, digests=step.digests)
     return _at(history, record.step, step)
 

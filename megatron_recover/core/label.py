@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 _GIVE_UP = "give up "
 _MOST_DIGITS = 40
-"""Most digits of a number: a damaged trace may have more than Python's `int` accepts."""
+"""Most characters of the numbers: a damaged trace may have more than Python's `int` accepts."""
 
 
 class StepKind(enum.StrEnum):
@@ -45,7 +45,7 @@ class Label(NamedTuple):
 
     @property
     def is_training(self) -> bool:
-        """Return whether the step changes parameters."""
+        """Return whether the step trains and is not given up."""
         return self.kind is StepKind.TRAIN and not self.is_given_up
 
     @property

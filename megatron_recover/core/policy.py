@@ -212,7 +212,7 @@ def nobody_left(failing: Sequence[ReplicaFailing], losses: Sequence[Loss], misco
     if losses and all(loss.kind is LossKind.ENDED_EARLY for loss in losses):
         return ExitCode.FAILED, (
             "the training script ended with exit code 0 on every replica before it had joined the run; does it call "
-            "megatron_recover.megatron.pretrain instead of Megatron's pretrain?"
+            "Megatron's pretrain?"
         )
     if any(loss.kind is LossKind.INVARIANT_VIOLATED for loss in losses):
         return ExitCode.INVARIANT_VIOLATED, f"a check inside the run failed ({detail}); read the log of that rank"

@@ -25,8 +25,9 @@ class GradientBuffers:
     def __init__(self, chunks: Sequence[Any], bucket_elements: int) -> None:
         """Find the buffers of `chunks`, upstream's DDP modules, and cut them into buckets.
 
-        A bucket has about `bucket_elements` elements. Raises ValueError for gradients outside of
-        the buffers.
+        A bucket has about `bucket_elements` elements; a smaller region is one bucket. With
+        `--overlap-grad-reduce` each parameter also gets a hook (`BackwardWatch`). Raises ValueError
+        for gradients outside of the buffers.
         """
         self._params = find_regions(chunks, bucket_elements)
         self.regions, self.num_chunks = list(self._params), len(chunks)
@@ -44,16 +45,17 @@ class GradientBuffers:
         self._collector.collect_into(into)
 
     def watch(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
-        """Watch the backward of `chunk` that is about to begin.
+        """Watch the backward of `chunk` that is about to begin; only if `can_watch`.
 
         Call `passed(bucket)` as soon as the backward will not touch the bucket again. A bucket with
-        a parameter that gets no gradient is never passed.
+        a parameter that gets no gradient is never passed. The backward raises RuntimeError if the
+        gradient of a parameter comes twice.
         """
         assert self._watch is not None
         self._watch.begin(chunk, passed)
 
     def end_watch(self) -> None:
-        """Stop watching: the backward has ended or failed."""
+        """Stop watching the backward, if it was watched; only if `can_watch`."""
         assert self._watch is not None
         self._watch.end()
 
@@ -80,7 +82,7 @@ class Redirection:
     """
 
     def __init__(self, region: Region, params: Params, into: Sequence[BucketId], dump: Tensor) -> None:
-        """Allocate the targets.
+        """Choose a target for each parameter that is not wholly in `into`: a new tensor or `dump`.
 
         `params` are all parameters of `region`; `into` names the buckets that collect, also those
         of other regions. `dump` has room for the largest of the parameters; nobody reads it.
@@ -97,12 +99,15 @@ class Redirection:
             self._redirected.append((param, param.main_grad, target, overlaps))
 
     def begin(self) -> None:
-        """Point `main_grad` of the parameters to their targets."""
+        """Point `main_grad` of the parameters not wholly in `into` to their targets."""
         for param, _, target, _ in self._redirected:
             param.main_grad = target
 
     def end(self) -> None:
-        """Restore `main_grad`; add what the targets collected for `into` to the local gradient."""
+        """Restore `main_grad`; add what the targets collected for `into` to the local gradient.
+
+        Zero the targets afterwards, except the dump.
+        """
         for param, main_grad, target, overlaps in self._redirected:
             param.main_grad = main_grad
             for part in overlaps:
@@ -112,7 +117,7 @@ class Redirection:
 
 
 class Collector:
-    """Decides which buckets collect the gradient of the backward; between passes all buckets do."""
+    """Restricts the gradient of a backward to some buckets; between passes all buckets collect."""
 
     def __init__(self, regions: Mapping[Region, Params]) -> None:
         self._regions = regions
@@ -125,7 +130,8 @@ class Collector:
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """Add gradient to the buckets `into` only, from now on.
 
-        None: add to all; the pass is over.
+        First add what the redirections before collected. None: add to all buckets, and free the
+        redirections; the pass is over. A call with the same value does nothing.
         """
         if into == self._into:
             return
@@ -145,7 +151,7 @@ class Collector:
             redirection.begin()
 
     def _dump(self, region: Region) -> Tensor:
-        """Return the dump that all regions of the same dtype as `region` share."""
+        """Return the dump that all regions of `region`'s dtype share; allocate it if need be."""
         dtype = region.local.dtype
         if dtype not in self._dumps:
             alike = [params for each, params in self._regions.items() if each.local.dtype == dtype]
@@ -184,7 +190,7 @@ class BackwardWatch:
             self._nodes.append(node)
 
     def begin(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
-        """Watch the backward of `chunk` that is about to begin; it calls `passed(bucket)`."""
+        """Watch the backward of `chunk` that is about to begin, as `GradientBuffers.watch` does."""
         self._left = dict(self._buckets.get(chunk, {}))
         self._passed = passed
         self._awaited = {}
@@ -193,7 +199,7 @@ class BackwardWatch:
                 self._awaited[bucket] = self._awaited.get(bucket, 0) + 1
 
     def end(self) -> None:
-        """Stop watching: the backward has ended or failed."""
+        """Stop watching, if a backward was watched."""
         self._left = None
 
     def _reached(self, param: Any) -> None:

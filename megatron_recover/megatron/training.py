@@ -1,11 +1,13 @@
 """Runs one rank: from Megatron's arguments to the exit code of the process.
 
-`pretrain` parses the arguments itself and then calls upstream's `pretrain`:
+Under `megatron-recover run`, `begin` puts `_Training` behind the two functions of Megatron that a
+training script calls (`launch/script.py`). It parses the arguments, installs the seams, lets
+upstream train, and makes all replicas end together.
 
-- Without a launcher (no `RankContext`) it installs no seam: upstream trains. Only the parsing
-  differs: `--rerun-mode` is `disabled` by default, the `--recover-*` flags are known, and bad
-  arguments end with code 2. Where torch finds no GPU, `cpu.py` is used.
-- With a launcher it installs the seams, lets upstream train, and makes all replicas end together.
+`pretrain` is for scripts that shall also run on CPU under torchrun. Without a launcher (no
+`RankContext`) it installs no seam: upstream trains. Only the parsing differs: `--rerun-mode` is
+`disabled` by default, the `--recover-*` flags are known, and bad arguments end with code 2. Where
+torch finds no GPU, `cpu.py` is used.
 
 Steps, membership and data are decided elsewhere.
 
@@ -21,8 +23,9 @@ import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import flags, trace
@@ -42,7 +45,9 @@ from megatron_recover.core.label import Label, StepKind
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
+from megatron_recover.megatron.launch import script
 from megatron_recover.megatron.launch.arguments import (
+    adapt,
     add_recover_arguments,
     cpu_refusals,
     gpu_refusals,
@@ -58,8 +63,21 @@ if TYPE_CHECKING:
     from megatron_recover.data_plane.transport import Endpoint
     from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.seams import seams
 
-Provider = Callable[[ArgumentParser], ArgumentParser]
+Provider = script.Provider
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def begin(context: RankContext) -> None:
+    """Put the training of this rank behind Megatron's entry points, before its script runs.
+
+    Bad input ends the process with exit code 2. Under the launcher the wrapped `pretrain` never
+    returns: it raises SystemExit with the exit code, or what the training raised. In the dry run it
+    ends before training, with code 100. docs/reference/exit_codes.md lists the exit codes.
+    """
+    _prepare_device()
+    script.wrap(_Training(context))
 
 
 def pretrain(
@@ -76,42 +94,41 @@ def pretrain(
 
     `configure(args)` returns the configuration for upstream's `pretrain`. `extra_args_provider` and
     `args_defaults` are those of upstream's `parse_and_validate_args`, all others those of its
-    `pretrain`. `store` and `process_non_loss_data_func` are refused under the launcher. In the dry
-    run this function ends before training, with code 100. Bad arguments end the process with exit
-    code 2 and a message. Under `megatron-recover run` this function never returns: it raises
-    SystemExit with the exit code, or what the training raised. docs/reference/exit_codes.md lists
-    the exit codes.
+    `pretrain`. Under the launcher this is the two calls of upstream's scripts; see `begin`.
     """
     context = rank_context()
-    if context is not None:
-        training = _Training(context)
-        sys.exit(
-            training.run(
-                configure, datasets_provider, model_type, forward_step, extra_args_provider, args_defaults or {}, others
-            )
-        )
-    args = parse(extra_args_provider, args_defaults or {}, {})
-    from megatron.training import pretrain as upstream
+    if context is not None and not script.is_wrapped():
+        begin(context)
+    import megatron.training
+    from megatron.training.arguments import parse_and_validate_args
 
-    upstream(configure(args), datasets_provider, model_type, forward_step, **others)
+    if script.is_wrapped():
+        args = parse_and_validate_args(extra_args_provider=extra_args_provider, args_defaults=args_defaults or {})
+    else:
+        args = parse(extra_args_provider, args_defaults or {})
+    with contextlib.nullcontext() if context is None else bad_input_ends():
+        configuration = configure(args)
+    megatron.training.pretrain(configuration, datasets_provider, model_type, forward_step, **others)
 
 
-def parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], defaults: dict[str, Any]) -> Namespace:
+def parse(
+    extra_args_provider: Provider | None,
+    args_defaults: Mapping[str, Any],
+    defaults: Mapping[str, Any] = _NOTHING,
+    *,
+    ignores_unknown: bool = False,
+) -> Namespace:
     """Parse Megatron's arguments and the `--recover-*` flags, and validate Megatron's; return all.
 
     Without CUDA, install the CPU's substitutes first (`cpu.enable_cpu`). `defaults` replaces some
-    of Megatron's defaults. Bad input ends the process with exit code 2.
+    of Megatron's defaults. `ignores_unknown`: flags that no parser knows are left out. Bad input
+    ends the process with exit code 2.
     """
-    import torch
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_recover.megatron import cpu
 
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        with bad_input_ends():
-            _refuse(unseen_gpu())
-        cpu.enable_cpu()
+    on_cpu = _prepare_device()
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         add_recover_arguments(parser)
@@ -122,13 +139,30 @@ def parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], d
         parser.set_defaults(rerun_mode="disabled", **defaults)
         if extra_args_provider is not None:
             parser = extra_args_provider(parser)
-        _refuse(flags.unknown(sys.argv[1:], parser))
+        _refuse([] if ignores_unknown else flags.unknown(sys.argv[1:], parser))
         return parser
 
     with bad_input_ends():
-        args = parse_and_validate_args(extra_args_provider=provide, args_defaults=args_defaults)
+        args: Namespace = script.original(parse_and_validate_args)(provide, ignores_unknown, {**args_defaults})
         _refuse(cpu_refusals(args) if on_cpu else [])
     return args
+
+
+def _prepare_device() -> bool:
+    """Install the CPU's substitutes where torch finds no GPU; return whether it finds none.
+
+    Where the machine has a GPU that torch does not see, the process ends with exit code 2.
+    """
+    import torch
+
+    from megatron_recover.megatron import cpu
+
+    if torch.cuda.is_available():
+        return False
+    with bad_input_ends():
+        _refuse(unseen_gpu())
+    cpu.enable_cpu()
+    return True
 
 
 def _refuse(found: Sequence[str]) -> None:
@@ -155,12 +189,11 @@ def bad_input_ends() -> Iterator[None]:
 
 
 class _Training:
-    """Builds and runs all parts of one rank of a recoverable job."""
+    """Builds and runs all parts of one rank of a recoverable job (`script.EntryPoints`)."""
 
     def __init__(self, context: RankContext) -> None:
         from megatron_recover.authentication.key import inherited_key
         from megatron_recover.megatron.reporting import TensorBoardFactory
-        from megatron_recover.megatron.seams import seams
 
         self._context, self._key = context, inherited_key()
         self._page = ProgressPage.inherited()
@@ -171,42 +204,51 @@ class _Training:
             rank=context.rank,
             record=lambda **fields: self._log.record(trace.Fault(**fields)),
         )
-        with bad_input_ends():
-            self._installation = seams.Installation(seams.load(), seams.load_anchors())
+        self._installation: seams.Installation
+        self._settings: tuple[Namespace, RecoverConfig] | None = None
         self._driver: RankDriver | None = None
         self._tensorboard = TensorBoardFactory(lambda: self._driver)
 
-    def run(
-        self,
-        configure: Callable[[Namespace], Any],
-        datasets_provider: Callable[..., Any],
-        model_type: Any,
-        forward_step: Callable[..., Any],
-        extra_args_provider: Provider | None,
-        args_defaults: dict[str, Any],
-        others: dict[str, Any],
-    ) -> int:
+    def parse(
+        self, extra_args_provider: Provider | None, args_defaults: Mapping[str, Any], *, ignores_unknown: bool = False
+    ) -> Namespace:
+        """Return the arguments of the script and of Megatron, checked and adapted for this rank.
+
+        Bad input ends the process with exit code 2.
+        """
+        self._settings = self._arguments(extra_args_provider, args_defaults, ignores_unknown)
+        return self._settings[0]
+
+    def pretrain(self, arguments: dict[str, Any]) -> None:
+        """Train until the job ends, and end the process as `begin` describes.
+
+        `arguments` are those of upstream's `pretrain`, by name; a store of None counts as none.
+        """
+        with bad_input_ends():
+            if self._settings is None:
+                raise ValueError(
+                    f"{sys.argv[0]} calls pretrain without arguments of Megatron; call parse_and_validate_args of "
+                    "megatron.training.arguments first, as upstream's pretrain_gpt.py does"
+                )
+            if arguments.get("process_non_loss_data_func") is not None:
+                raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
+            if arguments.pop("store", None) is not None:
+                raise ValueError("store is not supported: each replica has a store of its own; leave it out")
+        sys.exit(self._run(*self._settings, arguments))
+
+    def _run(self, args: Namespace, config: RecoverConfig, arguments: dict[str, Any]) -> int:
         """Train until the job ends and return the exit code.
 
-        A dry run returns before training begins. The parameters are those of `pretrain`. Bad input
-        ends the process with exit code 2. If the training raises InvariantViolation, the code is
-        14. A SystemExit of upstream with code 0 or None counts as the end of training. Raises
-        `JobStopped` and whatever else the training raises.
+        A dry run returns before training begins. If the training raises InvariantViolation, the
+        code is 14. A SystemExit of upstream with code 0 or None counts as the end of training.
+        Raises `JobStopped` and whatever else the training raises.
         """
-        from megatron.training import pretrain as upstream
-        from megatron.training import print_rank_0
+        from megatron.training import pretrain, print_rank_0
 
         from megatron_recover.megatron.checkpoint import resuming
 
-        args, config = self._arguments(extra_args_provider, args_defaults)
-        with bad_input_ends():
-            if others.get("process_non_loss_data_func") is not None:
-                raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
-            if "store" in others:
-                raise ValueError("store is not supported: each replica has a store of its own; leave it out")
         if self._context.dry_run:
             with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key, self._log.record)):
-                configure(args)
                 resuming.judge(args, config.resume_data)
             return DRY_RUN_PASSED
         if self._context.rank == 0 and (note := resuming.judge(args, "other")):
@@ -215,8 +257,8 @@ class _Training:
         driver = self._driver = self._create_driver(config)
         checkpoints, loop = self._install(args, config, driver)
         try:
-            provider = building_cache_once(datasets_provider, args, self._page)
-            upstream(configure(args), provider, model_type, forward_step, store=store, **others)
+            provider = building_cache_once(arguments["train_valid_test_dataset_provider"], args, self._page)
+            script.original(pretrain)(**arguments | {"train_valid_test_dataset_provider": provider, "store": store})
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
             if stop.code not in (None, 0):
                 raise
@@ -240,21 +282,27 @@ class _Training:
     # --- Setting up -------------------------------------------------------------------------------
 
     def _arguments(
-        self, extra_args_provider: Provider | None, args_defaults: dict[str, Any]
+        self, extra_args_provider: Provider | None, args_defaults: Mapping[str, Any], ignores_unknown: bool
     ) -> tuple[Namespace, RecoverConfig]:
         import torch
 
+        from megatron_recover.megatron.seams import seams
+
+        with bad_input_ends():  # only now: a script may replace functions of Megatron before it calls us
+            self._installation = seams.Installation(seams.load(), seams.load_anchors())
         self._installation.install({"tensorboard": self._tensorboard.set_writer})
         # Upstream creates a one-logger in the last rank of each world, and each replica is a world.
         # Fully reshardable: a checkpoint must not depend on the number of lanes.
         args = parse(
-            extra_args_provider, args_defaults, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
-        )
+            extra_args_provider, args_defaults, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True},
+            ignores_unknown=ignores_unknown,
+        )  # fmt: skip
         with bad_input_ends():
             self._installation.check_arguments(args)
             lanes = args.world_size // (
                 args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
             )
+            adapted = adapt(args, lanes=lanes)
             found = refusals(args, lanes=lanes)
             config = recover_config(args)
             num_ranks = self._context.num_ranks * self._context.num_replicas
@@ -263,7 +311,8 @@ class _Training:
             _refuse(found)
             if self._context.dry_run:
                 used = -(-num_ranks // config.ranks_per_gpu)
-                print(f"{FOR_CONSOLE}{device_line(num_gpus=num_gpus, num_used=used)}", flush=True)
+                for line in (*adapted, device_line(num_gpus=num_gpus, num_used=used)):
+                    print(f"{FOR_CONSOLE}{line}", flush=True)
             args.flight_recorder_dump_path = separate_flight_records(
                 args.flight_recorder_dump_path, self._context.replica, self._context.run_dir
             )

@@ -55,7 +55,7 @@ ENDINGS: Mapping[int, Ending] = {
     ),
     ExitCode.BAD_INPUT: Ending(
         "refused before training began: by `megatron-recover`, by Megatron's own parser in a dry run, by all ranks as they "
-        "start, or because the script never calls `megatron_recover.megatron.pretrain`; nothing was trained, and the run "
+        "start, or because the script never calls Megatron's `pretrain`; nothing was trained, and the run "
         "directory is removed, or emptied if it was there before. Of `plan` also: no layout fits",
         "correct what each line names, and give the command again",
         can_go_on=False,

@@ -6,7 +6,7 @@ A gap (`trace.Gap`) names the writer of the missing events and a period. It touc
 - the steps from the last one that the writer named before the gap to the first one that it names
   after the gap, or for a rank that names none, to one after the newest that had begun;
 - for a gap of the launcher, also the step before each step that was under way, and all steps with
-  events of a generation whose announcement is missing.
+  an event that names a generation whose announcement is missing.
 
 The missing events can concern no other step. A trace with a gap and without any `joined` has all
 steps touched.
@@ -62,7 +62,8 @@ class Gaps:
             step = getattr(event, "step", None)
             if step is None or isinstance(event, trace.Fault):
                 continue
-            if launcher and getattr(event, "generation", None) not in announced:
+            generation = getattr(event, "generation", None)
+            if launcher and generation is not None and generation not in announced:
                 found.add(step)
             # An event without a rank is the leader's, which is rank 0.
             place = (getattr(event, "replica", LAUNCHER), getattr(event, "rank", 0))

@@ -17,7 +17,7 @@ from megatron_recover.cluster import chaos
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron.launch.arguments import REFUSALS, cpu_refusals, flag_of
+from megatron_recover.megatron.launch.arguments import ADAPTATIONS, REFUSALS, cpu_refusals, flag_of
 from megatron_recover.sim.timed import models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +35,12 @@ def test_every_refused_flag_is_listed_with_its_reason_and_no_other() -> None:
         flags, because, instead = (cell.replace("`", "") for cell in row)
         listed |= dict.fromkeys(re.findall(r"--[\w-]+", flags), (because, instead))
     assert listed == {refusal.flag: (refusal.because, refusal.instead) for refusal in REFUSALS}
+
+
+def test_every_flag_without_effect_is_listed_with_its_reason_and_no_other() -> None:
+    section = _text("docs/reference/supported.md").split("## Without effect")[1].split("## Refused")[0]
+    rows = re.findall(r"^\| `(--[\w-]+)`.* \| (.+) \|$", section, re.MULTILINE)
+    assert [(flag, because.replace("`", "")) for flag, because in rows] == [(each.flag, each.because) for each in ADAPTATIONS]
 
 
 def test_what_a_machine_without_cuda_refuses_is_listed_and_no_other() -> None:

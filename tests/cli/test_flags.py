@@ -9,7 +9,11 @@ import pytest
 from megatron_recover import cli, flags
 from megatron_recover.megatron.launch.arguments import recover_flags
 
-NO_SCRIPT = "run: the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
+NO_SCRIPT = (
+    "run: the training script is missing; write it and its flags behind those of run, for example: scripts/pretrain_gpt.py ..."
+)
+NO_PATH = "run: there is no training script {}; write its path behind the flags of run"
+NO_NUMBER = "run: the number of processes is missing; give --nproc-per-node, as for torchrun, or --replicas"
 
 
 @pytest.mark.parametrize(
@@ -21,19 +25,17 @@ NO_SCRIPT = "run: the training script is missing; write it and its flags behind 
             "run: --colour is unknown; megatron-recover run --help lists all; Megatron's flags go behind the script's name",
         ]),
         ("run --replicas 3 --lr 1 --recover-min-replicas=2 --micro-batch-size 4 -- script.py --quiet --lanes=2", [
-            "run: --recover-min-replicas stands on the wrong side of --; it is the trainer's: write it behind the script's "
-            "name",
-            "run: --micro-batch-size stands on the wrong side of --; it is the trainer's: write it behind the script's name",
-            "run: --quiet stands on the wrong side of --; it is the launcher's: write it before --",
-            "run: --lanes stands on the wrong side of --; it is the launcher's: write it before --",
+            "run: --recover-min-replicas is the trainer's; write it behind the script's name",
+            "run: --micro-batch-size is the trainer's; write it behind the script's name",
         ]),
-        ("run -- script.py --replicas 3", [
-            "run: --replicas stands on the wrong side of --; it is the launcher's: write it before --",
+        ("run --replicas 3 --micro-batch-size 4 script.py", [
+            "run: --micro-batch-size is the trainer's; write it behind the script's name",
         ]),
         ("run --replicas three -- script.py", ["run: --replicas: invalid int value: 'three'"]),
-        ("run -- script.py", ["run: the following arguments are required: --replicas"]),
-        ("run --replicas 3 x -- script.py", ["run: unrecognized arguments: x"]),
-        ("run --replicas 3 script.py --num-layers 4", [NO_SCRIPT]),
+        ("run setup.py", [NO_NUMBER]),
+        ("run -- setup.py --nproc-per-node 4", [NO_NUMBER]),
+        ("run --replicas 3 x -- script.py", [NO_PATH.format("x")]),
+        ("run --replicas 3 script.py --num-layers 4", [NO_PATH.format("script.py")]),
         ("run", [NO_SCRIPT]),
         ("run --replicas 3 --", [NO_SCRIPT]),
         ("simulate x --bogus", ["simulate: --bogus is unknown; megatron-recover simulate --help lists all"]),

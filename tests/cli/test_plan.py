@@ -120,16 +120,19 @@ def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
     assert err[0].startswith("megatron-recover plan: no layout fits: the smallest needs ") and "(--nodes)" in err[0]
 
 
+NO_SCRIPT = (
+    "the training script is missing; write it and its flags behind those of plan, for example: scripts/pretrain_gpt.py ..."
+)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."),
-        ("--", "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."),
-        ("-- no.py", "there is no training script no.py; write its path behind --"),
-        (f"{SCRIPT} --num-layers 2", "-- is missing before the script"),
+        ("", NO_SCRIPT),
+        ("--", NO_SCRIPT),
+        ("-- no.py", "there is no training script no.py; write its path behind the flags of plan"),
         (f"--num-layers 2 -- {SCRIPT}",
-         "--num-layers stands on the wrong side of --; it is the trainer's: write it behind the script's name"),
-        (f"-- {SCRIPT} {BATCH} --nodes 2", "--nodes stands on the wrong side of --; it is plan's: write it before --"),
+         "--num-layers is the trainer's; write it behind the script's name"),
         (f"-- {SCRIPT} --train-iters 1 --global-batch-size 8",
          "--micro-batch-size is missing or below 1; it is needed to count the microbatches of a step"),
         (f"-- {SCRIPT} {BATCH} --qk-clip",
@@ -147,7 +150,7 @@ def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
         (f"--lanes 2 --run-dir=x -- {SCRIPT} {BATCH}",
          "--lanes is a flag of run; plan compares all numbers of lanes: leave it out\n"
          "--run-dir is a flag of run; plan starts no rank: leave it out"),
-        (f"-- {SCRIPT} {BATCH} --replicas 2",
+        (f"--replicas 2 {SCRIPT} {BATCH}",
          "--replicas is a flag of run; plan compares all numbers of replicas: leave it out"),
         (f"-- {SCRIPT} --micro-batch-size 1 --global-batch-size 1 --train-iters 1",
          "run would refuse every layout; that of --replicas 2 --lanes 1, since\n"
@@ -349,7 +352,7 @@ def test_what_a_gpu_refuses_and_what_suits_no_plan_is_refused(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("code", "errors", "expected"),
     [
-        (0, "", f"{SCRIPT} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"),
+        (0, "", f"{SCRIPT} never calls Megatron's pretrain; see docs/how_to/train.md"),
         (2, "warning\nbad arguments: --one is wrong\nbad arguments: --two is wrong\n", "--one is wrong\n--two is wrong"),
         (1, "a.py:1: UserWarning: old\n  warn()\nNo data\n", f"{SCRIPT} ended with exit code 1 before it trained: No data"),
         (

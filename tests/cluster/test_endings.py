@@ -96,7 +96,8 @@ def test_a_script_that_never_joins_is_told_what_it_should_call(tmp_path: Path) -
     script.write_text("print('trained alone')\n")
     outcome = run(spec(tmp_path, script=str(script)))
     assert outcome.exit_code == ExitCode.BAD_INPUT
-    assert f"{script} never called megatron_recover.megatron.pretrain; does it call Megatron's own instead?" in outcome.output
+    remedy = "call parse_and_validate_args and pretrain of megatron.training, as upstream's pretrain_gpt.py does"
+    assert f"{script} never called Megatron's pretrain; {remedy}" in outcome.output
     assert not list((tmp_path / "run" / "logs").glob("replica-*")), "a rank was started"
 
 

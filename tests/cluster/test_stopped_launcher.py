@@ -46,7 +46,7 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
         now[0] += 2.0
 
     launcher = Launcher.__new__(Launcher)
-    launcher._job = SimpleNamespace(num_replicas=2, num_ranks=2, argv=())
+    launcher._job = SimpleNamespace(num_replicas=2, num_ranks=2, command=())
     launcher._loop = Loop(clock=lambda: now[0], cpu_clock=lambda: 0.0)
     launcher._recording = SimpleNamespace(
         descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None, says=said.append

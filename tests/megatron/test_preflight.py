@@ -14,7 +14,7 @@ import pytest
 from megatron_recover.cli.data import write_dataset
 from megatron_recover.config import RecoverConfig
 from megatron_recover.deadlines import DEFAULT_S
-from megatron_recover.megatron.launch.arguments import REFUSALS, gpu_refusals, refusals
+from megatron_recover.megatron.launch.arguments import REFUSALS, adapt, gpu_refusals, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
 from megatron_recover.trace import Layout
 
@@ -106,7 +106,7 @@ def test_a_mistake_in_the_batch_of_an_evaluation_names_only_flags_of_the_command
 
 
 def test_all_mistakes_at_once(data: str) -> None:
-    lines = refused(data, "--global-batch-size 2 --data-path /nowhere --overlap-param-gather --recover-min-replicas 9")
+    lines = refused(data, "--global-batch-size 2 --data-path /nowhere --qk-clip --recover-min-replicas 9")
     assert len(lines) == 4
     zeros = "--recover-min-replicas 0 --recover-bucket-elements 0 --recover-digest-interval -1 --recover-tree-above 0"
     assert len(refused(data, zeros)) == 4
@@ -169,7 +169,6 @@ VALUES = {
     "--ckpt-convert-format": "torch",
     "--num-distributed-optimizer-instances": "2",
     "--cuda-graph-impl": "local",
-    "--rerun-mode": "validate_results",
     "--dataloader-type": "cyclic",
     "--dataloader-inter-document-masking": "",
     "--rampup-batch-size": "2 2 100",
@@ -209,12 +208,41 @@ def test_a_flag_that_the_installed_megatron_has_dropped_is_no_defect_and_not_pas
         "--moe-router-load-balancing-type aux_loss seq_aux_loss",
         "--ddp-average-in-collective",
         "--no-overlap-p2p-communication",
-        "--rerun-mode disabled --dataloader-type single --ckpt-format torch --cuda-graph-impl none",
+        "--dataloader-type single --ckpt-format torch --cuda-graph-impl none",
         "--use-distributed-optimizer --calculate-per-token-loss --bf16 --log-throughput --swiglu",
     ],
 )
 def test_what_is_supported_is_taken(flags: str, data: str) -> None:
     judge(data, flags)
+
+
+@pytest.mark.parametrize(
+    ("given", "lanes", "expected"),
+    [
+        ({"overlap_param_gather": True}, 1, {"overlap_param_gather": False}),
+        ({"overlap_param_gather": True}, 2, {"overlap_param_gather": True}),  # and refused
+        ({"overlap_param_gather_with_optimizer_step": True}, 1, {"overlap_param_gather_with_optimizer_step": False}),
+        ({"rerun_mode": "validate_results"}, 2, {"rerun_mode": "disabled"}),
+        ({"distributed_timeout_minutes": 60}, 1, {"distributed_timeout_minutes": 10}),
+        ({"log_energy": True, "log_progress": True}, 1, {"log_energy": False, "log_progress": False}),
+        ({"check_weight_hash_across_dp_replicas_interval": 5}, 2, {"check_weight_hash_across_dp_replicas_interval": None}),
+        ({}, 2, {}),
+    ],
+)
+def test_what_means_nothing_in_a_replica_has_no_effect_and_is_told(
+    given: dict[str, object], lanes: int, expected: dict[str, object]
+) -> None:
+    """Each name is one of Megatron's own arguments, whose defaults need no adaptation."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    plain = vars(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])) | {
+        "rerun_mode": "disabled"
+    }
+    args = argparse.Namespace(**plain | given)
+    lines = adapt(args, lanes=lanes)
+    assert vars(args) == plain | expected
+    assert len(lines) == sum(plain[name] != given[name] and expected[name] != given[name] for name in given)
+    assert all(" has no effect with replicas: " in line for line in lines)
 
 
 def test_flags_are_declared_as_megatron_declares_them() -> None:
@@ -232,8 +260,7 @@ def test_flags_are_declared_as_megatron_declares_them() -> None:
             continue
         upstream = actions[flag]
         assert (ours.dest, ours.nargs) == (upstream.dest, upstream.nargs), flag
-        if flag != "--rerun-mode":  # left alone it is ours: disabled
-            assert ours.default == upstream.default, flag
+        assert ours.default == upstream.default, flag
 
 
 @pytest.mark.parametrize("words", ["{data} {small}", "0.5 {data} 0.5 {small}"])

@@ -167,6 +167,20 @@ def test_a_step_that_a_gap_takes_out_whole_is_listed() -> None:
     assert gaps.touched >= {1, 2} and gaps.ranges() == ((0, 3),)
 
 
+def test_an_event_without_a_generation_is_not_one_of_a_generation_whose_announcement_is_missing() -> None:
+    """A state digest names a step and no generation; a gap of the launcher elsewhere does not touch its step."""
+    run = traces.Run(replicas=2)
+    for _ in range(6):
+        run.quiet_step()
+    events = [*run.finish().events]
+    end = max(i for i, event in enumerate(events) if getattr(event, "step", None) == 5)
+    digest = trace.StateDigested(t=events[end].t, replica=0, rank=0, step=5, label="train 5", digest="0")
+    early = min(i for i, event in enumerate(events) if getattr(event, "step", None) == 1)
+    gap = trace.Gap(t=events[early].t, replica=LAUNCHER, rank=0, num_events=1, since=events[early].t)
+    with_digest = [*events[:early], gap, *events[early : end + 1], digest, *events[end + 1 :]]
+    assert 5 not in Gaps(History(enumerate(with_digest, start=1))).touched
+
+
 def test_the_exit_code_and_json_tell_that_a_part_was_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = traces.write(tmp_path / "whole", traces.faulty_run().events)
     assert verb.main([str(whole)]) == ExitCode.OK

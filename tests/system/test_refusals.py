@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from megatron_recover.core.values import ExitCode
 from tests.system.jobs import Job, run_job
 
@@ -36,23 +38,31 @@ def test_a_mistyped_flag_of_megatron_or_of_the_script_is_answered_with_the_one_t
     assert list((tmp_path / "run").iterdir()) == []
 
 
-UPSTREAMS = """\
-import sys
-from megatron.training import pretrain
-
-pretrain(None, None, None, None)
-"""
-
-
-def test_a_script_that_trains_by_itself_is_refused_before_it_does(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
-    """Upstream's own `pretrain_gpt.py` calls upstream's `pretrain`; run once, alone, it would write to the checkpoints."""
+@pytest.mark.parametrize(
+    ("begins", "why"),
+    [
+        (
+            "from megatron.training import pretrain\npretrain(None, None, None, None)",
+            "calls pretrain without arguments of Megatron; call parse_and_validate_args of megatron.training.arguments first, "
+            "as upstream's pretrain_gpt.py does",
+        ),
+        (
+            "import torch.distributed as dist\ndist.init_process_group('gloo')  # and then no pretrain",
+            "calls torch.distributed.init_process_group; call parse_and_validate_args and pretrain of megatron.training "
+            "instead, as upstream's pretrain_gpt.py does, or megatron_recover.megatron.pretrain",
+        ),
+    ],
+    ids=["no arguments", "own world"],
+)
+def test_a_script_that_trains_by_itself_is_refused_before_it_does(
+    begins: str, why: str, tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    """Run once, alone, it would write to the checkpoints, or wait for ranks that are never started."""
     script = tmp_path / "script.py"
-    script.write_text(UPSTREAMS)
+    script.write_text(begins)
     outcome = run_job(Job(), tmp_path / "run", data, script=script, save=tmp_path / "ck").expect(ExitCode.BAD_INPUT)
     [line] = [line for line in outcome.output.splitlines() if "pretrain" in line and "importing" not in line]
-    assert line == (
-        f"megatron-recover run: {script} calls Megatron's pretrain; call megatron_recover.megatron.pretrain instead"
-    )
+    assert line == f"megatron-recover run: {script} {why}"
     assert not (tmp_path / "ck").exists()
 
 
@@ -65,3 +75,27 @@ def test_interrupted_before_training_leaves_the_run_directory_free(tmp_path: pat
     assert done.returncode == ExitCode.INTERRUPTED, done.stdout + done.stderr
     assert "SIGINT: ending before training has begun" in done.stdout
     assert not (tmp_path / "run").exists(), "the same command would be refused"
+
+
+def test_a_script_beside_another_megatron_is_refused(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    """A part of the job would import the one, a part the other."""
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    outcome = run_job(Job(), tmp_path / "run", data, script=script).expect(ExitCode.BAD_INPUT)
+    assert f"megatron-recover run: {tmp_path} has a Megatron of its own, but that of " in outcome.output
+    assert f"and a job has one: to use the first, set PYTHONPATH={tmp_path}" in outcome.output
+
+
+def test_what_the_script_asserts_between_its_arguments_and_the_training_is_bad_input(
+    tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from megatron.training.arguments import parse_and_validate_args\n"
+        "args = parse_and_validate_args()\n"
+        "assert args.num_layers > 1000, 'too shallow for me'\n"
+    )
+    outcome = run_job(Job(), tmp_path / "run", data, script=script).expect(ExitCode.BAD_INPUT)
+    assert "megatron-recover run: too shallow for me\n" in outcome.output

@@ -25,10 +25,12 @@ dist.all_reduce(tensor)
 patience = datetime.timedelta(seconds=5 if how == "is silent" else 60)
 group = dist.new_group([0, 1], timeout=patience)
 if rank == 1:
+    store.wait(["connected"])  # else the other, still in new_group, would fail there
     if how == "dies":
         os.kill(os.getpid(), 9)
     sys.stdin.read()  # says nothing until the test lets it go
     os._exit(0)
+store.set("connected", "1")
 try:
     if operation == "reduce":
         dist.all_reduce(tensor, group=group)

@@ -1,7 +1,8 @@
-"""Describes all that must be equal when replicas start: arguments, packages, device, data.
+"""Describes what must be equal when replicas start, and what decides the samples of a run.
 
-Each function returns names and values for one rank. The names appear in the message about a
-difference. `commit.CommitLoop` adds the parameters and the state, as initialized or loaded.
+Each public function returns names and values for one rank. The names appear in the message about a
+difference. `commit.CommitLoop` adds the shape, and the parameters and the state as initialized or
+loaded.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def arguments(args: Namespace, rank: int) -> dict[str, str]:
     """Return all arguments by name on rank 0, and their digest on every rank.
 
     Arguments that are not set (None, False, []) are left out by name, but are part of the digest.
+    Arguments that differ between ranks (`_OF_ONE_RANK`) are in neither. Long values are cut
+    (`_LONGEST`).
     """
     values = {name: repr(value) for name, value in sorted(vars(args).items()) if name not in _OF_ONE_RANK}
     unset = ("None", "False", "[]")
@@ -59,19 +62,21 @@ def software(*, exact: bool) -> dict[str, str]:
 
 
 def data(args: Namespace) -> dict[str, str]:
-    """Return a digest of each indexed data set that the arguments name.
+    """Return a digest of each indexed data set that the arguments name (`_DATA_PATHS`).
 
-    The digest covers the index file and the file of samples, of a large file a sample of blocks.
+    The digest covers the index file and the file of samples, of a large file a sample of blocks. A
+    data set without both files is left out, and so is one that a file of data sets names.
     """
     words = [word for name in _DATA_PATHS for word in _words(getattr(args, name, None))]
     return {f"the data of {prefix}": _digest_of_data(prefix) for prefix in dict.fromkeys(words) if _is_indexed(prefix)}
 
 
 def samples(args: Namespace) -> dict[str, str]:
-    """Return all that decides which samples a run reads, by name. Compared when a run resumes.
+    """Return what decides which samples a run reads, by name. Compared when a run resumes.
 
-    Names data sets by their position and not, as `data` does, by their paths: the files may have
-    moved before a run resumes.
+    That is digests as in `data`, weights, `--split` and `--seed`; nothing if there are no indexed
+    data sets and no weights. Names data sets by their position and not, as `data` does, by their
+    paths: the files may have moved before a run resumes.
     """
     found: dict[str, str] = {}
     for name in _DATA_PATHS:

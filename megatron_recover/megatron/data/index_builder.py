@@ -25,7 +25,9 @@ class IndexBuilder:
     def compile(self) -> None:
         """Compile the index builder unless it is up to date; one process at a time does so.
 
-        Without a Makefile there is nothing to do: the wheel brings the builder compiled.
+        Several may at once after the patience, or on a file system without locks. Without a
+        Makefile there is nothing to do: the wheel brings the builder compiled. Upstream ends the
+        process with exit code 1 if `make` fails.
         """
         if not self._makefile.is_file():
             return

@@ -17,7 +17,7 @@ from megatron_recover.host.whole_file import replacing
 
 
 def cache_directory(data_cache_path: str | None, prefixes: Sequence[str]) -> Path | None:
-    """Return the folder of upstream's index cache, or None without data.
+    """Return the folder of upstream's index cache; None without `--data-cache-path` and data.
 
     The folder is `--data-cache-path`, else `cache` below the first of `prefixes`. Without the flag
     upstream has such a folder for each data set; the lock in the first one serves for all.
@@ -32,14 +32,15 @@ def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
     """Let one process at a time build upstream's index cache, and expose no partial array.
 
     Upstream treats a cache as complete if its files exist, and overwrites files that other
-    processes may have mapped. Within this context each array is written beside its final name,
-    synced and renamed. So a killed builder leaves each array complete or absent, and the next
-    builder builds the absent ones. Upstream's description beside them, which nothing reads back,
-    may be partial.
+    processes may have mapped. Within this context `numpy.save` writes each array beside its final
+    name, syncs it and renames it. So a killed builder leaves each array complete or absent. The
+    next builder builds all arrays of a data set again if one is absent. Upstream's description
+    beside them, which nothing reads back, may be partial.
 
-    The lock only saves work. The kernel releases it when its holder ends. A process that has waited
-    for `patience_s` seconds, because the holder is stopped or slow, builds the cache without the
-    lock.
+    The lock only saves work. The kernel releases it when its holder ends. A process builds the
+    cache without the lock, and reports that on stderr, in two cases: it has waited for `patience_s`
+    seconds, because the holder is stopped or slow, or the file cannot be locked. Raises OSError if
+    the folder or the lock file cannot be made.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ".building.lock"

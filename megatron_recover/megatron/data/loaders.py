@@ -1,18 +1,18 @@
 """Finds the samples of a microbatch.
 
-Samples are a pure function of two numbers: how many samples the job has consumed, and the
-microbatch's id. So every replica reads the same samples for an id: exactly the samples that
-upstream's `MegatronPretrainingSampler` gives to a data-parallel job of the same global batch. Which
-replica computes a microbatch is decided elsewhere.
+The samples of a lane are a pure function of two numbers: how many samples the job has consumed, and
+the microbatch's id. So every replica reads the same samples for an id. All ids of a step have
+exactly the samples that upstream's `MegatronPretrainingSampler` gives to a data-parallel job of the
+same global batch. Which replica computes a microbatch is decided elsewhere.
 
 Note [Workers]
     Upstream reads ahead in forked worker processes, each of which knows its samples for the whole
     run. Here the samples of a step are known only from its plan, and a forked child would keep a
-    dead rank's sockets open. So one thread reads ahead what the plan orders
-    (`trainer/read_ahead.py`). `--num-workers` is the number of microbatches that it reads ahead.
-    With 0 the training thread reads each microbatch when it is due, as upstream does with 0.
-    Upstream's default of 2 hides a read that takes longer than one microbatch; more only takes
-    memory, unless reading times differ much.
+    dead rank's sockets open. So one thread reads ahead what the plan orders, but not at first and
+    not after a fault (`trainer/read_ahead.py`, Note [What is not read ahead]). `--num-workers` is
+    the most microbatches that it reads ahead. With 0 the training thread reads each microbatch when
+    it is due, as upstream does with 0. Upstream's default of 2 hides a read that takes longer than
+    one microbatch; more only takes memory, unless reading times differ much.
 
 Note [Generators]
     Upstream's datasets draw from generators of their own, or from none. One that draws from a
@@ -71,12 +71,12 @@ class MicrobatchCursor:
         """Iterators of the step."""
 
     def begin(self, data_iterator: Any, num_microbatches: int) -> None:
-        """Begin a step of `num_microbatches` (M) microbatches in all data iterators of this rank.
+        """Begin a step of `num_microbatches` (M) microbatches in the iterators of `data_iterator`.
 
         `data_iterator` is Megatron's argument: an iterator, a list with one per model chunk, or
-        None. Call this once per rank and step with microbatches, also in evaluation and also if the
-        rank reads nothing. Do not call it again for further passes of the step, which read the
-        samples of the same step.
+        None. Iterators that `Loaders` has not built are ignored. Call this once per rank and step
+        with microbatches, also in evaluation and also if the rank reads nothing. Do not call it
+        again for further passes of the step, which read the samples of the same step.
         """
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         # Megatron wraps our iterator in its RerunDataIterator.
@@ -86,14 +86,15 @@ class MicrobatchCursor:
             iterator.begin(num_microbatches)
 
     def close(self, patience_s: float) -> None:
-        """End the thread that reads ahead; wait at most `patience_s` seconds for it."""
+        """Stop reading ahead; wait at most `patience_s` seconds for the thread to end."""
         self.read_ahead.close(patience_s)
 
     @contextlib.contextmanager
     def reading_ahead(self, microbatches: Sequence[MicrobatchId]) -> Iterator[None]:
         """Read these microbatches of the step ahead, in this order, while the body runs.
 
-        What the body leaves is dropped.
+        At most `num_ahead` batches of each iterator wait at a time. Iterators that may not be read
+        ahead, or not yet, are left out. What the body leaves is dropped.
         """
         self.read_ahead.expect(iterator.batch(microbatch) for microbatch in microbatches for iterator in self._iterators)
         try:
@@ -106,7 +107,9 @@ class MicrobatchIterator:
     """Iterator over a dataset: `next` returns this lane's batch of the cursor's microbatch.
 
     Each value of the batch is stacked over the samples: a tensor of shape [micro_batch_size, ...],
-    on a machine with CUDA in pinned memory, as upstream's loader returns it.
+    on a machine with CUDA in pinned memory, as upstream's loader returns it. `next` does not
+    advance: until the cursor's microbatch changes it returns the same samples. It raises
+    StopIteration where the dataset ends before the batch does.
     """
 
     def __init__(
@@ -164,7 +167,9 @@ class MicrobatchIterator:
     def read_when_due(self, indices: range) -> dict[str, Tensor]:
         """Return the batch of these samples; find out if reading draws from a shared generator.
 
-        Not called with `--num-workers 0`, where nothing is read ahead.
+        A draw makes `may_read_ahead` False, with a warning; reading without a draw makes it True.
+        If it is False already, only read. Not called with `--num-workers 0`, where nothing is read
+        ahead.
         """
         if self.may_read_ahead is False:
             return self.read(indices)
@@ -189,7 +194,8 @@ class Loaders:
     def build(self, dataset: Dataset | None, consumed_samples: int) -> MicrobatchIterator | None:
         """Return the iterator of one split, which begins after `consumed_samples` samples.
 
-        Returns None without a dataset: ranks that read no data have none.
+        Fill the dataset's caches of masks first. The validation and test splits get the microbatch
+        size of evaluation. Returns None without a dataset: ranks that read no data have none.
         """
         from megatron.core import parallel_state
         from megatron.core.datasets.utils import Split

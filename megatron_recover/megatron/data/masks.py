@@ -1,10 +1,11 @@
 """Makes the masks of a sample independent of the samples that were read before it.
 
-Upstream's GPT data set builds loss mask and positions once, keeps them, and gives every later
-sample a copy. The first sample gets the kept loss mask itself, and zeroes it where its labels are
-padding (`GPTDataset.__getitem__` in `core/datasets/gpt_dataset.py`). So from then on these places
-count for nothing in all samples that the process reads. Which sample a process reads first depends
-on the microbatches that are dealt to its replica. A sample has to be a function of its index alone.
+Where masks depend on no token, upstream's GPT data set builds loss mask and positions once, keeps
+them, and gives every later sample a copy of the loss mask. The first sample gets the kept loss mask
+itself, and zeroes it where its labels are padding (`GPTDataset.__getitem__` in
+`core/datasets/gpt_dataset.py`). So from then on these places count for nothing in all samples of
+the data set that the process reads. Which sample a process reads first depends on the microbatches
+that are dealt to its replica. A sample has to be a function of its index alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def fill_mask_caches(dataset: Any, made: Masks) -> None:
     """Fill the caches of masks in upstream's GPT data sets, before a sample is read.
 
     `dataset` is one of them, a blend of them or a wrapper around one, or any other data set, which
-    stays as it is. Data sets of one length share the masks in `made`, which nothing writes.
+    stays as it is. So does a GPT data set whose masks depend on tokens. Data sets of one length
+    share the masks in `made`; masks that `made` lacks are added to it. Nothing changes a mask.
     """
     from megatron.core.datasets.gpt_dataset import GPTDataset, _get_ltor_masks_and_position_ids
 

@@ -46,7 +46,7 @@ def seed_microbatch(
     expert_tp: int = 0,
     lane: int = 0,
 ) -> None:
-    """Seed every generator of this process for the beginning of a microbatch.
+    """Seed the generators of this process for the forward of a microbatch in one model chunk.
 
     The generators are Python's, numpy's, torch's of the CPU and of the current CUDA device, and
     Megatron's tracker. The tracker gets the three states that `model_parallel_cuda_manual_seed`

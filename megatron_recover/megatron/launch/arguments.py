@@ -1,7 +1,8 @@
 """The `--recover-*` arguments, and the refusals of Megatron's arguments.
 
 Imports neither torch nor Megatron. So the launcher can check a command line before any rank starts
-(`preflight`), by the rules that each rank then applies to its complete arguments.
+(`preflight`). Each rank applies the same rules, and those for its device, to its complete
+arguments.
 """
 
 from __future__ import annotations
@@ -113,8 +114,6 @@ REFUSALS = (
             "it rescales weights by a maximum over one replica's samples, so the replicas drift apart", _DROP),
     Refusal("--log-max-attention-logit", _set("log_max_attention_logit"),
             "the maximum would be over one replica's samples", _DROP),
-    Refusal("--check-weight-hash-across-dp-replicas-interval", _set("check_weight_hash_across_dp_replicas_interval"),
-            "it compares lanes only", "use --recover-digest-interval, which compares replicas"),
     Refusal("--ddp-average-in-collective", lambda args: args.ddp_average_in_collective and args.lanes > 1,
             "gradients are summed over lanes and replicas and divided once", _DROP),
     # Gradients, and the schedule that decides when they are reduced.
@@ -135,8 +134,11 @@ REFUSALS = (
             "it expects the same forwards and backwards in every step", _DROP),
     Refusal("--moe-paged-stash", _set("moe_paged_stash"),
             "it expects the same forwards and backwards in every step", _DROP),
-    Refusal("--overlap-param-gather", _set("overlap_param_gather"),
-            "replicas compare their parameters between two steps, when it has not gathered them", _DROP),
+    Refusal("--overlap-param-gather", lambda args: args.overlap_param_gather and args.lanes > 1,
+            "replicas compare their parameters between two steps, when it has not gathered them over the lanes", _DROP),
+    Refusal("--overlap-param-gather-with-optimizer-step",
+            lambda args: args.overlap_param_gather_with_optimizer_step and args.lanes > 1,
+            "it steps the optimizer of each model chunk by itself, and a step is committed as a whole", _DROP),
     Refusal("--num-distributed-optimizer-instances", _not("num_distributed_optimizer_instances", 1),
             "replicas are the instances", "use --lanes of megatron-recover run for the shards"),
     Refusal("--use-megatron-fsdp", _set("use_megatron_fsdp"), "it reduces gradients itself", "use --use-distributed-optimizer"),
@@ -150,16 +152,12 @@ REFUSALS = (
             "a captured graph keeps communicators that a loss retires", _DROP),
     Refusal("--optimizer-cuda-graph", _set("optimizer_cuda_graph"), "a captured graph replays one gradient buffer", _DROP),
     # Fault handling.
-    Refusal("--rerun-mode", _not("rerun_mode", "disabled"),
-            "it repeats a step in one replica alone", "use disabled"),
     Refusal("--moe-expert-rank-capacity-factor", _set("moe_expert_rank_capacity_factor"),
             "it repeats a step in one replica alone", _DROP),
     Refusal("--error-injection-rate", _set("error_injection_rate"),
             "it needs the rerun mode", "use --chaos of megatron-recover run"),
     Refusal("--inprocess-restart", _set("inprocess_restart"), "two systems would watch and restart the same ranks", _DROP),
     Refusal("--enable-ft-package", _set("enable_ft_package"), "two systems would watch and restart the same ranks", _DROP),
-    Refusal("--distributed-timeout-minutes", _not("distributed_timeout_minutes", 10),
-            "every wait of a run follows from one deadline", "use --recover-deadline-s"),
     Refusal("--tp-comm-overlap", _set("tp_comm_overlap"),
             "Transformer Engine's sockets have the same names in every replica of a node", _DROP),
     Refusal("--log-straggler", _set("log_straggler"), "every replica would open the same port", _DROP),
@@ -225,12 +223,55 @@ REFUSALS = (
             "every replica would write the same files", _DROP),
     Refusal("--log-world-size-to-tensorboard", _set("log_world_size_to_tensorboard"),
             "it is the size of one replica", "read events.jsonl of the run directory"),
-    Refusal("--log-energy", _set("log_energy"), "it is the energy of one replica", _DROP),
-    Refusal("--log-progress", _set("log_progress"),
-            "every replica would write the file", "read events.jsonl of the run directory"),
     Refusal("--wandb-project", _set("wandb_project"), "every replica would log", "use --tensorboard-dir"),
     Refusal("--yaml-cfg", _set("yaml_cfg"), "the launcher has to know the shape of the job", "use flags"),
 )  # fmt: skip
+
+
+class Adaptation(msgspec.Struct, frozen=True):
+    """An argument of Megatron that gets another value under the launcher, which is said."""
+
+    flag: str
+    """The flag as the user writes it."""
+    when: Callable[[Namespace], object]
+    """Returns a true value if the arguments request it. The arguments include `lanes`."""
+    name: str
+    """Name of the argument that is changed."""
+    value: object
+    """Its new value."""
+    because: str
+    """The reason, as a clause of the message."""
+
+
+ADAPTATIONS = (
+    Adaptation("--overlap-param-gather", lambda args: args.overlap_param_gather and args.lanes == 1,
+               "overlap_param_gather", False, "with one lane nothing is gathered"),
+    Adaptation("--overlap-param-gather-with-optimizer-step",
+               lambda args: args.overlap_param_gather_with_optimizer_step and args.lanes == 1,
+               "overlap_param_gather_with_optimizer_step", False, "with one lane nothing is gathered"),
+    Adaptation("--check-weight-hash-across-dp-replicas-interval", _set("check_weight_hash_across_dp_replicas_interval"),
+               "check_weight_hash_across_dp_replicas_interval", None,
+               "it compares lanes only; --recover-digest-interval compares replicas and lanes"),
+    Adaptation("--rerun-mode", _not("rerun_mode", "disabled"),
+               "rerun_mode", "disabled", "it repeats a step in one replica alone; what is not finite still ends the job"),
+    Adaptation("--distributed-timeout-minutes", _not("distributed_timeout_minutes", 10), "distributed_timeout_minutes", 10,
+               "--recover-deadline-s bounds every wait"),
+    Adaptation("--log-energy", _set("log_energy"), "log_energy", False, "it is the energy of one replica"),
+    Adaptation("--log-progress", _set("log_progress"), "log_progress", False,
+               "every replica would write the file; events.jsonl of the run directory has every step"),
+)  # fmt: skip
+
+
+def adapt(args: Namespace, *, lanes: int) -> list[str]:
+    """Change arguments that mean nothing, or something wrong, in a replica; return a line for each.
+
+    Call it before `refusals`, which accepts these flags.
+    """
+    judged = Namespace(**vars(args), lanes=lanes)
+    requested = [each for each in ADAPTATIONS if each.when(judged)]
+    for each in requested:
+        setattr(args, each.name, each.value)
+    return [f"{each.flag} has no effect with replicas: {each.because}" for each in requested]
 
 
 _WITHOUT_KITCHEN = {"kitchen_config_file": None, "kitchen_recipe_number": None}
@@ -258,7 +299,7 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
 
 
 def cpu_refusals(args: Namespace) -> list[str]:
-    """Return one line for each argument that is refused without CUDA.
+    """Return one line for each argument that is refused without CUDA; call it only there.
 
     torch's layers, which Megatron uses there, get these arguments wrong.
     """
@@ -272,7 +313,8 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
     """Return one line for each argument that does not suit the node's GPUs.
 
     `num_ranks` counts the ranks of all replicas together. Without GPUs (`num_gpus` 0) the CPU
-    computes. `deterministic`: `--deterministic-mode` is set.
+    computes, and only `--recover-ranks-per-gpu` can be refused. `deterministic`:
+    `--deterministic-mode` is set.
     """
     if not num_gpus:
         return ["--recover-ranks-per-gpu needs CUDA; leave it out on a CPU"] if config.ranks_per_gpu > 1 else []

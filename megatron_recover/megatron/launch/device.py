@@ -1,7 +1,7 @@
 """The device on which a job trains, in words; refuses a GPU that torch does not see.
 
-Upstream refuses every machine without CUDA. Here the CPU trains where there is no GPU, which must
-not happen by mistake: on a CPU a job of hours would take weeks.
+Upstream refuses every machine without CUDA. Here the CPU trains where torch sees no GPU, which must
+not happen by mistake: on a CPU a job of hours would take weeks. Only NVIDIA's GPUs are looked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _HIDE_ALL = ("", "-1")
 def unseen_gpu() -> list[str]:
     """Return the refusal, in one line, if this machine has a GPU of NVIDIA.
 
-    Return no line if the user has hidden the GPUs. Call this only where torch sees no GPU.
+    Return no line without such a GPU, or if the user has hidden all GPUs. Call this only where
+    torch sees no GPU.
     """
     visible = visible_gpus()
     if not has_nvidia_gpu() or visible in _HIDE_ALL:

@@ -7,6 +7,7 @@ or reports all mistakes that do not hide behind others at once.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from argparse import ArgumentError, ArgumentParser, Namespace
@@ -83,7 +84,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--fp4-format": {"dest": "fp4", "default": None},
     "--qk-clip": _ON,
     "--log-max-attention-logit": _ON,
-    "--check-weight-hash-across-dp-replicas-interval": _INT,
     "--defer-embedding-wgrad-compute": _ON,
     "--overlap-moe-expert-parallel-comm": _ON,
     "--no-overlap-p2p-communication": {"action": "store_false", "dest": "overlap_p2p_comm"},
@@ -104,9 +104,9 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--config-logger-dir": {"default": ""},
     "--dump-param-to-param-group-map": _TEXT,
     "--log-world-size-to-tensorboard": _ON,
-    "--log-energy": _ON,
     "--ddp-average-in-collective": _ON,
     "--overlap-param-gather": _ON,
+    "--overlap-param-gather-with-optimizer-step": _ON,
     "--num-distributed-optimizer-instances": _ONE,
     "--use-megatron-fsdp": _ON,
     "--use-torch-fsdp2": _ON,
@@ -115,11 +115,9 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--enable-cuda-graph": _ON,
     "--external-cuda-graph": _ON,
     "--optimizer-cuda-graph": _ON,
-    "--rerun-mode": {"default": None},
     "--error-injection-rate": {"type": int, "default": 0},
     "--inprocess-restart": _ON,
     "--enable-ft-package": _ON,
-    "--distributed-timeout-minutes": {"type": int, "default": 10},
     "--log-straggler": _ON,
     "--run-workload-inspector-server": _ON,
     "--fault-injector-ranks": _TEXT,
@@ -148,12 +146,10 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--async-save": _ON,
     "--non-persistent-save-interval": _INT,
     "--ckpt-format": {"default": "torch_dist"},
-    "--log-progress": _ON,
     "--wandb-project": _TEXT,
     "--yaml-cfg": _TEXT,
 }
-"""Megatron's flags that are read here, declared as Megatron declares them (a test compares both).
-Only the default of `--rerun-mode` differs: without the flag this package disables that mode."""
+"""Megatron's flags that are read here, declared as Megatron does (a test compares both)."""
 
 
 class Preflight(msgspec.Struct, frozen=True):
@@ -163,7 +159,7 @@ class Preflight(msgspec.Struct, frozen=True):
     config: RecoverConfig
     seed: int
     num_microbatches: int
-    """M, the number of microbatches of the first training step."""
+    """M, the number of microbatches of a training step; with a schedule, of its first entry."""
     microbatch_samples: int
     """Number of samples of one microbatch, over all lanes."""
     batch_changes: bool = False
@@ -176,7 +172,8 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     """Check `argv`, the flags after the training script's name, and return the facts about the job.
 
     Each of the `num_replicas` replicas has `lanes` lanes. Raises ValueError with one line per
-    mistake, which names the flag; also if the installed Megatron is not supported.
+    mistake, which names the flag; also if the installed Megatron is not supported. After a value
+    that cannot be read, or fewer than one replica or lane, other mistakes may not be in it.
     """
     args, others, unreadable = _read(argv)
     found = [*unreadable.values(), *_unknown(others), *refusals(args, lanes=lanes)]
@@ -205,6 +202,31 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     )  # fmt: skip
 
 
+def unsupported(argv: Sequence[str]) -> list[str]:
+    """Return one line for each flag of `argv` that is refused for what it asks, or is unreadable.
+
+    Shapes, data and folders are not judged. Raises ValueError as `Undecided` does.
+    """
+    args, _, unreadable = _read(argv)
+    _, lanes = replica_of(argv, None)
+    return [*unreadable.values(), *refusals(args, lanes=lanes)]
+
+
+def replica_of(argv: Sequence[str], lanes: int | None) -> tuple[int, int]:
+    """Return the number of processes of one replica, and of its lanes.
+
+    Without `lanes` a replica has the fewest lanes over which its experts can be spread. Sizes that
+    `preflight` refuses count as 1. Raises ValueError as `Undecided` does.
+    """
+    args, _, _ = _read(argv)
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    tp, pp, cp = (max(1, size) for size in sizes)
+    experts = max(1, args.expert_model_parallel_size)
+    if lanes is None:
+        lanes = experts // math.gcd(experts, tp * cp)
+    return tp * pp * cp * max(1, lanes), lanes
+
+
 class Sized(Protocol):
     """Replicas, and the shape of each: a layout that `plan` considers (`layout/sizes.py`)."""
 
@@ -229,11 +251,19 @@ class Undecided:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        """Raise ValueError if `argv` cannot be read or the installed Megatron is not supported."""
+        """Parse `argv`; a value that cannot be read is one of the `mistakes`.
+
+        Raises ValueError if argparse refuses `argv` for another reason, or the installed Megatron
+        is not supported.
+        """
         self._args, self._others, self._unreadable = _read(argv)
 
     def mistakes(self) -> list[str]:
-        """Return one line for each mistake that no layout cures."""
+        """Return one line for each mistake that no layout cures; data and folders are not checked.
+
+        Sizes of a replica that `argv` gives are ignored. After a value that cannot be read, other
+        mistakes may be left out.
+        """
         args = self._with(tp=1, pp=1, cp=1, ep=1)
         args.tensor_parallel_num_weight_shards = None
         found = [*self._unreadable.values(), *_unknown(self._others), *refusals(args, lanes=1)]
@@ -305,7 +335,7 @@ def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, lis
 
 
 def _without(flag: str, words: Sequence[str]) -> list[str]:
-    """Return `words` without `flag` and its values."""
+    """Return `words` without `flag` and the words after it, up to the next with a leading `--`."""
     kept: list[str] = []
     dropping = False
     for word in words:
@@ -357,7 +387,10 @@ def _is_uneven(args: Namespace) -> bool:
 
 
 def _model(args: Namespace, tp: int) -> list[str]:
-    """Return mistakes in the model's numbers: values below 1, and values that do not divide."""
+    """Return mistakes in the model's numbers: values below 1, or else values that do not divide.
+
+    Without `--num-attention-heads` no division is checked.
+    """
     heads, hidden, groups = args.num_attention_heads, args.hidden_size, args.num_query_groups
     numbers = {
         "--num-attention-heads": heads,
@@ -386,7 +419,8 @@ def _model(args: Namespace, tp: int) -> list[str]:
 def num_chunks(layers: int, pp: int, per_chunk: int | None, chunks: int | None) -> tuple[int, list[str]]:
     """Return the number of model chunks per stage of an even split, and the mistakes in it.
 
-    `per_chunk` and `chunks` are the values of the two flags for virtual pipeline stages.
+    `per_chunk` and `chunks` are the values of the two flags for virtual pipeline stages. The number
+    is 1 without these flags, and where there is a mistake.
     """
     if layers % pp:
         return 1, [f"--pipeline-model-parallel-size {pp} does not divide --num-layers {layers}; change one of them"]
@@ -409,7 +443,10 @@ def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
 
 
 def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
-    """Return M of the first step, and the mistakes in the batch sizes."""
+    """Return M of a training step, 0 if it cannot be told, and the mistakes in all batch sizes.
+
+    With a schedule of the batch size only its first entry is read.
+    """
     micro = args.micro_batch_size
     if micro is None or micro < 1:
         return 0, ["--micro-batch-size is missing or below 1; it is needed to count the microbatches of a step"]

@@ -46,7 +46,8 @@ class _Blend(msgspec.Struct, frozen=True):
 def mistakes(args: Namespace) -> list[str]:
     """Return one line per mistake, each with the flag and the remedy; none with `--mock-data`.
 
-    The files of a prefix with `://` are not checked.
+    The files of a prefix with `://` are not checked. While the lists or `--split` are wrong, no
+    data set is checked.
     """
     if args.mock_data:
         return []
@@ -72,7 +73,11 @@ def mistakes(args: Namespace) -> list[str]:
 
 
 def _blends(args: Namespace) -> list[_Blend]:
-    """Return the lists of all data flags. Raises ValueError for a list that cannot be read."""
+    """Return the lists of all data flags, some of them empty.
+
+    Raises ValueError for a file that cannot be read or is no such list, and for an empty
+    `--data-args-path`.
+    """
     blends = [
         _Blend("--data-path", None, args.data_path or ()),
         _Blend("--train-data-path", "train", args.train_data_path or ()),
@@ -114,7 +119,7 @@ def _ratios(args: Namespace, shared: Sequence[str]) -> list[float] | None:
     """Return the shares of training, validation and testing; None if each split has its own data.
 
     `shared` are the flags whose data `--split` cuts. Raises ValueError for a wrong, missing or
-    needless `--split`.
+    needless `--split`. With `--data-path` a missing one is upstream's default.
     """
     if not shared:
         if args.split is not None:
@@ -144,7 +149,7 @@ def _without_data(args: Namespace, blends: Sequence[_Blend], ratios: Sequence[fl
 
 
 def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[float] | None) -> list[str]:
-    """Return one line for each mistake in one data set.
+    """Return one line for each mistake in one data set: in its files, or else in its splits.
 
     Upstream splits a data set by its sequences. The lines call them documents.
     """
@@ -179,7 +184,7 @@ def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[floa
 
 
 def is_number(word: str) -> bool:
-    """Return whether a word is a number; in a list of data sets it is then a weight."""
+    """Return whether `float` accepts a word, as it does each weight in a list of data sets."""
     try:
         float(word)
     except ValueError:

@@ -16,7 +16,7 @@ import math
 import re
 import sys
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -24,7 +24,7 @@ import torch
 
 from megatron_recover.core.values import ExitCode
 from megatron_recover.megatron import cpu, training
-from megatron_recover.megatron.launch import dry_run
+from megatron_recover.megatron.launch import script
 from megatron_recover.megatron.launch.arguments import gpu_refusals, recover_config, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.megatron.layout import choice
@@ -255,47 +255,56 @@ def measured(args: Namespace, asked: Namespace, model: Any) -> Sizes:
     )  # fmt: skip
 
 
+class _Measuring:
+    """Measures the model of a script instead of training it (`script.EntryPoints`)."""
+
+    def __init__(self, asked: Namespace, file: str) -> None:
+        """Write the sizes to `file`; `asked` has the values of the layout's flags."""
+        self._asked, self._file = asked, file
+        # A script that calls this function itself is refused.
+        self._begin_world = torch.distributed.init_process_group
+        self._args: Namespace | None = None
+
+    def parse(
+        self, extra_args_provider: script.Provider | None, args_defaults: Mapping[str, Any], *, ignores_unknown: bool = False
+    ) -> Namespace:
+        """Return the arguments; begin the world in which the model will be built."""
+        args = training.parse(extra_args_provider, args_defaults, ignores_unknown=ignores_unknown)
+        with training.bad_input_ends():
+            on_gpu = gpu_refusals(recover_config(args), num_ranks=1, num_gpus=1, deterministic=args.deterministic_mode)
+            if found := [*refusals(args, lanes=1), *on_gpu, *unplannable(args)]:
+                raise ValueError("\n".join(found))
+            self._begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self._args = args
+        return without_precision_aware(args)
+
+    def pretrain(self, arguments: dict[str, Any]) -> None:
+        """Write the sizes of the model, and end the process."""
+        with training.bad_input_ends():
+            if self._args is None:
+                raise ValueError(f"{sys.argv[0]} calls pretrain before parse_and_validate_args; its model cannot be measured")
+            model = build(arguments["cfg_container"], arguments.get("model_provider"))
+            if not all(parameter.is_meta for parameter in model.parameters()):
+                raise ValueError("the model puts parameters on a device of its own choice; leave the device to torch's default")
+            sizes = measured(self._args, self._asked, model)
+        with open(self._file, "wb") as out:
+            out.write(msgspec.json.encode(sizes))
+        sys.exit(ExitCode.OK)
+
+
 def main() -> None:
     """Run the script of the command line; its `pretrain` writes the sizes and ends the process."""
-    import megatron_recover.megatron as recover
-
     cpu.leave_out_the_compiler()
     # torch collects the functions that obey `torch.device("meta")` at their first use under it.
     # Later, `cpu.enable_cpu` replaces some, and the model would take real memory.
     with torch.device("meta"):
         torch.empty(0)
-    file = sys.argv.pop(1)
+    file, *command = sys.argv[1:]
     with training.bad_input_ends():
-        asked, sys.argv[2:] = layout_flags(sys.argv[2:])
-    begin_world = torch.distributed.init_process_group  # a script that calls it is refused
-
-    def measure(
-        configure: Callable[[Namespace], Any],
-        _datasets_provider: object,
-        _model_type: object,
-        _forward_step: object,
-        *,
-        extra_args_provider: training.Provider | None = None,
-        args_defaults: dict[str, Any] | None = None,
-        model_provider: Callable[..., Any] | None = None,
-        **_others: object,
-    ) -> None:
-        args = training.parse(extra_args_provider, args_defaults or {}, {})
-        with training.bad_input_ends():
-            on_gpu = gpu_refusals(recover_config(args), num_ranks=1, num_gpus=1, deterministic=args.deterministic_mode)
-            if found := [*refusals(args, lanes=1), *on_gpu, *unplannable(args)]:
-                raise ValueError("\n".join(found))
-            begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-            model = build(configure(without_precision_aware(args)), model_provider)
-            if not all(parameter.is_meta for parameter in model.parameters()):
-                raise ValueError("the model puts parameters on a device of its own choice; leave the device to torch's default")
-            sizes = measured(args, asked, model)
-        with open(file, "wb") as out:
-            out.write(msgspec.json.encode(sizes))
-        sys.exit(ExitCode.OK)
-
-    recover.pretrain = training.pretrain = measure
-    dry_run.main()
+        asked, flags = layout_flags(command[1:])
+    script.wrap(_Measuring(asked, file))
+    script.refuse_own_training()
+    script.run([command[0], *flags])
 
 
 def build(config: Any, model_provider: Callable[..., Any] | None) -> Any:

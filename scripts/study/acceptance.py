@@ -1,0 +1,92 @@
+"""Counts which of upstream's own configurations `megatron-recover run` refuses, and why.
+
+    python -m scripts.study.acceptance CHECKOUT
+
+CHECKOUT is a clone of Megatron-LM, or of the part that has `tests/functional_tests`. Each
+`model_config.yaml` below it that trains is judged as `run` would judge its flags (`REFUSALS`).
+Data, folders and the number of GPUs are not judged. Inference and reinforcement learning are left
+out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_recover.megatron.launch import preflight
+
+OTHERS = ("inference", "rl")
+"""Modes of upstream's tests that are no pre-training."""
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """A configuration of upstream's, and the flags for which it is refused."""
+
+    name: str
+    kind: str
+    """`release` or `functional`."""
+    refused: tuple[str, ...]
+
+
+def judged(checkout: Path) -> Iterator[Judged]:
+    """Yield all configurations of a checkout that train. Raises FileNotFoundError without any."""
+    import yaml
+
+    files = sorted(checkout.rglob("model_config.yaml"))
+    if not files:
+        raise FileNotFoundError(f"{checkout} has no model_config.yaml; give a clone of Megatron-LM")
+    for file in files:
+        described = yaml.safe_load(file.read_text())
+        if described.get("MODEL_ARGS") and described.get("MODE") not in OTHERS:
+            kind = "release" if described.get("TEST_TYPE") == "release" else "functional"
+            lines = preflight.unsupported(words(described["MODEL_ARGS"]))
+            yield Judged(file.parent.name, kind, tuple(line.split()[0] for line in lines))
+
+
+def words(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags with values as words of a command line, as upstream's test runner does."""
+    found: list[str] = []
+    for flag, value in flags.items():
+        if value is True:
+            found.append(flag)
+        elif value is not None and value is not False:
+            found += [flag, *shlex.split(str(value))]
+    return found
+
+
+def table(configurations: Sequence[Judged]) -> str:
+    """Return the counts by kind, and below them the flags with how many each refuses."""
+    kinds = sorted({each.kind for each in configurations})
+    refused = {kind: [each for each in configurations if each.kind == kind and each.refused] for kind in kinds}
+    lines = [
+        f"{kind}: {len(refused[kind])} of {sum(each.kind == kind for each in configurations)} refused" for kind in kinds
+    ]  # fmt: skip
+    for kind in kinds:
+        flags = collections.Counter(flag for each in refused[kind] for flag in dict.fromkeys(each.refused))
+        alone = collections.Counter(each.refused[0] for each in refused[kind] if len({*each.refused}) == 1)
+        lines += [f"\n{kind}, by flag (for it alone):"]
+        lines += [f"{number:5} ({alone[flag]:3})  {flag}" for flag, number in flags.most_common()]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; return 0, or 2 for a folder without configurations."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.study.acceptance", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="a clone of Megatron-LM")
+    try:
+        print(table([*judged(parser.parse_args(argv).checkout)]))
+    except FileNotFoundError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

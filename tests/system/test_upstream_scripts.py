@@ -1,0 +1,111 @@
+"""Upstream's own scripts under `megatron-recover run`: torchrun's line with one word changed, a kill, and torchrun's losses."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from megatron_recover.core.values import ExitCode
+from tests.system import upstream
+from tests.system.jobs import ROOT, chaos_text, check
+
+DEADLINE_S = 150
+LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 4 --lr 1e-2 --lr-decay-iters 100 --hidden-dropout 0 --attention-dropout 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5 --log-interval 1 --eval-interval 1000 --eval-iters 1 "
+    "--transformer-impl local"
+)
+LAUNCH = "--nnodes 1 --node_rank 0 --nproc_per_node 4 --max_restarts 2"
+
+
+def run(module: str, launch: str, command: str, expected: int = 0, **environment: str) -> str:
+    """Run a launch line of torchrun's or of ours; return its output."""
+    line = [sys.executable, "-m", *module.split(), *launch.split(), *command.split()]
+    print(shlex.join(line))
+    done = subprocess.run(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert done.returncode == expected, f"{shlex.join(line)}\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(found[1]): float(found[2]) for found in LOSS.finditer(output)}
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.parametrize("spelling", ["file", "module"])
+def test_upstreams_script_runs_by_torchruns_line_survives_a_kill_and_keeps_torchruns_losses(
+    spelling: str, tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    """The environment is that of an image that presets a world of its own, which nobody may read."""
+    script = upstream.script("pretrain_gpt.py")
+    flags = f"{FLAGS} --data-path {data} --pipeline-model-parallel-size 2"
+    reference = losses(run("torch.distributed.run", f"{LAUNCH} --standalone", f"tests/system/upstream.py {script} {flags}"))
+    faults = tmp_path / "faults.toml"
+    faults.write_text(chaos_text("1 1 backward step=2 microbatch=5"))
+    flags += " --recover-rebalance off"  # the fault names a microbatch of replica 1
+    adapted = ("--rerun-mode", "--log-progress", "--overlap-param-gather", "--check-weight-hash-across-dp-replicas-interval")
+    if spelling == "module":  # nor do the flags without effect change what is computed
+        flags += f" --use-distributed-optimizer --overlap-grad-reduce {adapted[2]} {adapted[0]} validate_results {adapted[1]}"
+        flags += f" {adapted[3]} 2 --save {tmp_path / 'save'} --save-interval 3"
+    named, environment = (f"-m {script.stem}", str(script.parent)) if spelling == "module" else (str(script), "")
+    output = run(
+        "megatron_recover run", f"{LAUNCH} --run-dir {tmp_path / 'run'} --chaos {faults}", f"{named} {flags}",
+        PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), environment])),
+        RANK="7", WORLD_SIZE="512", MASTER_ADDR="nowhere.invalid", MASTER_PORT="1",
+    )  # fmt: skip
+    assert "2 replicas of 2 processes (TP 1 x PP 2 x CP 1 x lanes 1)" in output
+    assert "1 of 2 replicas left" in output
+    assert all((f"{flag} has no effect with replicas" in output) == (spelling == "module") for flag in adapted)
+    assert not list(tmp_path.rglob("progress.txt"))
+    found = losses(output)
+    assert found.keys() == reference.keys() == {1, 2, 3, 4}
+    assert all(found[step] == pytest.approx(reference[step], rel=1e-4) for step in found), (found, reference)
+    code, verdict = check(tmp_path / "run")
+    assert code == 0, verdict
+
+
+def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replica(tmp_path: pathlib.Path) -> None:
+    """And what torchrun tells of its nodes and restarts is there, too."""
+    (seen := tmp_path / "seen").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "if '\"dry_run\":true' in os.environ['MEGATRON_RECOVER_CONTEXT']:\n"
+        "    sys.exit(100)\n"
+        "names = 'RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT '\n"
+        "names += 'TORCHELASTIC_MAX_RESTARTS'\n"
+        f"folder = pathlib.Path({str(seen)!r})\n"
+        "(folder / str(os.getpid())).write_text(' '.join(os.environ[name] for name in names.split()))\n"
+        "until = time.monotonic() + 30\n"
+        "while len([*folder.iterdir()]) < 4 and time.monotonic() < until:  # the first to end takes its replica with it\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(3)\n"
+    )
+    flags = "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data --pipeline-model-parallel-size 2"
+    run(
+        "megatron_recover run", f"--nproc-per-node 4 --rdzv-id job7 --run-dir {tmp_path / 'run'}", f"{script} {flags}",
+        expected=ExitCode.FAILED, RANK="7", WORLD_SIZE="512", GROUP_RANK="3", TORCHELASTIC_RUN_ID="of the image",
+    )  # fmt: skip
+    assert sorted(each.read_text() for each in seen.iterdir()) == 2 * ["0 2 0 1 job7 0 0"] + 2 * ["1 2 0 1 job7 0 0"]
+
+
+def test_a_module_that_is_not_there_is_refused(tmp_path: pathlib.Path) -> None:
+    output = run(
+        "megatron_recover.run", f"--nproc-per-node 2 --run-dir {tmp_path / 'run'} -m", f"no_such.module {FLAGS} --mock-data",
+        expected=ExitCode.BAD_INPUT,
+    )  # fmt: skip
+    assert (
+        "megatron-recover run: there is no module no_such.module; its folder has to be the working directory or in PYTHONPATH"
+        in output
+    )
