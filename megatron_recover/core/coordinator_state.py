@@ -86,8 +86,8 @@ class CoordinatorState(Value, frozen=True):
     at_work: tuple[ReplicaId, ...] = ()
     """Replicas of the newest `AtWork`."""
     excuse: str = ""
-    """Name of the `excuse` timer, or empty. Until it runs out, waits are no evidence against anybody
-    while a member is at work."""
+    """Name of the `excuse` timer, or empty. Until it runs out, waits are no evidence while a member
+    is at work."""
     excused_for: tuple[ReplicaId, ...] = ()
     """Members at work that `Waits` announced since the last committed step or loss, so that each is
     announced once."""
