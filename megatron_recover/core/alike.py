@@ -38,7 +38,7 @@ def combined(of_ranks: Sequence[Parts]) -> Parts:
 def differences(one: Parts, other: Parts) -> list[tuple[str, str, str]]:
     """Return (name, value in `one`, value in `other`) of each difference, in the order of `one`.
 
-    Names that only `other` has come last.
+    Names that only `other` has come last. The value of a name that one lacks is "not there".
     """
     mine, theirs = dict(one), dict(other)
     names = dict.fromkeys([*mine, *theirs])

@@ -10,16 +10,17 @@ Note [Rule]
     time, because a fence is final and the evidence after it is better. In detail:
 
     1. A member that missed its own deadline (a pair with itself, from an overdue save) is named
-       before all others.
+       before all others; of several, the one with the most counterparts, then the highest id.
     2. A pair counts if both ends accuse each other, or if the accused accuses nobody: in a chain of
        waits only the last member is at fault. If no pair is of either kind, all pairs count.
-    3. The candidates are the members of all smallest sets. A *silent* one is named first: others
-       wait for it, and it has not reported that it is stuck itself. Then decide, in this order: the
-       most counterparts, the most accusers, the highest id (the lowest id is the writer).
+    3. The candidates are the members of all smallest sets, or of one small set if these are large.
+       A *silent* one is named first: others wait for it, and it has not reported that it is stuck
+       itself. Then decide, in this order: the most counterparts, the most accusers, the highest id
+       (the lowest id is the writer).
     4. An accuser of several members that are all silent is not named if nobody accuses it: it is
        early, or they are slow. Slow computing is not judged here.
-    5. Of two members only a silent one is named. If both are stuck, either of them may be at fault,
-       or the link between them.
+    5. Of two members, unless rule 1 names one, only a silent one is named. If both are stuck,
+       either of them may be at fault, or the link between them.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def added(contributions: Sequence[Contribution], computes: Iterable[Compute]) ->
 def missing(
     held: Iterable[Sequence[Contribution]], buckets: Sequence[BucketId], num_microbatches: int
 ) -> dict[MicrobatchId, tuple[BucketId, ...]]:
-    """Return each id that a bucket misses in the contributions of all members, with its buckets.
+    """Return each id that no member contributes to some of `buckets`, with all these buckets.
 
-    These are the buckets that miss the id, in the order of `buckets`.
+    `held` has the contributions of each member. The buckets of an id are in the order of `buckets`.
     """
     present: dict[tuple[BucketId, ...], set[MicrobatchId]] = {}
     for each in (group for contributions in held for group in contributions):

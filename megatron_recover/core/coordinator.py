@@ -37,11 +37,11 @@ Note [Waiting for one at work]
     - The coordinator also waits for a member at work that does not enter a generation: a thread
       that computes may hold the interpreter's lock.
 
-    The timer `excuse` ends this; `trouble` starts only after it. Each such member is reported once,
-    with the longest excused time (`Waits`), until a step is committed or a replica is lost.
-    `AtWork` lists all replicas at work, so the next one repairs a lost, late or repeated one.
-    Without `AtWork` nobody is excused. Work does not excuse another member's overdue save:
-    meanwhile generations count as usual, and only the member that saves can be named for them.
+    The timer `excuse` ends this. Each such member is reported once, with the longest excused time
+    (`Waits`), until a step is committed or a replica is lost. `AtWork` lists all replicas at work,
+    so the next one repairs a lost, late or repeated one. Without `AtWork` no work is excused. Work
+    does not excuse another member's overdue save: meanwhile generations count as usual, and only
+    the member that saves can be named for them.
 
 Note [Timers]
     An expired timer shows that a member is late compared with others. Without a member that is in
@@ -58,17 +58,19 @@ Note [Timers]
       If neither of two members is named and `trouble` ran out twice, it removes the higher id. From
       the third fruitless generation on it takes `follow_s`.
     - `trouble` starts with the first generation that is requested without a save or work to excuse
-      the request. It runs twice, and counts until the evidence is dropped: by a committed step, a
-      loss, an excuse, or the end of an overdue save. It removes nobody by itself.
+      the request. Work is no excuse while an overdue save is evidence. `trouble` runs twice, and
+      counts until the evidence is dropped: by a committed step, a loss, an excuse, or the end of an
+      overdue save. It removes nobody by itself.
     - `excuse` starts with the first generation that is requested while a member is at work, or when
       `follow` runs out for members at work alone. It counts until a step is committed or a replica
       is lost. After it (the user's deadline) work excuses nobody, and `trouble` starts with the
       next request.
     - `undecided` starts with the first generation, after `trouble` ran out, for which the evidence
       names nobody. It counts as long as `trouble`. It ends the job after the user's deadline.
-    - `save` removes nobody by itself: an overdue save is evidence against the member.
+    - `save` makes an overdue save evidence against the member. If no other save is in progress, it
+      then does what `grace` does for a request that waits.
     - `start` removes the replicas that sent no `Hello`, if another did and is not lost. Otherwise
-      `load` starts again.
+      `load` is armed once more.
     - `load` ends the job if no replica is ready. There is no member yet and no training to lose.
 """
 
@@ -152,7 +154,7 @@ def _on_launched(state: CoordinatorState, _: Launched) -> Step:
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
-    """Record that a replica is ready. With the last missing replica, make generation 1."""
+    """Record a ready replica. Arm `start` at the first. At the last, start or end the job."""
     known = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
     if hello.replica in known or not 0 <= hello.replica < state.policy.num_replicas or state.generation:
         return state, ()
@@ -186,7 +188,10 @@ def _start_when_complete(state: CoordinatorState) -> Step:
 
 
 def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
-    """Make the next generation, or end the job if the roster is empty or has finished."""
+    """Make the next generation, or end the job if the roster is empty or has finished.
+
+    With fewer members than `min_replicas`, the generation requests the exit.
+    """
     if not state.roster:
         return _nobody_left(state)
     if {item.replica for item in state.finished} >= set(state.roster):
@@ -209,15 +214,15 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
 
 
 def _on_lost(state: CoordinatorState, lost: ReplicaLost) -> Step:
-    """Fence the replica. Make a generation without it once one can be made, or end the job."""
+    """Fence a replica not yet lost. Once possible, make a generation without it, or end the job."""
     return _remove(state, (lost.loss,), lost.loss.kind.value)
 
 
 def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
     """Remove replicas for good, fence them, and make a generation without them or end the job.
 
-    Ignore replicas that are lost already. Before generation 1, wait until every other replica is
-    ready or lost.
+    Ignore replicas that are lost already. Drop all evidence. Before generation 1, wait until every
+    other replica is ready or lost.
     """
     gone = {loss.replica for loss in state.losses}
     done = {item.replica for item in state.finished}
@@ -251,7 +256,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
 
 
 def _on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
-    """Record the request and its evidence. Wait for a death or the end of a save to explain it."""
+    """Record unexcused evidence. The generation's first request waits for its grace or a save."""
     is_stale = request.generation != state.generation
     is_late = is_stale and request.stalled and state.evidence_from <= request.generation < state.generation
     if request.replica not in state.roster or (is_stale and not is_late):
@@ -274,7 +279,7 @@ def _on_at_work(state: CoordinatorState, news: AtWork) -> Step:
 
 
 def _on_saving(state: CoordinatorState, busy: ReplicaSaving) -> Step:
-    """Start the timer of a save that begins. At the end of a save, answer the waiting requests."""
+    """Start a save's timer. An overdue save's end drops evidence; the last end answers requests."""
     if busy.replica not in state.roster:
         return state, ()
     others = tuple(save for save in state.saves if save.replica != busy.replica)
@@ -288,7 +293,7 @@ def _on_saving(state: CoordinatorState, busy: ReplicaSaving) -> Step:
 
 
 def _saved(state: CoordinatorState) -> Step:
-    """Make the requested generation when the last save is over. Waits for it are no evidence."""
+    """Make the requested generation, if any, when the last save is over; excuse waits for it."""
     if not state.reason or state.saves:
         return state, ()
     state, effects = _announce(state, (), state.reason)
@@ -330,7 +335,11 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
 
 
 def _followed_late(state: CoordinatorState) -> Step:
-    """Remove the late members. If nobody has entered, or all late ones work, arm `follow` again."""
+    """Remove the late members that are not at work, if another member has entered.
+
+    If all late ones are at work, excuse them. If nobody has entered, report that. In both cases arm
+    `follow` again. Do nothing if nobody is late.
+    """
     late = tuple(replica for replica in state.roster if replica not in state.entered)
     at_work = tuple(replica for replica in working(state) if replica in late) if state.entered else ()
     gone = tuple(replica for replica in late if replica not in at_work)
@@ -348,7 +357,7 @@ def _followed_late(state: CoordinatorState) -> Step:
 
 
 def _started_late(state: CoordinatorState, timer: str) -> Step:
-    """Remove the replicas that sent no `Hello`, or let them load again if no other is left."""
+    """Remove the replicas without `Hello`; after `start` with none ready, arm `load` instead."""
     here = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
     late = tuple(replica for replica in range(state.policy.num_replicas) if replica not in here)
     if timer == "start" and not state.hellos:
@@ -360,7 +369,7 @@ def _started_late(state: CoordinatorState, timer: str) -> Step:
 
 
 def _same_roster(state: CoordinatorState) -> Step:
-    """Make a generation with the same roster, or blame a member when `trouble` ran out (INV-9)."""
+    """Make a generation of the same roster, or `_blame` if `trouble` ran out unexcused (INV-9)."""
     if state.saves:
         return _announce(state, (), state.reason)
     state = replace(state, fruitless=state.fruitless + 1)
@@ -377,7 +386,11 @@ def _same_roster(state: CoordinatorState) -> Step:
 
 
 def _blame(state: CoordinatorState) -> Step:
-    """Remove the member that the evidence names. Else retry until the user's deadline passed."""
+    """Remove the member that the evidence names, else one that works beyond `excuse`.
+
+    Never remove the only member. If neither of two is named, remove the higher id once `trouble`
+    ran out twice. Otherwise make a generation of the same roster; the first one starts `undecided`.
+    """
     how = f"in {state.fruitless} generations without a committed step; the last: {state.reason}"
     named = culprit(state.evidence, state.roster)
     named = at_work_for_too_long(state) if named is None else named
@@ -397,7 +410,7 @@ def _blame(state: CoordinatorState) -> Step:
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
-    """Record that a member entered, for whom it had waited before, and the step that it reached."""
+    """Record that a member entered, its unexcused waits and its step. A new one drops evidence."""
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     state = _reached(state, entered.step)
@@ -424,14 +437,14 @@ def _reached(state: CoordinatorState, step: int) -> CoordinatorState:
 
 
 def _on_failing(state: CoordinatorState, failing: ReplicaFailing) -> Step:
-    """Record a failed computation. End the job if one microbatch has ended two replicas."""
+    """Record the failure of a rank. End the job if one microbatch has ended two replicas."""
     state = replace(state, failing=(*state.failing, failing))
     verdict = poisoned(state.failing, state.losses, state.policy.samples)
     return _end(state, *verdict) if verdict else (state, ())
 
 
 def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
-    """Fence the minority and withdraw results that it took part in. Without one, end the job."""
+    """Fence the minority and withdraw all older results. Without a minority, end the job."""
     if diverged.generation != state.generation or diverged.replica not in state.roster:
         return state, ()
     if not diverged.minority:
@@ -443,7 +456,7 @@ def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
 
 
 def _on_miscounted(state: CoordinatorState, miscounted: Miscounted) -> Step:
-    """Make the step void: all members compute it anew. The second time, all give it up."""
+    """Make the step void: all members compute it anew. The second time, all give it up and exit."""
     if miscounted.generation != state.generation or miscounted.replica not in state.roster:
         return state, ()
     step, reason = miscounted.step, f"replica {miscounted.replica}: {miscounted.reason}"
@@ -476,7 +489,7 @@ def _finish(state: CoordinatorState) -> Step:
 
 
 def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
-    """Make one generation whose members all vote for the exit; before any, end the job."""
+    """Make a generation that requests the exit, once per reason; before any, end the job."""
     if not state.generation:
         return _end(state, ExitCode.INTERRUPTED, f"{asked.reason} before training began")
     request = exit_for(asked.reason)

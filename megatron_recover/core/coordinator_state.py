@@ -55,8 +55,8 @@ class CoordinatorState(Value, frozen=True):
     """Name of the `follow` timer of the current generation. Timers of that kind with another name
     are stale."""
     all_late: bool = False
-    """True after `follow` ran out before any member had entered the generation, until one enters.
-    See Note [Timers]."""
+    """True after `follow` ran out before any member had entered the generation, until one enters or
+    a newer generation is made. See Note [Timers]."""
     reason: str = ""
     """Reason of the first request for a newer generation, while that waits for its grace or for a
     save; else empty."""
@@ -73,10 +73,10 @@ class CoordinatorState(Value, frozen=True):
     """True if a save, work or a loss explains all waits of the previous generation. Such waits are
     no evidence."""
     trouble: str = ""
-    """Name of the newest `trouble` timer. Empty until a generation is made that neither a loss nor
-    an excuse explains, and again when the evidence is dropped. See Note [Timers]."""
+    """Name of the newest `trouble` timer. Empty until a generation is requested that no save or
+    work excuses, and again when the evidence is dropped. See Note [Timers]."""
     patience: int = 0
-    """Number of times that `trouble` ran out, 0 to 2."""
+    """Number of times that `trouble` ran out since the evidence was dropped, 0 to 2."""
     undecided: str = ""
     """Name of the `undecided` timer. Empty until `trouble` ran out and the evidence names nobody,
     and again when the evidence is dropped."""
@@ -86,10 +86,11 @@ class CoordinatorState(Value, frozen=True):
     at_work: tuple[ReplicaId, ...] = ()
     """Replicas of the newest `AtWork`."""
     excuse: str = ""
-    """Name of the `excuse` timer, or empty. While it runs, and while a member is at work, waits are
-    no evidence against anybody."""
+    """Name of the `excuse` timer, or empty. Until it runs out, waits are no evidence while a member
+    is at work."""
     excused_for: tuple[ReplicaId, ...] = ()
-    """Members that were announced by `Waits` in that time, so that each is announced once."""
+    """Members at work that `Waits` announced since the last committed step or loss, so that each is
+    announced once."""
     is_excuse_over: bool = False
     """True if `excuse` ran out, until a step is committed or a replica is lost."""
     step: int = 0
@@ -103,7 +104,7 @@ class CoordinatorState(Value, frozen=True):
     miscount: str = ""
     """The reason why that step was given up, or empty."""
     failing: tuple[ReplicaFailing, ...] = ()
-    """All failures of computations that were reported, in order."""
+    """All failures of ranks that were reported, in order; also those that no microbatch caused."""
     saves: tuple[OpenSave, ...] = ()
     """Saves that are in progress and have not exceeded `save_s`."""
     num_saves: int = 0
@@ -134,7 +135,7 @@ class TimerFired(Value, frozen=True):
 
 
 class ExitAsked(Value, frozen=True):
-    """A request to end the whole job at a common step with a checkpoint (signal, time limit)."""
+    """A request (signal) to end the whole job after a common step; with `--save` it is saved."""
 
     reason: str
 
@@ -193,7 +194,7 @@ class Waits(Value, frozen=True):
     limit: Setting | None = None
     """Longest time for which all such waits together are excused (Note [Timers], `excuse`).
 
-    None: the job waits until one of the replicas answers or ends.
+    None: the job waits until one of the replicas answers or ends, or the job ends.
     """
 
 

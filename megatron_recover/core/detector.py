@@ -11,16 +11,17 @@ Note [How a hang is told from a slow operation]
     a goal: an endless loop is fenced within 5 step times or 3 s, the larger. Every generation
     learns its own figures. Until then the older ones count twice, so that a microbatch that hangs
     one replica after the other is found each time. A phase that no rank has finished yet (the first
-    save, a first compilation) is limited only by the user's deadline.
+    save, a first compilation) is limited only by the user's deadline. So is every phase before five
+    times of steps are known.
 
 Note [Who may be fenced for a hang]
-    A replica is condemned only while another one is neither silent nor stopped. Otherwise the cause
-    is probably outside (a data disk that stalls) and a fence would end the job: then the hang is
-    named, and ended after the user's deadline. In a phase that depends on shared disks or services
-    (`LEANS_ON_OTHERS`), or that compiles, silence is no evidence before the deadline. The process
-    state proves nothing: a copy to the page cache, reading samples and garbage collection all use a
-    processor. So an endless loop in such a phase costs the deadline. A rank that waits for others
-    does not hang: the rank that keeps it waiting does.
+    A replica is condemned only while another one has no rank that hangs, is stopped or is traced.
+    Otherwise the cause is probably outside (a data disk that stalls) and a fence would end the job:
+    then the hang is named, and ended after the user's deadline. In a phase that depends on shared
+    disks or services (`LEANS_ON_OTHERS`), or that compiles, silence is no evidence before the
+    deadline. The process state proves nothing: a copy to the page cache, reading samples and
+    garbage collection all use a processor. So an endless loop in such a phase costs the deadline. A
+    rank that waits for others does not hang: the rank that keeps it waiting does.
 
 Note [The last replica waits for itself]
     A kernel that hangs on a GPU is seen as a wait: the training thread has launched what comes
@@ -101,7 +102,7 @@ from megatron_recover.core.verdict import (
 
 HANG_STEPS = 4.0
 STOP_STEPS = 2.0
-"""Typical steps after which a stopped process is condemned, but not before `Limits.stopped_s`."""
+"""Typical steps after which a stopped process is named, but not before `Limits.stopped_s`."""
 TIMES_LONGEST = 2.0
 OLDER = 2.0
 """Factor on figures of an older generation."""
@@ -116,7 +117,9 @@ class Figures(Value, frozen=True):
     steps_s: tuple[float, ...] = ()
     """The newest times of training steps, at most 16: one for each rank and step."""
     longest_s: Mapping[Phase, float] = MappingProxyType({})
-    """The longest operation that any rank finished, per phase."""
+    """The longest operation that any rank finished, per phase. `Limits.gap_s` stands for a phase of
+    `EVERY_STEP` that no look saw in a step. The time in which a rank was kept waiting, read ahead
+    or was traced does not count."""
 
 
 class Watched(Value, frozen=True):
@@ -141,7 +144,7 @@ class Watched(Value, frozen=True):
 
     @property
     def silent_s(self) -> float:
-        """Return the whole silence, except while a tracer held a rank of the replica."""
+        """Return the sum of the rank's own silence and that in which it was kept waiting."""
         return self.quiet_s + self.kept_s
 
 
@@ -153,7 +156,7 @@ class Limits(Value, frozen=True):
     gap_s: float
     """The longest time between two looks that counts."""
     stopped_s: float
-    """The shortest time after which a stopped process is condemned."""
+    """The shortest time after which a stopped process is named and may be condemned."""
     hung_s: float
     """The shortest silence after which a rank hangs."""
     after_work_s: float
@@ -181,8 +184,8 @@ class DetectorState(Value, frozen=True):
 def typical_step_s(state: DetectorState) -> float | None:
     """Return the median of this generation's newest step times in seconds.
 
-    While they are too few, return `OLDER` times the median of the generations before; None if those
-    were too few as well.
+    While they are too few, return `OLDER` times the median of the newest generation that had
+    enough; None if none had.
     """
     if len(state.figures.steps_s) >= _ENOUGH_STEPS:
         return median(state.figures.steps_s)
@@ -211,7 +214,11 @@ def stop_limit_s(state: DetectorState) -> float:
 
 
 def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
-    """Return the next state and the effects of a look: one `Named` per silence and verdict."""
+    """Return the next state and the effects of a look.
+
+    `Named` comes once per silence and verdict, `Condemned` once per replica. `SeenAtWork` comes
+    when the replicas at work change.
+    """
     gap_s = 0.0 if state.now_s is None else min(max(0.0, look.now_s - state.now_s), state.limits.gap_s)
     if look.generation != state.generation:
         known = len(state.figures.steps_s) >= _ENOUGH_STEPS
@@ -257,7 +264,7 @@ def _with_readings(state: DetectorState, look: Look) -> Look:
 
 
 def _is_same_reading(before: Progress, now: Progress) -> bool:
-    """Return whether the rank reads ahead, and the look before has seen the same reading."""
+    """Return whether the rank reads ahead the same as at the look before; False in phase `DATA`."""
     return now.ahead is not None and now.ahead == before.ahead and now.phase is not Phase.DATA
 
 
@@ -323,12 +330,15 @@ def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float,
 
 
 def _has_moved(before: Progress, now: Progress) -> bool:
-    """Return whether the page shows something new."""
+    """Return whether the page shows a new phase, or that an operation began or ended."""
     return (now.begun, now.ended, now.phase) != (before.begun, before.ended, before.phase)
 
 
 def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ...]:
-    """Return the seconds of each training step that ended since the look before; () if none."""
+    """Return the mean seconds of the steps that ended since the look before, once for each.
+
+    Return at most 16; () if no step ended, or one of the two pages shows no training step.
+    """
     known = before.progress
     if known.step < 0 or now.step <= known.step or not (label_of(known.label).is_training and label_of(now.label).is_training):
         return ()
@@ -337,8 +347,9 @@ def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ..
 
 
 def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
-    """Name ranks with a new verdict; condemn replicas by Note [Who may be fenced for a hang].
+    """Name ranks, condemn replicas by Note [Who may be fenced for a hang], report who is at work.
 
+    A rank that is slow, hangs, is stopped or is traced is named once per silence and verdict.
     `shown`: the look as `_with_readings` returns it.
     """
     effects: list[Effect] = []
@@ -409,7 +420,10 @@ def _idle_s(state: DetectorState, look: Look) -> float:
 
 
 def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) -> tuple[DetectorState, tuple[SeenAtWork, ...]]:
-    """Record which replicas are at work, without the `accused` ones; report a change."""
+    """Record which replicas are at work, or were within `Limits.after_work_s`; report a change.
+
+    An accused or condemned replica is not seen at work.
+    """
     still = {sight.replica for sight in look.sights if sight.state in CANNOT_RUN}
     kept = {key for key, watched in state.ranks.items() if watched.is_kept}
     seen = {
@@ -432,7 +446,10 @@ def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) 
 
 
 def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verdict, float]:
-    """Return the verdict on a rank, and its limit in seconds."""
+    """Return the verdict on a rank, and its limit in seconds.
+
+    Before generation 1, a rank is judged only if it is stopped or traced.
+    """
     if process == STOPPED:
         limit_s = stop_limit_s(state)
         return (Verdict.STOPPED if watched.stopped_s > limit_s else Verdict.WORKING), limit_s
@@ -458,7 +475,10 @@ def _is_evidence(named: Named) -> bool:
 
 
 def _charge(named: Named) -> ReplicaFailing | None:
-    """Return the microbatches to charge, if the rank hangs inside their computation (INV-9)."""
+    """Return the failure to charge to the microbatches of a hang (INV-9), or None.
+
+    It is None unless the rank hangs in a computation and no other rank keeps it waiting.
+    """
     if named.verdict is not Verdict.HUNG or named.is_kept or named.phase not in COMPUTES or not named.microbatches:
         return None
     return ReplicaFailing(named.replica, named.label, named.microbatches, str(named), witnessed=True)
