@@ -346,6 +346,10 @@ class Launcher:
             "TORCHELASTIC_RUN_ID": job.run_id,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
+            # For scripts that want to know their place in the job.
+            "MEGATRON_RECOVER_REPLICA": str(replica),
+            "MEGATRON_RECOVER_REPLICAS": str(job.num_replicas),
+            "MEGATRON_RECOVER_GLOBAL_RANK": str(place),
         }
 
     # --- Watching ---------------------------------------------------------------------------------

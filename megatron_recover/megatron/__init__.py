@@ -1,5 +1,9 @@
-"""The bindings to Megatron. A training script imports one name from here: `pretrain`."""
+"""The bindings to Megatron: what a training script may import.
 
+Upstream's scripts import nothing from here.
+"""
+
+from megatron_recover.megatron.launch.script import is_writer
 from megatron_recover.megatron.training import pretrain
 
-__all__ = ["pretrain"]
+__all__ = ["is_writer", "pretrain"]

@@ -273,6 +273,10 @@ class _Training:
                 raise ValueError("store is not supported: each replica has a store of its own; leave it out")
         sys.exit(self._run(*self._settings, arguments))
 
+    def is_writer(self) -> bool:
+        """Return whether this rank's replica is the one that logs and saves at present."""
+        return self._driver.is_writer() if self._driver is not None else self._context.replica == 0
+
     def _run(self, args: Namespace, config: RecoverConfig, arguments: dict[str, Any]) -> int:
         """Train until the job ends and return the exit code.
 

@@ -84,7 +84,7 @@ def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replic
         "if '\"dry_run\":true' in os.environ['MEGATRON_RECOVER_CONTEXT']:\n"
         "    sys.exit(100)\n"
         "names = 'RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT '\n"
-        "names += 'TORCHELASTIC_MAX_RESTARTS'\n"
+        "names += 'TORCHELASTIC_MAX_RESTARTS MEGATRON_RECOVER_REPLICA MEGATRON_RECOVER_REPLICAS MEGATRON_RECOVER_GLOBAL_RANK'\n"
         f"folder = pathlib.Path({str(seen)!r})\n"
         "(folder / str(os.getpid())).write_text(' '.join(os.environ[name] for name in names.split()))\n"
         "until = time.monotonic() + 30\n"
@@ -97,7 +97,9 @@ def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replic
         "megatron_recover run", f"--nproc-per-node 4 --rdzv-id job7 --run-dir {tmp_path / 'run'}", f"{script} {flags}",
         expected=ExitCode.FAILED, RANK="7", WORLD_SIZE="512", GROUP_RANK="3", TORCHELASTIC_RUN_ID="of the image",
     )  # fmt: skip
-    assert sorted(each.read_text() for each in seen.iterdir()) == 2 * ["0 2 0 1 job7 0 0"] + 2 * ["1 2 0 1 job7 0 0"]
+    assert sorted(each.read_text() for each in seen.iterdir()) == [
+        "0 2 0 1 job7 0 0 0 2 0", "0 2 0 1 job7 0 0 1 2 2", "1 2 0 1 job7 0 0 0 2 1", "1 2 0 1 job7 0 0 1 2 3",
+    ]  # fmt: skip
 
 
 def test_a_module_that_is_not_there_is_refused(tmp_path: pathlib.Path) -> None:

@@ -27,8 +27,8 @@ from megatron_recover.core.values import ExitCode
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 """A script's function that adds its own flags to Megatron's parser."""
-_ORIGINAL = "_recover_original"
-"""Attribute of a wrapped function with upstream's function."""
+_ORIGINAL, _ENTRY = "_recover_original", "_recover_entry"
+"""Attributes of a wrapped function: upstream's function, and the `EntryPoints` behind it."""
 
 
 class EntryPoints(Protocol):
@@ -42,6 +42,9 @@ class EntryPoints(Protocol):
     def pretrain(self, arguments: dict[str, Any]) -> None:
         """Train as upstream's `pretrain` does; `arguments` are that function's, by name."""
 
+    def is_writer(self) -> bool:
+        """Return whether this rank's replica is the one that logs and saves at present."""
+
 
 def original(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return upstream's function for one that `wrap` has put in its place, else `function`."""
@@ -54,6 +57,18 @@ def is_wrapped() -> bool:
     import megatron.training
 
     return original(megatron.training.pretrain) is not megatron.training.pretrain
+
+
+def is_writer() -> bool:
+    """Return whether this rank's replica is the one that logs and saves for the job at present.
+
+    Until the job has begun that is replica 0. If it dies, it is the next one. Under plain torchrun
+    there is one replica, and the result is True.
+    """
+    import megatron.training
+
+    entry: EntryPoints | None = getattr(megatron.training.pretrain, _ENTRY, None)
+    return entry is None or entry.is_writer()
 
 
 def wrap(entry: EntryPoints) -> None:
@@ -82,6 +97,7 @@ def wrap(entry: EntryPoints) -> None:
 
     setattr(parse_and_validate_args, _ORIGINAL, upstream_parse)
     setattr(pretrain, _ORIGINAL, upstream_pretrain)
+    setattr(pretrain, _ENTRY, entry)
     megatron.training.arguments.parse_and_validate_args = parse_and_validate_args
     megatron.training.pretrain = megatron.training.training.pretrain = pretrain
 

@@ -53,7 +53,7 @@ def relied_on(seams: Sequence[Seam], anchors: Anchors) -> dict[str, Callable[...
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of a function's body, 16 hexadecimal digits. Raises OSError if it has none."""
+    """Return a digest of a function's body (16 hex digits). Raises OSError if it has no source."""
     source = textwrap.dedent(inspect.getsource(function))
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     words = [
