@@ -78,11 +78,11 @@ def begin(context: RankContext) -> None:
     returns: it raises SystemExit with the exit code, or what the training raised. In the dry run it
     ends before training, with code 100. docs/reference/exit_codes.md lists the exit codes.
     """
-    _prepare_device()
     if context.dry_run:
-        with bad_input_ends():
+        with bad_input_ends():  # first: nothing has replaced a function of Megatron yet
             for line in judge_megatron(accepts_unknown=flag_of("accept_unknown_megatron") in sys.argv):
                 print(f"{FOR_CONSOLE}{line}", flush=True)
+    _prepare_device()
     script.wrap(_Training(context))
 
 
@@ -101,7 +101,7 @@ def judge_megatron(*, accepts_unknown: bool) -> list[str]:
     if found := seams.unsupported_version(all_seams):
         raise seams.UnsupportedMegatron(seams.refusal(all_seams, found))
     folder = os.path.dirname(os.path.dirname(str(megatron.core.__file__)))
-    release = str(megatron.core.__version__)
+    release = str(megatron.core.__version__).partition("+")[0]  # behind it upstream writes a commit of the working directory
     lines = [f"Megatron-Core {release} of {folder}"]
     unknown = bodies.unknown(bodies.load(seams.folder()), bodies.relied_on(all_seams, seams.load_anchors()))
     if unknown and not accepts_unknown:
