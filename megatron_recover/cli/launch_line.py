@@ -15,6 +15,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -65,7 +66,7 @@ TORCHRUN = (
     Flag("--module", "taken", "the script is the name of a module, as for python -m", takes_value=False, short="-m"),
     Flag("--no-python", "refused", "the training script has to be Python; leave it out", takes_value=False),
     Flag("--run-path", "noted", "every script is run by runpy.run_path, in the process of its rank", takes_value=False),
-    Flag("--log-dir", "noted", _LOGS),
+    Flag("--log-dir", "taken", "folder for links to the logs of all ranks: ID_*/attempt_0/RANK/stdout.log"),
     Flag("--redirects", "noted", _LOGS, short="-r"),
     Flag("--tee", "noted", _LOGS, short="-t"),
     Flag("--local-ranks-filter", "noted", _LOGS),
@@ -93,6 +94,8 @@ class Choice(msgspec.Struct, frozen=True):
     """TORCHELASTIC_RUN_ID of the ranks."""
     is_module: bool
     """True if the script is the name of a module."""
+    log_dir: Path | None
+    """Folder in which links to the logs are to be made."""
     notes: tuple[str, ...]
     """One line for each flag that changes nothing here."""
 
@@ -134,7 +137,8 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     notes = tuple(
         f"{each.name} changes nothing here: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "noted"
     )
-    return Choice(num_processes, given.get("rdzv_id", "none"), "module" in given, notes)
+    log_dir = Path(given["log_dir"]) if "log_dir" in given else None
+    return Choice(num_processes, given.get("rdzv_id", "none"), "module" in given, log_dir, notes)
 
 
 def _given(arguments: Namespace, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from megatron_recover import trace
 from megatron_recover.cli import command_line, finish, launch_line
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
-from megatron_recover.cluster.job import Job, RankStart, create_run_dir
+from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir, link_logs
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.config import inherited_environment
@@ -142,10 +142,11 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     if arguments.chaos is not None:
         faults, chaos_text = chaos.faults_of(arguments.chaos, _target(num_replicas, judged))
         _refuse_unseen(faults, arguments.trace_level)
+    log_links, run_dir = _folders(line, arguments.run_dir)
     job = Job(
         argv=(*(["-m"] if line.is_module else []), script, *flags), num_replicas=num_replicas,
         layout=judged.layout, config=judged.config,
-        run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
+        log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
         rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
         microbatch_samples=judged.microbatch_samples,
@@ -155,6 +156,20 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         for note in (*line.notes, *_notes(job, is_derived=arguments.replicas is None or arguments.lanes is None and lanes > 1)):
             print(f"megatron-recover run: {note}", file=sys.stderr)
     return job, chaos_text
+
+
+def _folders(line: launch_line.Choice, wanted: Path | None) -> tuple[Path | None, Path]:
+    """Create the folder for links to the logs, if there is to be one, and the run directory.
+
+    Returns both. Raises ValueError, and leaves none of them then.
+    """
+    log_links = None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id)
+    try:
+        return log_links, create_run_dir(wanted)
+    except ValueError:
+        if log_links is not None:
+            log_links.rmdir()
+        raise
 
 
 def _size(arguments: argparse.Namespace, line: launch_line.Choice, flags: Sequence[str]) -> tuple[int, int]:
@@ -243,6 +258,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
     try:
+        link_logs(job)
         if chaos_text:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
             if not arguments.quiet and not Path(arguments.chaos).is_file():
@@ -260,7 +276,7 @@ def main(argv: list[str]) -> int:
         )  # fmt: skip
         events = job.run_dir / trace.EVENTS_FILE
         if not events.exists() or not events.stat().st_size:
-            _discard(job.run_dir, existed=existed)
+            _discard(job, existed=existed)
         return ExitCode.FAILED
     try:
         return _ended(launcher, job, exit_code, existed=existed)
@@ -288,17 +304,20 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> in
     """
     interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
-        _discard(job.run_dir, existed=existed)
+        _discard(job, existed=existed)
     elif exit_code < 128:  # a user who asked for an immediate end does not wait for a plot
         _report(job, launcher)
     return exit_code
 
 
-def _discard(run_dir: Path, *, existed: bool) -> None:
+def _discard(job: Job, *, existed: bool) -> None:
     """Empty the run directory, and remove it if this command made it; parents stay.
 
-    Nothing was trained, and the same command needs the folder free.
+    Remove the links to its logs. Nothing was trained, and the same command needs the folder free.
     """
+    run_dir = job.run_dir
+    if job.log_links is not None:
+        shutil.rmtree(job.log_links)
     _empty(run_dir)
     if not existed:
         run_dir.rmdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 import time
 from pathlib import Path
 from typing import Literal
@@ -44,6 +45,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     run_id: str = "none"
     """TORCHELASTIC_RUN_ID of the ranks."""
+    log_links: Path | None = None
+    """Folder with links to the logs, as torchrun arranges logs; None: there are none."""
     runner: Path | None = None
     """Script that gets `argv` as its arguments and runs the training script: in ranks, and in the
     dry run up to where training would begin. None: the training script runs by itself."""
@@ -97,6 +100,34 @@ def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:
     if used:
         raise ValueError(f"{flag} {folder} is not empty (it has {used[0]}); give another folder, as every run needs its own")
     return folder.absolute()
+
+
+def claim_log_links(folder: Path, run_id: str) -> Path:
+    """Create a folder of its own for this run in the folder of `--log-dir`; return its path.
+
+    It is named as torchrun names it, by the run id and some characters. Raises ValueError with the
+    remedy.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=folder)).absolute()
+    except OSError as error:
+        raise ValueError(f"--log-dir {folder} cannot be used ({error.strerror}); give another folder") from error
+
+
+def link_logs(job: Job) -> None:
+    """Make links to the logs where torchrun writes logs: `attempt_0/RANK/stdout.log`, `stderr.log`.
+
+    RANK counts the ranks of all replicas. A log has both streams in the order of printing, so both
+    links lead to it. Does nothing without `--log-dir`. Raises OSError.
+    """
+    if job.log_links is None:
+        return
+    for replica, rank in itertools.product(range(job.num_replicas), range(job.num_ranks)):
+        folder = job.log_links / "attempt_0" / str(replica * job.num_ranks + rank)
+        folder.mkdir(parents=True)
+        for name in ("stdout.log", "stderr.log"):
+            (folder / name).symlink_to(job.log_of(replica, rank))
 
 
 def new_folder(prefix: str = "") -> Path:

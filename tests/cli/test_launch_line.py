@@ -10,6 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_recover.cli import launch_line, run
+from megatron_recover.cluster.job import claim_log_links
 from megatron_recover.flags import split
 
 FLAGS = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2 --mock-data"
@@ -187,3 +188,9 @@ def test_what_follows_from_other_flags_is_told_and_so_is_a_lack_of_protection(
 def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told() -> None:
     command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--replicas", "2"]
     assert launch_line.behind_script(command, run._parser()) == ["--run-dir", "--chaos", "--replicas"]
+
+
+def test_a_folder_for_logs_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--log-dir .*file cannot be used .*; give another folder"):
+        claim_log_links(tmp_path / "file", "none")

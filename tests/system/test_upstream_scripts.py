@@ -84,30 +84,46 @@ def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replic
         "if '\"dry_run\":true' in os.environ['MEGATRON_RECOVER_CONTEXT']:\n"
         "    sys.exit(100)\n"
         "names = 'RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT '\n"
-        "names += 'TORCHELASTIC_MAX_RESTARTS MEGATRON_RECOVER_REPLICA MEGATRON_RECOVER_REPLICAS MEGATRON_RECOVER_GLOBAL_RANK'\n"
+        "names += 'TORCHELASTIC_MAX_RESTARTS '\n"
+        "names += ' '.join(f'MEGATRON_RECOVER_{name}' for name in ('REPLICA', 'REPLICAS', 'GLOBAL_RANK'))\n"
         f"folder = pathlib.Path({str(seen)!r})\n"
         "(folder / str(os.getpid())).write_text(' '.join(os.environ[name] for name in names.split()))\n"
         "until = time.monotonic() + 30\n"
         "while len([*folder.iterdir()]) < 4 and time.monotonic() < until:  # the first to end takes its replica with it\n"
         "    time.sleep(0.01)\n"
+        "print('seen by', os.environ['MEGATRON_RECOVER_GLOBAL_RANK'])\n"
         "sys.exit(3)\n"
     )
     flags = "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data --pipeline-model-parallel-size 2"
     run(
-        "megatron_recover run", f"--nproc-per-node 4 --rdzv-id job7 --run-dir {tmp_path / 'run'}", f"{script} {flags}",
-        expected=ExitCode.FAILED, RANK="7", WORLD_SIZE="512", GROUP_RANK="3", TORCHELASTIC_RUN_ID="of the image",
+        "megatron_recover run",
+        f"--nproc-per-node 4 --rdzv-id job7 --log-dir {tmp_path / 'logs'} --run-dir {tmp_path / 'run'}",
+        f"{script} {flags}", expected=ExitCode.FAILED,
+        RANK="7", WORLD_SIZE="512", GROUP_RANK="3", TORCHELASTIC_RUN_ID="of the image",
     )  # fmt: skip
     assert sorted(each.read_text() for each in seen.iterdir()) == [
         "0 2 0 1 job7 0 0 0 2 0", "0 2 0 1 job7 0 0 1 2 2", "1 2 0 1 job7 0 0 0 2 1", "1 2 0 1 job7 0 0 1 2 3",
     ]  # fmt: skip
+    [logs] = (tmp_path / "logs").iterdir()
+    assert logs.name.startswith("job7_") and sorted(each.name for each in (logs / "attempt_0").iterdir()) == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+    printed = [rank for rank in range(4) if f"seen by {rank}" in (logs / "attempt_0" / str(rank) / "stdout.log").read_text()]
+    assert printed, "the first to end takes its replica with it, and the others may end before they print"
+    assert (logs / "attempt_0" / "3" / "stderr.log").resolve() == tmp_path / "run" / "logs" / "replica-1-rank-1.log"
 
 
-def test_a_module_that_is_not_there_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_module_that_is_not_there_is_refused_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
     output = run(
-        "megatron_recover.run", f"--nproc-per-node 2 --run-dir {tmp_path / 'run'} -m", f"no_such.module {FLAGS} --mock-data",
+        "megatron_recover.run", f"--nproc-per-node 2 --log-dir {tmp_path / 'logs'} --run-dir {tmp_path / 'run'} -m",
+        f"no_such.module {FLAGS} --mock-data",
         expected=ExitCode.BAD_INPUT,
     )  # fmt: skip
     assert (
         "megatron-recover run: there is no module no_such.module; its folder has to be the working directory or in PYTHONPATH"
         in output
     )
+    assert not list((tmp_path / "logs").iterdir()) and not (tmp_path / "run").exists()
