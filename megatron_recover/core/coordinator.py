@@ -72,6 +72,7 @@ Note [Timers]
     - `start` removes the replicas that sent no `Hello`, if another did and is not lost. Otherwise
       `load` is armed once more.
     - `load` ends the job if no replica is ready. There is no member yet and no training to lose.
+      Of `start` and `load` only the one that was armed last counts.
 """
 
 from __future__ import annotations
@@ -150,7 +151,14 @@ def step(state: CoordinatorState, message: Input) -> Step:
 
 def _on_launched(state: CoordinatorState, _: Launched) -> Step:
     """Start the time in which the first replica must become ready."""
-    return state, (Arm("load", "deadline_s"),)
+    return _armed(state, "load", "deadline_s")
+
+
+def _armed(state: CoordinatorState, kind: str, setting: Setting) -> Step:
+    """Arm `start` or `load`, in place of the one that was armed before."""
+    # Between two of a kind a replica was lost: the first that was ready.
+    name = f"{kind} {len(state.losses)}" if state.losses else kind
+    return replace(state, start=name), (Arm(name, setting),)
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
@@ -160,7 +168,7 @@ def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
         return state, ()
     first = not state.hellos
     state = replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica)))
-    arm = (Arm("start", "start_s"),) if first else ()
+    state, arm = _armed(state, "start", "start_s") if first else (state, ())
     state, effects = _start_when_complete(state)
     return state, arm + effects
 
@@ -321,8 +329,8 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
         return _end(state, ExitCode.FAILED, f"{why}; the evidence names nobody at fault: read why each generation was made")
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
-    if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
-        return _started_late(state, expired.timer)
+    if expired.timer == state.start and not state.generation:
+        return _started_late(state, is_start=expired.timer.startswith("start"))
     done = {item.replica for item in state.finished}
     # If the finished member is gone, the others may not know that it finished: they are not late.
     if expired.timer in {f"finish {replica}" for replica in state.roster if replica in done}:
@@ -356,15 +364,13 @@ def _followed_late(state: CoordinatorState) -> Step:
     return replace(state, all_late=True), (Waits(late, reason), again)
 
 
-def _started_late(state: CoordinatorState, timer: str) -> Step:
+def _started_late(state: CoordinatorState, *, is_start: bool) -> Step:
     """Remove the replicas without `Hello`; after `start` with none ready, arm `load` instead."""
     here = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
     late = tuple(replica for replica in range(state.policy.num_replicas) if replica not in here)
-    if timer == "start" and not state.hellos:
-        return state, (
-            Waits(late, "the replicas that were ready have ended: waiting for the others"),
-            Arm("load", "deadline_s"),
-        )
+    if is_start and not state.hellos:
+        state, armed = _armed(state, "load", "deadline_s")
+        return state, (Waits(late, "the replicas that were ready have ended: waiting for the others"), *armed)
     return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, "did not start") for replica in late), "did not start")
 
 

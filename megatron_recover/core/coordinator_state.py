@@ -57,6 +57,8 @@ class CoordinatorState(Value, frozen=True):
     all_late: bool = False
     """True after `follow` ran out before any member had entered the generation, until one enters or
     a newer generation is made. See Note [Timers]."""
+    start: str = ""
+    """Name of the newest timer `start` or `load`; the one before has no effect any more."""
     reason: str = ""
     """Reason of the first request for a newer generation, while that waits for its grace or for a
     save; else empty."""

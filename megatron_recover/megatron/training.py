@@ -390,6 +390,7 @@ class _Training:
         from megatron_recover.trainer.state_window import StateWindow
 
         originals = self._installation.originals
+        self._wandb.finish_s = config.deadlines.close_s
         cursor, window = MicrobatchCursor(self._page, args.num_workers), StateWindow()
         loop = CommitLoop(
             driver, config, originals, cursor=cursor, seed=_seeding(args.seed),

@@ -47,6 +47,8 @@ class WandbFactory:
         """
         self._driver, self._given_id, self._run_dir = driver, given_id, run_dir
         self._wandb: Wandb | None = None
+        self.finish_s = 0.0
+        """Seconds that the end of training waits for the package. Set before training begins."""
         self.run_id = ""
         """Id of the run; empty without `--wandb-project`. Known once Megatron's arguments are."""
 
@@ -80,7 +82,7 @@ class WandbFactory:
             "dir": str(folder), "name": args.wandb_exp_name, "project": args.wandb_project, "entity": args.wandb_entity or None,
             "config": dict(vars(args)), "id": self.run_id, "resume": "allow",
         }  # fmt: skip
-        self._wandb = Wandb(Late(self._driver), settings)
+        self._wandb = Wandb(Late(self._driver), settings, lambda: self.finish_s)
         global_vars._GLOBAL_WANDB_WRITER = self._wandb
 
 
@@ -95,14 +97,15 @@ def _loaded_id(args: Namespace) -> str:
 class Wandb:
     """Stands for the module `wandb`, as far as upstream uses it after `init`."""
 
-    FINISH_S = 30.0
-    """Seconds that `finish` waits for the package to write or send what it has."""
     KEEP_S = 120.0
     """Seconds for which other replicas keep what the writer logs: `wandb.init` may take 90."""
 
-    def __init__(self, driver: Driver, settings: Mapping[str, Any]) -> None:
-        """Store `settings`, the arguments of `wandb.init`, called when the writer first logs."""
-        self._driver, self._settings = driver, settings
+    def __init__(self, driver: Driver, settings: Mapping[str, Any], finish_s: Callable[[], float]) -> None:
+        """Store `settings`, the arguments of `wandb.init`, called when the writer first logs.
+
+        `finish_s()`: seconds that `finish` waits for the package to write or send what it has.
+        """
+        self._driver, self._settings, self._finish_s = driver, settings, finish_s
         self._missed: MissedCalls[_Call] = MissedCalls(self.KEEP_S)
         self._first: list[_Call] = []
         """Calls of the time before the first log, such as the configuration of the job."""
@@ -178,16 +181,16 @@ class Wandb:
         self._missed.flush()
 
     def finish(self) -> None:
-        """End the run; wait at most `FINISH_S` seconds."""
+        """End the run; wait at most `finish_s` seconds."""
         if not self._driver.is_writer():
             return
         self._do([*self._missed.take(), *self._saved])
         self._saved = []
         self._calls.put(None)
         assert self._thread is not None
-        self._thread.join(self.FINISH_S)
+        self._thread.join(self._finish_s())
         if self._thread.is_alive():
-            _tell(f"wandb has not ended after {self.FINISH_S:g} s; `wandb sync` of {self._settings['dir']} sends what is left")
+            _tell(f"wandb has not sent everything yet; `wandb sync` sends what is left in {self._settings['dir']}")
 
     # --- The thread that calls the package --------------------------------------------------------
 

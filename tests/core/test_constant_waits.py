@@ -45,6 +45,7 @@ INTERVALS = {
     "control_plane/loop.py _LONGEST_WAIT_S": "the longest that the loop does not look at its timers",
     "control_plane/rank_driver.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",
     "data_plane/nccl.py SHORTEST_SLICE_S, LONGEST_SLICE_S": "between two looks at an event of the GPU",
+    "megatron/wandb_run.py KEEP_S": "logged values are kept so long in memory, and nobody waits for that",
     "megatron/checkpoint/checkpoints.py _RETRY_S": "between two tries of the last save, while `save_s` runs",
     "data_plane/nccl_communicator.py _LOOK_S": "between two looks at a communicator that comes to rest, while `close_s` runs",
     "host/lock_file.py _POLL_S": "between two tries to get the lock, while `build_s` or `lock_s` runs",

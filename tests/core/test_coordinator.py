@@ -494,10 +494,23 @@ def test_a_late_member_that_is_the_last_and_ends_ends_the_job() -> None:
 def test_replicas_that_load_are_not_late_for_one_that_has_ended() -> None:
     state, effects = feed(CoordinatorState(MembershipSettings(3)), Launched(), Hello(1, "same"), died(1), TimerFired("start"))
     assert effects[-2:] == [
-        Waits((0, 2), "the replicas that were ready have ended: waiting for the others"), Arm("load", "deadline_s")
+        Waits((0, 2), "the replicas that were ready have ended: waiting for the others"), Arm("load 1", "deadline_s")
     ]  # fmt: skip
     _, effects = feed(state, Hello(0, "same"), Hello(2, "same"))
     assert announced(effects).roster == (0, 2)
+
+
+def test_a_timer_of_replicas_that_have_ended_ends_nothing() -> None:
+    """The second wait is as long as the first, and the first one's timers still run."""
+    begun, _ = feed(CoordinatorState(MembershipSettings(3)), Launched(), Hello(1, "same"), died(1), TimerFired("start"))
+    assert feed(begun, TimerFired("load"))[1] == [], "that was the time for the first"
+    assert ended(feed(begun, TimerFired("load 1"))[1]).exit_code == ExitCode.NO_REPLICA_LEFT
+    again, effects = feed(
+        CoordinatorState(MembershipSettings(3)), Launched(), Hello(1, "same"), died(1), Hello(0, "same"),
+    )  # fmt: skip
+    assert effects[-1] == Arm("start 1", "start_s")
+    assert feed(again, TimerFired("start"))[1] == [], "replica 2 has as much time from here on as it would have had"
+    assert announced(feed(again, TimerFired("start 1"))[1]).roster == (0,)
 
 
 LASTS = TimerFired("trouble 1")

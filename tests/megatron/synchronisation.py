@@ -101,8 +101,11 @@ def train(
         return loss_scale * loss
 
     digest = SimpleNamespace(has_optimizer=True, layout_digest=lambda: 0, digest=lambda: combined(checksums(parameters)))
-    config = SimpleNamespace(calculate_per_token_loss=False, finalize_model_grads_func=None, grad_scale_func=grad_scale)
-    chunk = SimpleNamespace(config=config, parameters=lambda: parameters, buffers=[SimpleNamespace(grad_data=parameters[0])])
+    config = SimpleNamespace(
+        calculate_per_token_loss=False, finalize_model_grads_func=None, grad_scale_func=grad_scale, mtp_num_layers=None
+    )
+    named = [(f"parameter{number}", each) for number, each in enumerate(parameters)]
+    chunk = SimpleNamespace(config=config, named_parameters=lambda: named, buffers=[SimpleNamespace(grad_data=parameters[0])])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
             ("GradientBuffers", lambda *_: buffers), ("run_pass", run_pass), ("TrainingState", lambda *_: digest)
