@@ -29,7 +29,7 @@ from megatron_recover.trainer.regions import Region
 class RouterCounts(Region):
     """The region of all routers with a bias in one model chunk."""
 
-    sums_exactly = True
+    sums_exactly, is_passed = True, False
 
     def __init__(self, routers: list[Any], *, chunk: int, group: Any, bucket_elements: int) -> None:
         """Use `routers`, upstream's router modules. `group` is the process group of the lanes."""

@@ -138,6 +138,8 @@ class GradientSum(BucketSum):
         region = bucket.region
         dtype = region.local.dtype if accumulator is None else torch.float64
         super().__init__(bucket.id, region.chunk, (dtype, bucket.size), region.local.device)
+        if not region.is_passed:
+            self.order = (1, 0, bucket.id)
         self._bucket, self._accumulator = bucket, accumulator
         self._bound = None if accumulator is None else accumulator.new_zeros(())
         self.num_lanes = region.num_lanes

@@ -129,6 +129,9 @@ class Region:
 
     sums_exactly = False
     """True if no order of additions changes the sum, so that `exact` need not round."""
+    is_passed = True
+    """True if a watched backward can pass the buckets (`Regions.watch`); False: they are summed
+    after all others, when the pass is over."""
 
     def __init__(self, local: Tensor, *, chunk: int, group: Any, scale: float, sharded: bool, bucket_elements: int) -> None:
         """Cut `local`, one-dimensional, into buckets of about `bucket_elements` elements.

@@ -26,7 +26,8 @@ class BackgroundSave:
     def __init__(self, request: Any, window: StateWindow) -> None:
         """Begin to copy what upstream's `request` (`AsyncRequest`) is to write; start the thread.
 
-        Upstream's own references to the tensors are dropped.
+        Upstream's own references to the tensors are dropped. If the host has no memory for the
+        copies, that is the `failure`.
         """
         self.failure = ""
         """Reason why this rank could not write its part; empty if it could. Known once written."""
@@ -35,10 +36,14 @@ class BackgroundSave:
         if request.async_fn is None:  # other ranks write all that this one has
             return
         parts = []
-        for path, key, (others, tensors) in request.async_fn_args[_BUCKETS]:
-            copy = window.copy([tensor for _, tensor in tensors])
-            parts.append((path, key, others, [item for item, _ in tensors], copy))
-            tensors.clear()  # some exist for the checkpoint alone
+        try:
+            for path, key, (others, tensors) in request.async_fn_args[_BUCKETS]:
+                copy = window.copy([tensor for _, tensor in tensors])
+                parts.append((path, key, others, [item for item, _ in tensors], copy))
+                tensors.clear()  # some exist for the checkpoint alone
+        except (RuntimeError, MemoryError) as error:  # any other writer would fail alike, one after another
+            self.failure = f"no copy of the state: {type(error).__name__}: {error}"
+            return
         self._thread = threading.Thread(target=self._write, args=(parts,), name="checkpoint", daemon=True)
         self._thread.start()
 

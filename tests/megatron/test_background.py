@@ -1,0 +1,53 @@
+"""What a save in the background does with upstream's request, also where the host has no memory for the copy."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_recover.megatron.checkpoint.background import BackgroundSave
+from megatron_recover.trainer.state_window import StateWindow
+
+
+def request(written: list[Any], results: Any, tensor: torch.Tensor) -> SimpleNamespace:
+    def write(rank: int, buckets: Any, found: Any) -> None:
+        written.extend((path, item, each.tolist()) for path, _, (_, tensors) in buckets for item, each in tensors)
+        found.put({0: ["result"]})
+
+    buckets = [("path", "key", ([], [("item", tensor)]))]
+    return SimpleNamespace(async_fn=write, async_fn_args=[0, buckets, results], async_fn_kwargs={}, finalize_fns=[])
+
+
+def test_the_copy_is_written_and_upstream_gets_the_results() -> None:
+    written, results, tensor = [], queue.SimpleQueue(), torch.ones(2)
+    save = BackgroundSave(request(written, results, tensor), StateWindow())
+    tensor.zero_()
+    save.wait()
+    assert save.is_written and not save.failure
+    assert written == [("path", "item", [1, 1])] and results.get_nowait() == {0: ["result"]}
+
+
+def test_without_memory_for_the_copy_the_save_has_failed_and_no_more() -> None:
+    class Full(StateWindow):
+        def copy(self, tensors: Any) -> Any:
+            raise RuntimeError("CUDA error: out of memory")
+
+    written: list[Any] = []
+    save = BackgroundSave(request(written, queue.SimpleQueue(), torch.ones(2)), Full())
+    save.wait()
+    assert save.is_written and save.failure == "no copy of the state: RuntimeError: CUDA error: out of memory"
+    assert written == []
+
+
+def test_an_error_of_the_write_is_the_failure() -> None:
+    def failing(rank: int, buckets: Any, found: Any) -> None:
+        found.put(RuntimeError("a disk"))
+
+    asked = request([], queue.SimpleQueue(), torch.ones(2))
+    asked.async_fn = failing
+    save = BackgroundSave(asked, StateWindow())
+    save.wait()
+    assert save.failure == "RuntimeError: a disk"
