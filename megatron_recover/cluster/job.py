@@ -103,10 +103,10 @@ def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:
 
 
 def claim_log_links(folder: Path, run_id: str) -> Path:
-    """Create a folder of its own for this run in the folder of `--log-dir`; return its path.
+    """Create a folder for this run alone in `folder`, which `--log-dir` gives; return its path.
 
-    It is named as torchrun names it, by the run id and some characters. Raises ValueError with the
-    remedy.
+    The name is as torchrun makes it: the run id and some random characters. Raises ValueError with
+    the remedy.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
