@@ -260,6 +260,10 @@ def main(argv: list[str]) -> int:
         )
     try:
         link_logs(job)
+    except ValueError as error:
+        _discard(job, existed=existed)
+        parser.error(str(error))
+    try:
         if chaos_text:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
             if not arguments.quiet and not Path(arguments.chaos).is_file():
@@ -269,7 +273,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        # Its descriptions or its trace could not be written; both must exist before training.
+        # The run's descriptions or its trace could not be written. Both must exist before training.
         print(
             f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run could not be started. "
             "Make room there, or give another folder.",
