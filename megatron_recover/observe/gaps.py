@@ -23,6 +23,9 @@ from megatron_recover.observe.history import History
 
 LAUNCHER = -1
 """Replica number of a gap in the events of launcher, coordinator and agent."""
+_ABOUT_A_RANK = (trace.Fault, trace.RankSilent, trace.RankMoved)
+"""Events that do not show which of its events a rank has recorded: faults, and those that the agent
+writes about a rank."""
 
 
 class Gaps:
@@ -62,7 +65,7 @@ class Gaps:
                 open_since.setdefault((event.replica, event.rank), before.get((event.replica, event.rank)))
                 continue
             step = getattr(event, "step", None)
-            if step is None or isinstance(event, trace.Fault):
+            if step is None or isinstance(event, _ABOUT_A_RANK):
                 continue
             generation = getattr(event, "generation", None)
             if launcher and generation is not None and generation not in announced:
