@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
@@ -37,7 +38,8 @@ def taken() -> dict[str, Tensor]:
 def give(losses: Sequence[dict[str, Tensor]]) -> None:
     """Remove the entries that come from `taken` from the losses of all ids.
 
-    Store their sum in the tracker. Do nothing if no id has such an entry.
+    Store their sum in the tracker, and the group over which upstream averages it. Do nothing if no
+    id has such an entry.
     """
     values = [each.pop(_KEY) for each in losses if _KEY in each]
     if not values:
@@ -45,3 +47,6 @@ def give(losses: Sequence[dict[str, Tensor]]) -> None:
     total = torch.stack(values).double().sum(0)
     for name, its_total in zip(_VALUES, total.to(values[0].dtype).unbind(), strict=True):
         MTPLossLoggingHelper.tracker[name] = its_total
+    # Upstream sets the group in a forward, and this replica may have run none since upstream has
+    # cleared the tracker.
+    MTPLossLoggingHelper.tracker["avg_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
