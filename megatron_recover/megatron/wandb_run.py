@@ -6,14 +6,15 @@ package.
 
 Note [One run]
     All replicas know the same run id: that of `WANDB_RUN_ID`, else that of the checkpoint that is
-    loaded, else a hash of the run directory's name. Each checkpoint contains the id. A replica that
+    loaded, else a hash of the run directory's path. Each checkpoint contains the id. A replica that
     becomes the writer resumes the run of that id, and first logs what the dead writer may not have
     logged (`MissedCalls`). If a step is logged twice, the server keeps the first value.
 
 Note [Not in the way]
-    `wandb.init` waits for a server. So a thread calls the package, in the order of the calls, and
-    training waits for the thread in `finish` alone, with a deadline. An error of the package is
-    printed. It costs values at Weights & Biases, and ends no rank.
+    `wandb.init` waits for a server. So a thread calls the package, in the order of the calls. A
+    rank waits for that thread in `end` alone, with a deadline. By then the job has ended, so no
+    other rank waits. An error of the package is printed. It costs values at Weights & Biases, and
+    ends no rank.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class WandbFactory:
         """Store `driver()`, which is called at each use and not before.
 
         - `given_id`: the run id that the user has given (`WANDB_RUN_ID`), or "".
-        - `run_dir`: the run directory. A run id is made of its name if there is no other.
+        - `run_dir`: the run directory. A run id is made of its path if there is no other.
         """
         self._driver, self._given_id, self._run_dir = driver, given_id, run_dir
         self._wandb: Wandb | None = None
         self.finish_s = 0.0
-        """Seconds that the end of training waits for the package. Set it before training begins."""
+        """Seconds that `end` waits for the package. Set them before training begins."""
         self.run_id = ""
         """Run id; empty without `--wandb-project`. `set_writer` sets it, on all ranks."""
 
@@ -58,6 +59,11 @@ class WandbFactory:
         """Call `Wandb.flush`, if this rank has a stand-in."""
         if self._wandb is not None:
             self._wandb.flush()
+
+    def end(self) -> None:
+        """Call `Wandb.end`, if this rank has a stand-in."""
+        if self._wandb is not None:
+            self._wandb.end()
 
     def set_writer(self, args: Namespace) -> None:
         """Set the run id, and on the last rank Megatron's wandb writer, with `--wandb-project`.
@@ -103,7 +109,7 @@ def _loaded_id(args: Namespace) -> str:
 class Wandb:
     """Stands for the module `wandb`, as far as upstream uses the module after `wandb.init`.
 
-    The training thread calls all methods up to `finish`. A thread `wandb` calls the package.
+    The training thread calls all public methods. A thread `wandb` calls the package.
     """
 
     KEEP_S = 120.0
@@ -113,15 +119,15 @@ class Wandb:
         """Store `settings`, the arguments of `wandb.init`.
 
         `wandb.init` is called when this replica first logs as the writer, or at the end.
-        `finish_s()` returns the seconds that `finish` waits for the package to write or send what
-        is left.
+        `finish_s()` returns the seconds that `end` waits for the package to write or send what is
+        left.
         """
         self._driver, self._settings, self._finish_s = driver, settings, finish_s
         self._missed: MissedCalls[_Call] = MissedCalls(self.KEEP_S)
         self._first: list[_Call] = []
         """Calls to make first after `wandb.init`, such as for the configuration of the job."""
         self._saved: list[_Call] = []
-        """Calls that log checkpoints as artifacts, to make at the next `log` or at `finish`."""
+        """Calls that log checkpoints as artifacts, to make at the next `log` or at `end`."""
         self._thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
 
@@ -188,7 +194,7 @@ class Wandb:
         return _Artifact(args, kwargs)
 
     def log_artifact(self, artifact: _Artifact, aliases: Sequence[str]) -> None:
-        """Log a checkpoint as an artifact, at the next call of `log` or `finish` as the writer.
+        """Log a checkpoint as an artifact, at the next call of `log` or `end` as the writer.
 
         Not now: upstream calls this while rank 0 still gives the checkpoint its name.
         """
@@ -202,9 +208,17 @@ class Wandb:
         self._missed.flush()
 
     def finish(self) -> None:
+        """Do nothing: the last checkpoint may not have its name yet, and the writer may still die.
+
+        Upstream calls this when training is over; `end` follows.
+        """
+
+    # --- The end ----------------------------------------------------------------------------------
+
+    def end(self) -> None:
         """End the run as the writer, and wait at most `finish_s` seconds; otherwise do nothing.
 
-        Nothing can be logged after that.
+        Call this when the job has ended. Nothing can be logged after that.
         """
         if not self._driver.is_writer():
             return

@@ -60,7 +60,7 @@ class Regions(Protocol):
         """
 
     def end_watch(self) -> None:
-        """Stop watching, if a backward was watched. Called after every backward."""
+        """Stop watching, if a backward was watched. Called after every backward if `can_watch`."""
 
 
 class Bucket:
