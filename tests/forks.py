@@ -41,14 +41,27 @@ def _can_fork(environment: Mapping[str, str]) -> bool:
     return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)} == _AT_START
 
 
-def start(command: Sequence[str], *, cwd: pathlib.Path, environment: Mapping[str, str]) -> Program | subprocess.Popen[str]:
-    """Start a program of this package, with one pipe for what it prints; as a fork where that is the same."""
-    if has_gpu() or not _can_fork(environment):  # a fork could use no GPU
-        return subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env=environment,
-        )  # fmt: skip
-    return Program(command, cwd=cwd, environment=environment)
+def start(
+    command: Sequence[str],
+    *,
+    cwd: pathlib.Path,
+    environment: Mapping[str, str],
+    output: int | None = None,
+    hangup: signal.Handlers = signal.SIG_DFL,
+    is_fresh: bool = False,
+) -> Program | subprocess.Popen[str]:
+    """Start a program of this package at the head of a session, as a fork where that is the same.
+
+    What it prints goes to the descriptor `output`; None: to a pipe. It finds SIGHUP set to `hangup`. `is_fresh`: start an
+    interpreter in any case.
+    """
+    if not is_fresh and not has_gpu() and _can_fork(environment):  # a fork could use no GPU
+        return Program(command, cwd=cwd, environment=environment, output=output, hangup=hangup)
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE if output is None else output, stderr=subprocess.STDOUT, text=True,
+        stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
+    )  # fmt: skip
 
 
 def run(command: Sequence[str], *, cwd: pathlib.Path, deadline_s: float) -> tuple[int, str]:
@@ -66,26 +79,38 @@ def run(command: Sequence[str], *, cwd: pathlib.Path, deadline_s: float) -> tupl
 class Program:
     """`python -m MODULE ARGUMENT...` as a fork, with the methods of `subprocess.Popen` that are needed.
 
-    Its stdout and stderr are one pipe of text.
+    It leads a session, and its stdout and stderr are one: a pipe of text, or what is given.
     """
 
-    def __init__(self, command: Sequence[str], *, cwd: pathlib.Path, environment: Mapping[str, str]) -> None:
-        """Start `command`, which begins with `sys.executable -m`."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: pathlib.Path,
+        environment: Mapping[str, str],
+        output: int | None = None,
+        hangup: signal.Handlers = signal.SIG_DFL,
+    ) -> None:
+        """Start `command`, which begins with `sys.executable -m`. `hangup`: what it finds SIGHUP set to."""
         assert list(command[:2]) == [sys.executable, "-m"], command
         reading, writing = os.pipe()
         try:
-            arguments = (_Descriptor(writing), command[2:], cwd, dict(environment))
+            self._pipe: Any = open(reading, errors="replace")  # noqa: SIM115
+            handed = _Descriptor(writing if output is None else output)
+            arguments = (handed, command[2:], cwd, dict(environment), hangup)
             # Not waited for at the end of pytest, should a test leave it behind.
             self._process = CONTEXT.Process(target=_begin, args=arguments, daemon=True)
             self._process.start()
         finally:
             os.close(writing)
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
         self._output: list[str] = []
-        self._reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def _read(self, descriptor: int) -> None:
-        with open(descriptor, errors="replace") as file:
+    def _read(self) -> None:
+        with self._pipe as file:
             self._output.append(file.read())
 
     @property
@@ -93,14 +118,29 @@ class Program:
         """Its exit code; negative: the signal that ended it; None: it runs."""
         return self._process.exitcode
 
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        return self.returncode
+
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        """Send it a signal, unless it is over."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it at once."""
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code once it is over; raises `subprocess.TimeoutExpired`."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("python -m", timeout or 0.0)
+        return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Wait until nobody can write to the pipe any more and the process is over; raises `subprocess.TimeoutExpired`."""
@@ -125,9 +165,12 @@ def _detached(handed: Any) -> int:
     return handed.detach()
 
 
-def _begin(output: int, command: Sequence[str], cwd: pathlib.Path, environment: Mapping[str, str]) -> NoReturn:
+def _begin(
+    output: int, command: Sequence[str], cwd: pathlib.Path, environment: Mapping[str, str], hangup: signal.Handlers
+) -> NoReturn:
     """Turn a process of `CONTEXT` into a program whose own programs are forks as well."""
     os.setsid()
+    signal.signal(signal.SIGHUP, hangup)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(cwd)
