@@ -50,12 +50,13 @@ def start(
     hangup: signal.Handlers = signal.SIG_DFL,
     is_fresh: bool = False,
 ) -> Program | subprocess.Popen[str]:
-    """Start a program of this package at the head of a session, as a fork where that is the same.
+    """Start a program at the head of a session; as a fork, if it is a module of Python and finds the same then.
 
     What it prints goes to the descriptor `output`; None: to a pipe. It finds SIGHUP set to `hangup`. `is_fresh`: start an
     interpreter in any case.
     """
-    if not is_fresh and not has_gpu() and _can_fork(environment):  # a fork could use no GPU
+    is_module = list(command[:2]) == [sys.executable, "-m"]
+    if is_module and not is_fresh and not has_gpu() and _can_fork(environment):  # a fork could use no GPU
         return Program(command, cwd=cwd, environment=environment, output=output, hangup=hangup)
     return subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE if output is None else output, stderr=subprocess.STDOUT, text=True,
@@ -219,12 +220,13 @@ def _become(command: Sequence[str], environment: Mapping[str, str], kept: Collec
 def _forget_parent(kept: Collection[int]) -> None:
     """Close the parent's descriptors, and set signal handlers and standard streams as a new interpreter has them."""
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) != signal.SIG_IGN:  # native code may have set a handler that Python does not know
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # `subprocess` restores them, and an interpreter ignores them
+        signal.signal(number, signal.SIG_IGN)
     begin = 3
     for descriptor in sorted(kept):
         os.closerange(begin, descriptor)

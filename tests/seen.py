@@ -21,6 +21,7 @@ def seen() -> dict[str, object]:
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "handlers": {int(number): str(signal.getsignal(number)).split(" at ")[0] for number in signal.valid_signals()},
+        "ignored and blocked": [line for line in open("/proc/self/status") if line.startswith(("SigIgn", "SigBlk", "SigCgt"))],
         "is child of multiprocessing": multiprocessing.parent_process() is not None,
         "leads a session": os.getsid(0) == os.getpid(),
         "main": (main.__name__, getattr(main, "__file__", None), main.__spec__ and main.__spec__.name),
