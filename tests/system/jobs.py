@@ -170,10 +170,9 @@ def text_data(folder: pathlib.Path) -> pathlib.Path:
     """A small byte-level data set made from Python's own sources; returns the prefix for `--data-path`."""
     prefix = folder / "text"
     sources = sorted(pathlib.Path(json.__file__).parents[1].glob("[a-c]*.py"))
-    subprocess.run(
-        [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), *map(str, sources)],
-        cwd=ROOT, check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), *map(str, sources)]
+    exit_code, output = forks.run(command, cwd=ROOT, deadline_s=120.0)
+    assert exit_code == 0, output
     return prefix
 
 
