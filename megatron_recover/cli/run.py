@@ -137,6 +137,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     rank_start = _rank_start(arguments.rank_start)
     num_replicas, lanes = _size(arguments, line, flags)
     judged = preflight(flags, num_replicas=num_replicas, lanes=lanes)
+    launch_line.judge(line, num_replicas * judged.layout.num_ranks, judged.config.deadline_s)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
     if arguments.chaos is not None:
@@ -146,6 +147,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     job = Job(
         argv=(*(["-m"] if line.is_module else []), script, *flags), num_replicas=num_replicas,
         layout=judged.layout, config=judged.config,
+        streams=line.streams, signals=line.signals, shutdown_timeout_s=line.shutdown_timeout_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
         rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
