@@ -14,8 +14,6 @@ import operator
 import os
 import re
 import signal
-import subprocess
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ import msgspec
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import PREFIX, Stream, Streams
 from megatron_recover.config import NumaBinding
-from megatron_recover.host.gpus import has_gpu
+from megatron_recover.host.gpus import gpu_bytes, has_gpu
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -295,24 +293,13 @@ def _num_processes(text: str) -> int:
     if text == "cpu" or (text == "auto" and not has_gpu()):
         return len(os.sched_getaffinity(0))
     if text in ("gpu", "auto"):
-        number = _num_gpus()
+        number = len(gpu_bytes())
         if number < 1:
             raise ValueError(", but torch finds no GPU; give the number of processes")
         return number
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("; give a number of at least 1, gpu, cpu or auto")
     return int(text)
-
-
-def _num_gpus() -> int:
-    """Return how many GPUs torch finds, by a process that ends at once.
-
-    The launcher itself asks no driver: what it forked then could use no GPU.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True, check=False
-    )  # fmt: skip
-    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
 
 
 def behind_script(command: Sequence[str], parser: ArgumentParser) -> list[str]:

@@ -200,10 +200,10 @@ def test_flags_that_do_not_suit_the_job_are_refused() -> None:
 @pytest.mark.parametrize("text", ["gpu", "auto"])
 def test_processes_for_gpus_need_a_gpu(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_line, "has_gpu", lambda: True)
-    monkeypatch.setattr(launch_line, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(launch_line, "gpu_bytes", tuple)
     with pytest.raises(ValueError, match=f"--nproc-per-node is {text}, but torch finds no GPU"):
         read(f"--nproc-per-node {text}")
-    monkeypatch.setattr(launch_line, "_num_gpus", lambda: 8)
+    monkeypatch.setattr(launch_line, "gpu_bytes", lambda: (80 * 10**9,) * 8)
     assert read(f"--nproc-per-node {text}").num_processes == 8
 
 
@@ -222,8 +222,17 @@ def size(line: str, flags: str) -> tuple[int, int]:
     [
         ("--nproc-per-node 8", "", (8, 1)),
         ("--nproc-per-node 8", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", (2, 1)),
-        ("--nproc-per-node 8", "--expert-model-parallel-size 4 --tensor-model-parallel-size 2", (2, 2)),
-        ("--nproc-per-node 8", "--expert-model-parallel-size 2 --tensor-model-parallel-size 4", (2, 1)),
+        ("--nproc-per-node 8", "--expert-model-parallel-size 4 --tensor-model-parallel-size 2", (1, 4)),
+        (
+            "--nproc-per-node 8",
+            "--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+            (2, 2),
+        ),
+        (
+            "--nproc-per-node 8",
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1",
+            (2, 1),
+        ),
         ("--nproc-per-node 8 --lanes 4", "", (2, 4)),
         ("--nproc-per-node 8 --replicas 2", "--tensor-model-parallel-size 4", (2, 1)),
         ("--replicas 3", "--tensor-model-parallel-size 4", (3, 1)),

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.job import link_logs
-from megatron_recover.cluster.output import Output, OutputBookmark, Reader, Who, Why, create, create_output_bookmark
+from megatron_recover.cluster.output import Copied, Output, OutputBookmark, Reader, Who, Why, create, create_output_bookmark
 from megatron_recover.cluster.output import lost_note as lost
 from megatron_recover.cluster.streams import Stream, Streams, Tee
 from megatron_recover.core.values import ExitCode
@@ -170,3 +170,15 @@ def test_the_rank_that_failed_first_has_the_first_word_at_the_end(
         f"--- end of {name.format(1)}", "    Error: a consequence",
         f"--- end of {name.format(0)}", "    Error: survived",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", Reader)
+def test_what_waits_for_the_console_alone_counts_as_waiting(reader: Reader, tmp_path: Path) -> None:
+    made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
+    os.write(made.descriptor, b"x" * 10_000)
+    end = bookmark.end(0, made)
+    bookmark.commit(0, Copied(end, 10_000))
+    bookmark.drop({0: made}, 1000, Who.RECORDER)
+    assert bookmark.lost(0) == 0, "nobody waits for it"
+    bookmark.drop({0: made}, 1000, Who.RECORDER, read={reader: {0}})
+    assert end - 1000 <= bookmark.lost(0) < end
