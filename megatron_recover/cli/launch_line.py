@@ -10,6 +10,7 @@ spelling. As for torchrun, a variable PET_NAME stands for a flag that is not giv
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import os
 import re
@@ -303,7 +304,16 @@ def _num_processes(text: str) -> int:
 
 
 def behind_script(command: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Return the launcher's own flags among the script's words, without torchrun's; once each."""
+    """Return the launcher's own flags among the script's words, without torchrun's; once each.
+
+    A value that follows as a word of its own is part of the text.
+    """
     theirs = {name for flag in TORCHRUN for name in flag.names} | {"-h", "--help"}
-    ours = {option for action in parser._actions for option in action.option_strings} - theirs
-    return [word for word in dict.fromkeys(each.partition("=")[0] for each in command[1:]) if word in ours]
+    ours = {name: action for action in parser._actions for name in action.option_strings if name not in theirs}
+    found: dict[str, str] = {}
+    for word, following in itertools.pairwise([*command[1:], ""]):
+        name = word.partition("=")[0]
+        if name in ours and name not in found:
+            has_value = word == name and ours[name].nargs != 0 and following
+            found[name] = f"{word} {following}" if has_value else word
+    return list(found.values())

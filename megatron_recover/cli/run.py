@@ -282,9 +282,10 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
-    for flag in launch_line.behind_script(command, parser):
+    for words in launch_line.behind_script(command, parser):
         print(
-            f"megatron-recover run: {flag} behind {job.script} is the script's; write it in front for the launcher",
+            f"megatron-recover run: {words} behind {job.script} is the script's; if it is for the launcher, write: "
+            f"megatron-recover run {words} ... {job.script} ...",
             file=sys.stderr,
         )
     try:

@@ -6,7 +6,7 @@ import os
 import signal
 from argparse import REMAINDER, Action
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 from torch.numa.binding import AffinityMode
 
 from megatron_recover.cli import launch_line, run
-from megatron_recover.cluster.job import claim_log_links
+from megatron_recover.cluster.job import Job, claim_log_links
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import Stream, Streams
 from megatron_recover.config import NumaBinding
@@ -283,9 +283,30 @@ def test_what_follows_from_other_flags_is_told_and_so_is_a_lack_of_protection(
     ]
 
 
-def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told() -> None:
-    command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--replicas", "2"]
-    assert launch_line.behind_script(command, run._parser()) == ["--run-dir", "--chaos", "--replicas"]
+def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--quiet", "--replicas"]
+    assert launch_line.behind_script(command, run._parser()) == [
+        "--run-dir x", "--chaos=rate=0.1,seed=1", "--quiet", "--replicas",
+    ]  # fmt: skip
+    jobs: list[Job] = []
+
+    def start(job: Job, *, quiet: bool) -> NoReturn:
+        jobs.append(job)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "Launcher", start)
+    (script := tmp_path / "train.py").touch()
+    with pytest.raises(KeyboardInterrupt):
+        run.main(
+            ["--replicas", "2", "--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split(), "--trace-level", "faults"]
+        )
+    assert (jobs[0].trace_level, jobs[0].argv[-2:]) == ("microbatches", ("--trace-level", "faults"))
+    assert capsys.readouterr().err == (
+        f"megatron-recover run: --trace-level faults behind {script} is the script's; if it is for the launcher, write: "
+        f"megatron-recover run --trace-level faults ... {script} ...\n"
+    )
 
 
 def test_a_folder_for_logs_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
