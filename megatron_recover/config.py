@@ -108,6 +108,10 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("\n".join(found))
 
 
+NumaBinding = Literal["node", "socket", "exclusive", "core-complex"]
+"""CPUs near a GPU, as torch's `AffinityMode` selects them."""
+
+
 class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """The place of one rank in the run, given by the launcher; absent under plain torchrun."""
 
@@ -126,6 +130,10 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """`time.monotonic()` of the launcher at the start of the run: zero of the trace's clock."""
     faults: tuple[str, ...] = ()
     """Faults for this rank, each as JSON of `faults.Fault`."""
+    gpu: int = 0
+    """Number of the rank's GPU on this node, if it has one."""
+    numa_binding: NumaBinding | None = None
+    """CPUs on which the rank runs; None: all that the launcher may use."""
     dry_run: bool = False
     """True: judge the arguments as this rank would, and end with exit code `DRY_RUN_PASSED` or 2.
 

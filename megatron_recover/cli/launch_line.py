@@ -9,18 +9,23 @@ spelling. As for torchrun, a variable PET_NAME stands for a flag that is not giv
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import os
 import re
-import subprocess
-import sys
+import signal
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, cast, get_args
 
 import msgspec
 
-from megatron_recover.host.gpus import has_gpu
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL
+from megatron_recover.cluster.streams import PREFIX, Stream, Streams
+from megatron_recover.config import NumaBinding
+from megatron_recover.host.gpus import gpu_bytes, has_gpu
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -35,6 +40,10 @@ class Flag(msgspec.Struct, frozen=True):
     """taken: the meaning. noted: why nothing changes. refused: the remedy."""
     takes_value: bool = True
     short: str = ""
+    since: tuple[int, int] = (2, 11)
+    """First release of torch that has the flag; 2.11: also older ones may have it."""
+    has_variable: bool = True
+    """True if a variable PET_NAME stands for the flag."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,8 +57,11 @@ class Flag(msgspec.Struct, frozen=True):
         return self.name[2:].replace("-", "_")
 
 
+_CAN_END = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""Signals that may end a job. Others have another use here, or cannot be handled."""
+_SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _ONE_NODE = "all processes are on this node, and they meet without an address"
-_LOGS = "every rank's output is in the logs of --run-dir; the console shows the writer's"
+_SIGNALS = ",".join(signal.Signals(number).name for number in TOLD_TO_ALL)
 TORCHRUN = (
     Flag("--nnodes", "taken", "number of nodes; 1 for now"),
     Flag("--nproc-per-node", "taken", "number of processes on this node: a number, gpu, cpu or auto (default: 1)"),
@@ -62,25 +74,34 @@ TORCHRUN = (
     Flag("--monitor-interval", "noted", "a process that ends is noticed at once"),
     Flag("--start-method", "noted", "--rank-start says how the processes of ranks start"),
     Flag("--event-log-handler", "refused", "events are in events.jsonl of --run-dir; leave it out"),
-    Flag("--role", "noted", "all processes have one role"),
+    Flag("--role", "taken", "ROLE_NAME of the ranks, and their name in front of teed lines (default: default)"),
     Flag("--module", "taken", "the script is the name of a module, as for python -m", takes_value=False, short="-m"),
     Flag("--no-python", "refused", "the training script has to be Python; leave it out", takes_value=False),
     Flag("--run-path", "noted", "every script is run by runpy.run_path, in the process of its rank", takes_value=False),
-    Flag("--log-dir", "taken", "folder for links to the logs of all ranks: ID_*/attempt_0/RANK/stdout.log"),
-    Flag("--redirects", "noted", _LOGS, short="-r"),
-    Flag("--tee", "noted", _LOGS, short="-t"),
-    Flag("--local-ranks-filter", "noted", _LOGS),
-    Flag("--duplicate-stdout-filters", "refused", f"{_LOGS}; leave it out"),
-    Flag("--duplicate-stderr-filters", "refused", f"{_LOGS}; leave it out"),
+    Flag("--log-dir", "taken", "folder for links to the logs of all ranks: ID_*/attempt_0/RANK/stdout.log, stderr.log"),
+    Flag("--redirects", "taken", "streams with a log by themselves that the console does not show: 0 (none), 1 (stdout), 2 "
+         "(stderr), 3 (both), or by rank, such as 0:1,1:3 (default: 0)", short="-r"),
+    Flag("--tee", "taken", "streams with a log by themselves of which the console shows every line, behind [ROLE and RANK]:; "
+         "values as for --redirects (default: 0)", short="-t"),
+    Flag("--local-ranks-filter", "taken", "ranks of which the console shows anything, such as 0,7 (default: all)"),
+    Flag("--log-line-prefix-template", "taken", "text in front of teed lines, with ${role_name}, ${local_rank}, ${rank} and "
+         "${hostname} (default: [${role_name}${local_rank}]:)", since=(2, 14)),
+    Flag("--duplicate-stdout-filters", "taken", "texts, such as loss,error: teed lines of stdout with one of them are also in "
+         "logs/filtered_stdout.log"),
+    Flag("--duplicate-stderr-filters", "taken", "the same for stderr"),
     Flag("--node-rank", "taken", "number of this node; 0 for now"),
     Flag("--master-addr", "noted", _ONE_NODE),
     Flag("--master-port", "noted", _ONE_NODE),
     Flag("--local-addr", "noted", _ONE_NODE),
-    Flag("--logs-specs", "refused", f"{_LOGS}; leave it out"),
-    Flag("--numa-binding", "refused", "ranks are not bound to NUMA nodes yet; leave it out, or bind the launcher by numactl"),
-    Flag("--signals-to-handle", "refused", "SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 end the job; leave it out"),
-    Flag("--shutdown-timeout", "refused", "--recover-deadline-s, behind the script, bounds the end of a job; leave it out"),
+    Flag("--logs-specs", "refused", "every rank's output is in the logs of --run-dir; leave it out", has_variable=False),
+    Flag("--numa-binding", "taken", "node, socket, exclusive or core-complex: each rank runs on the CPUs near its GPU that "
+         "torch finds", has_variable=False),
+    Flag("--signals-to-handle", "taken", f"signals that end the job (default: {_SIGNALS})"),
+    Flag("--shutdown-timeout", "taken", "seconds, at most --recover-deadline-s, that a job has to end after such a signal, and "
+         "its processes after a failure, before everything is killed (default: none after a signal)", since=(2, 12)),
     Flag("--virtual-local-rank", "refused", "LOCAL_RANK picks the device of a rank; leave it out", takes_value=False),
+    Flag("--print-completion", "refused", "torchrun prints completions of its own name; leave it out", since=(2, 14),
+         has_variable=False),
 )  # fmt: skip
 """Every flag of torchrun, in the order of its parser."""
 
@@ -96,6 +117,11 @@ class Choice(msgspec.Struct, frozen=True):
     """True if the script is the name of a module."""
     log_dir: Path | None
     """Folder in which links to the logs are to be made."""
+    streams: Streams
+    signals: tuple[int, ...]
+    """Signals that end the job."""
+    shutdown_timeout_s: int | None
+    numa_binding: NumaBinding | None
     notes: tuple[str, ...]
     """One line for each flag that changes nothing here."""
 
@@ -117,6 +143,8 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     Raises ValueError with one line per flag that cannot be accepted.
     """
     given = dict(_given(arguments, environment))
+    if _SHUTDOWN_VARIABLE in environment:
+        given.setdefault("shutdown_timeout", environment[_SHUTDOWN_VARIABLE])
     found = [f"{each.name} is not supported: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "refused"]
     nodes = given.get("nnodes", "1")
     if not re.fullmatch(r"1(:1)?", nodes):
@@ -127,25 +155,133 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
         found.append(f"--rdzv-backend {given['rdzv_backend']} is not supported; leave it out: {_ONE_NODE}")
     if given.get("module") and given.get("run_path"):
         found.append("--module and --run-path exclude each other; the first is for a module, the second for a file")
-    num_processes = None
-    try:
-        num_processes = _num_processes(given["nproc_per_node"]) if "nproc_per_node" in given else None
-    except ValueError as error:
-        found.append(str(error))
+    reader = _Reader(given, found)
+    choice = Choice(
+        num_processes=reader.read("nproc_per_node", _num_processes),
+        run_id=given.get("rdzv_id", "none"), is_module="module" in given,
+        log_dir=Path(given["log_dir"]) if "log_dir" in given else None,
+        streams=_streams(reader, environment),
+        signals=reader.read("signals_to_handle", _signals) or TOLD_TO_ALL,
+        shutdown_timeout_s=reader.read("shutdown_timeout", _seconds),
+        numa_binding=reader.read("numa_binding", _numa_binding),
+        notes=tuple(
+            f"{each.name} changes nothing here: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "noted"
+        ),
+    )  # fmt: skip
     if found:
         raise ValueError("\n".join(found))
-    notes = tuple(
-        f"{each.name} changes nothing here: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "noted"
+    return choice
+
+
+def judge(line: Choice, num_processes: int, deadline_s: float) -> None:
+    """Raise ValueError where torchrun's flags do not suit the job.
+
+    `deadline_s`: the value of `--recover-deadline-s`.
+    """
+    found = []
+    if absent := sorted(place for place in line.streams.named if place >= num_processes):
+        found.append(
+            f"--redirects, --tee or --local-ranks-filter names rank {absent[0]}; the ranks of this job are 0 to "
+            f"{num_processes - 1}, counted over all replicas"
+        )
+    if line.shutdown_timeout_s is not None and line.shutdown_timeout_s > deadline_s:
+        found.append(
+            f"--shutdown-timeout is {line.shutdown_timeout_s}; it must be at most --recover-deadline-s ({deadline_s:g}), after "
+            "which a job that does not end is ended in any case"
+        )
+    if found:
+        raise ValueError("\n".join(found))
+
+
+class _Reader(NamedTuple):
+    """Reads values of flags, and collects what is wrong with them."""
+
+    given: Mapping[str, str]
+    found: list[str]
+
+    def read[Value](self, dest: str, convert: Callable[[str], Value]) -> Value | None:
+        """Return the value of a flag, None if it is absent or wrong.
+
+        `convert` raises ValueError with what is to be given instead.
+        """
+        if dest not in self.given:
+            return None
+        try:
+            return convert(self.given[dest])
+        except ValueError as error:
+            self.found.append(f"--{dest.replace('_', '-')} is {self.given[dest]}{error}")
+            return None
+
+
+def _streams(reader: _Reader, environment: Mapping[str, str]) -> Streams:
+    """Return where the output of ranks goes."""
+    given = reader.given
+    tee = reader.read("tee", _by_rank) or 0
+    filters = {
+        stream: _texts(given[dest])
+        for dest, stream in (("duplicate_stdout_filters", Stream.OUT), ("duplicate_stderr_filters", Stream.ERR))
+        if dest in given
+    }
+    teed = tee if isinstance(tee, int) else functools.reduce(operator.or_, tee.values())
+    reader.found.extend(
+        f"--duplicate-{name}-filters selects teed lines, and --tee names no {name}; give --tee 3"
+        for name, stream in (("stdout", Stream.OUT), ("stderr", Stream.ERR))
+        if stream in filters and not teed & stream
     )
-    log_dir = Path(given["log_dir"]) if "log_dir" in given else None
-    return Choice(num_processes, given.get("rdzv_id", "none"), "module" in given, log_dir, notes)
+    prefix = given.get("log_line_prefix_template") or environment.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    return Streams(
+        redirects=reader.read("redirects", _by_rank) or 0, tee=tee,
+        shown=reader.read("local_ranks_filter", _ranks) or frozenset(), prefix=prefix or PREFIX,
+        role=given.get("role", "default"), filters=filters,
+    )  # fmt: skip
+
+
+def _by_rank(text: str) -> int | dict[int, int]:
+    """Return the streams of all ranks, or of each rank, that `--tee` or `--redirects` names."""
+    if re.fullmatch(r"[0-3]", text):
+        return int(text)
+    if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        return {int(rank): int(streams) for rank, _, streams in (each.partition(":") for each in text.split(","))}
+    raise ValueError("; give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of these by rank, such as 0:1,1:3")
+
+
+def _ranks(text: str) -> frozenset[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError("; give numbers of ranks, such as 0,7")
+    return frozenset(map(int, text.split(",")))
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    """Return texts that are separated by commas; two commas stand for one in a text."""
+    return tuple(each.replace("\0", ",") for each in text.replace(",,", "\0").split(","))
+
+
+def _signals(text: str) -> tuple[int, ...]:
+    names = [each.strip() for each in text.split(",")]
+    if not set(names) <= set(_CAN_END):
+        raise ValueError(f"; give some of {', '.join(_CAN_END)}, separated by commas")
+    return tuple(signal.Signals[name] for name in dict.fromkeys(names))
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("; give a whole number of seconds")
+    return int(text)
+
+
+def _numa_binding(text: str) -> NumaBinding:
+    if text not in get_args(NumaBinding):
+        raise ValueError(f"; give one of {', '.join(get_args(NumaBinding))}")
+    if not has_gpu():
+        raise ValueError(", but this machine has no GPU near which a rank could run; leave it out, or use numactl")
+    return cast(NumaBinding, text)
 
 
 def _given(arguments: Namespace, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield name and value of each of torchrun's flags that is given."""
     for flag in TORCHRUN:
         value = getattr(arguments, flag.dest)
-        if value is None:
+        if value is None and flag.has_variable:
             value = environment.get(f"PET_{flag.dest.upper()}")
             if value is not None and not flag.takes_value and value == "0":
                 value = None
@@ -158,28 +294,26 @@ def _num_processes(text: str) -> int:
     if text == "cpu" or (text == "auto" and not has_gpu()):
         return len(os.sched_getaffinity(0))
     if text in ("gpu", "auto"):
-        number = _num_gpus()
+        number = len(gpu_bytes())
         if number < 1:
-            raise ValueError(f"--nproc-per-node is {text}, but torch finds no GPU; give the number of processes")
+            raise ValueError(", but torch finds no GPU; give the number of processes")
         return number
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--nproc-per-node is {text}; give a number of at least 1, gpu, cpu or auto")
+        raise ValueError("; give a number of at least 1, gpu, cpu or auto")
     return int(text)
 
 
-def _num_gpus() -> int:
-    """Return how many GPUs torch finds, by a process that ends at once.
-
-    The launcher itself asks no driver: what it forked then could use no GPU.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True, check=False
-    )  # fmt: skip
-    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
-
-
 def behind_script(command: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Return the launcher's own flags among the script's words, without torchrun's; once each."""
+    """Return the launcher's own flags among the script's words, without torchrun's; once each.
+
+    A value that follows as a word of its own is part of the text.
+    """
     theirs = {name for flag in TORCHRUN for name in flag.names} | {"-h", "--help"}
-    ours = {option for action in parser._actions for option in action.option_strings} - theirs
-    return [word for word in dict.fromkeys(each.partition("=")[0] for each in command[1:]) if word in ours]
+    ours = {name: action for action in parser._actions for name in action.option_strings if name not in theirs}
+    found: dict[str, str] = {}
+    for word, following in itertools.pairwise([*command[1:], ""]):
+        name = word.partition("=")[0]
+        if name in ours and name not in found:
+            has_value = word == name and ours[name].nargs != 0 and following
+            found[name] = f"{word} {following}" if has_value else word
+    return list(found.values())

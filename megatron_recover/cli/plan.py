@@ -110,15 +110,15 @@ def _parser() -> Parser:
     return parser
 
 
-def read_sizes(script: str, flags: Sequence[str]) -> Sizes:
-    """Return the sizes of the model that a script trains.
+def read_sizes(script: str, flags: Sequence[str], verb: str = "plan") -> Sizes:
+    """Return the sizes of the model that a script trains; `-m` is a module, which begins `flags`.
 
     Raises ValueError for bad input, also for a script that never calls `pretrain`. Raises
     ScriptError if the script fails, and OSError if it cannot be read.
     """
-    if _is_shell(script):
+    if script != "-m" and _is_shell(script):
         raise ValueError(f"{script} is a shell script; write the Python script, not the shell script, and its flags")
-    print("megatron-recover plan: reading the sizes of the model", file=sys.stderr, flush=True)
+    print(f"megatron-recover {verb}: reading the sizes of the model", file=sys.stderr, flush=True)
     # The file has no name and the child ends with this process, so a signal leaves nothing.
     with tempfile.TemporaryFile() as file:
         process = subprocess.run(

@@ -26,7 +26,7 @@ from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser, misplaced, split
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
-from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight, replica_of
+from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, Undecided, preflight, shape_of
 from megatron_recover.observe import summary
 
 PRELOAD = (
@@ -88,7 +88,8 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--lanes", type=int, metavar="L",
-        help="data-parallel size inside each replica (default: the smallest over which its experts can be spread)",
+        help="data-parallel size inside each replica (default: the smallest over which its experts can be spread and, on "
+        "GPUs with --nproc-per-node alone, with which a rank fits by plan's estimate)",
     )  # fmt: skip
     parser.add_argument(
         "--rank-start", choices=("auto", *get_args(RankStart)), default="auto",
@@ -136,8 +137,11 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     if (mistake := file_limit_mistake()) is not None:
         raise ValueError(mistake)
     rank_start = _rank_start(arguments.rank_start)
-    num_replicas, lanes = _size(arguments, line, flags)
+    words = (*(["-m"] if line.is_module else []), script)
+    fitting = _fitting(arguments, line, words, flags)
+    num_replicas, lanes = _size(arguments, line, flags, None if fitting is None else fitting[0])
     judged = preflight(flags, num_replicas=num_replicas, lanes=lanes)
+    launch_line.judge(line, num_replicas * judged.layout.num_ranks, judged.config.deadline_s)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
     if arguments.chaos is not None:
@@ -145,8 +149,9 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         _refuse_unseen(faults, arguments.trace_level)
     log_links, run_dir = _folders(line, arguments.run_dir)
     job = Job(
-        argv=(*(["-m"] if line.is_module else []), script, *flags), num_replicas=num_replicas,
+        argv=(*words, *flags), num_replicas=num_replicas,
         layout=judged.layout, config=judged.config,
+        streams=line.streams, signals=line.signals, shutdown_timeout_s=line.shutdown_timeout_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
         rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
@@ -154,7 +159,11 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
     if not arguments.quiet:
-        for note in (*line.notes, *_notes(job, is_derived=arguments.replicas is None or arguments.lanes is None and lanes > 1)):
+        for note in (
+            *line.notes,
+            *([] if fitting is None else fitting[1:]),
+            *_notes(job, is_derived=arguments.replicas is None or arguments.lanes is None and lanes > 1),
+        ):
             print(f"megatron-recover run: {note}", file=sys.stderr)
     return job, chaos_text
 
@@ -173,13 +182,34 @@ def _folders(line: launch_line.Choice, wanted: Path | None) -> tuple[Path | None
         raise
 
 
-def _size(arguments: argparse.Namespace, line: launch_line.Choice, flags: Sequence[str]) -> tuple[int, int]:
-    """Return the number of replicas, and of lanes of each.
+def _fitting(
+    arguments: argparse.Namespace, line: launch_line.Choice, words: Sequence[str], flags: Sequence[str]
+) -> tuple[int, str] | None:
+    """Return the number of lanes that memory asks for, and a line about it.
+
+    None: the user gives the number, or the number of replicas, or there is no GPU. `words` name the
+    script. Raises ValueError if flags are wrong whatever the size of a replica is.
+    """
+    if arguments.replicas is not None or arguments.lanes is not None or line.num_processes is None or not has_gpu():
+        return None
+    from megatron_recover.cli.lanes import lanes_that_fit
+
+    if mistakes := Undecided(flags).mistakes():
+        raise ValueError("\n".join(mistakes))
+    return lanes_that_fit(words, flags, line.num_processes)
+
+
+def _size(
+    arguments: argparse.Namespace, line: launch_line.Choice, flags: Sequence[str], fitting: int | None = None
+) -> tuple[int, int]:
+    """Return the number of replicas, and of lanes of each: `fitting`, if the user gives neither.
 
     Raises ValueError where the number of processes is missing or fits no number of replicas.
     """
     processes, replicas = line.num_processes, arguments.replicas
-    num_ranks, lanes = replica_of(flags, arguments.lanes)
+    wanted = fitting if arguments.lanes is None else arguments.lanes
+    shape = shape_of(flags, wanted)
+    num_ranks, lanes = shape.num_ranks, shape.lanes if wanted is None else wanted
     if processes is None:
         if replicas is None:
             raise ValueError("the number of processes is missing; give --nproc-per-node, as for torchrun, or --replicas")
@@ -253,9 +283,10 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
-    for flag in launch_line.behind_script(command, parser):
+    for words in launch_line.behind_script(command, parser):
         print(
-            f"megatron-recover run: {flag} behind {job.script} is the script's; write it in front for the launcher",
+            f"megatron-recover run: {words} behind {job.script} is the script's; if it is for the launcher, write: "
+            f"megatron-recover run {words} ... {job.script} ...",
             file=sys.stderr,
         )
     try:

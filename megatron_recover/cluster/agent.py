@@ -78,11 +78,13 @@ class Agent:
         output: Output,
         deadlines: Deadlines | None = None,
         num_warm: int = 0,
+        ignored: Sequence[int] = (),
     ) -> None:
         """Start the fork server with the variables of `environment` and no others.
 
         The server imports the modules `preload` and forks ranks; see `is_ready`. With `num_warm`,
         that many warm processes import the modules instead, and ranks are made of them (`warm`).
+        Server and ranks ignore `TOLD_TO_ALL` and the signals `ignored`.
         """
         self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,6 +95,7 @@ class Agent:
             str(theirs.fileno()),
             str(self._deadlines.reap_s),
             str(num_warm),
+            ",".join(map(str, map(int, ignored))),
             *preload,
         ]
         with theirs:
@@ -153,6 +156,8 @@ class Agent:
         with descriptors_needed():
             page = self._pages[replica, rank] = PageReader(f"progress-{replica}.{rank}")
         handed_down = {**descriptors, DESCRIPTOR: page.descriptor}
+        if output.stdout is not None:
+            handed_down[messages.STDOUT] = output.stdout.descriptor
         spawn = messages.Spawn(replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(handed_down))
         try:
             self._request(spawn, [output.descriptor, *handed_down.values()])

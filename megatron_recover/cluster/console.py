@@ -34,10 +34,11 @@ class Console:
         *,
         quiet: bool = False,
         stream: TextIO | None = None,
+        errors: TextIO | None = None,
         is_held: Callable[[], bool] = lambda: False,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """Show lines on `stream`, by default on stdout, after `start`.
+        """Show lines on `stream` and `errors`, by default on stdout and stderr, after `start`.
 
         `quiet`: show only the end. While `is_held()` is true the shell has the terminal, and
         no news is written before `end` or `close`.
@@ -45,10 +46,13 @@ class Console:
         self._quiet, self._is_held, self._deadlines = quiet, is_held, deadlines or Deadlines.of()
         self._rich = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self.is_live = self._rich.is_terminal and not quiet
+        self._errors = RichConsole(file=errors or sys.stderr, highlight=False, soft_wrap=True)
+        if self._errors.is_terminal and self.is_live:
+            self._errors = self._rich  # one terminal: the live line stays below all others
         self.now = "starting"
         """The live line. Any thread may set it."""
         self._live: Live | None = None
-        self._lines: queue.Queue[str] = queue.Queue(_MAX_LINES)
+        self._lines: queue.Queue[tuple[RichConsole, str]] = queue.Queue(_MAX_LINES)
         self._over = threading.Event()
         self._end: Iterable[str] = ()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
@@ -59,7 +63,12 @@ class Console:
         Any thread may call this; it never blocks.
         """
         with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(line)
+            self._lines.put_nowait((self._rich, line))
+
+    def show_error(self, line: str) -> None:
+        """Queue one line to be shown on stderr, as `show` does for stdout."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait((self._errors, line))
 
     def start(self) -> None:
         """Show lines from now on."""
@@ -103,15 +112,15 @@ class Console:
 
     def _show_news(self) -> None:
         while not self._lines.empty():
-            self._print(self._lines.get())
+            self._print(*self._lines.get())
         if self._live is not None and not self._quiet:
             with contextlib.suppress(OSError):
                 self._live.update(Text(self.now, no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def _print(self, text: str) -> None:
+    def _print(self, console: RichConsole, text: str) -> None:
         if self._quiet:
             return
         try:
-            self._rich.print(Text(text))
+            console.print(Text(text))
         except OSError:
             self._quiet = True  # no reader (`... | head`, a closed terminal); the logs continue

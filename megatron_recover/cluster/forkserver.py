@@ -16,9 +16,10 @@ rank and warm process. So no process of a rank's group outlives the rank, and no
 launcher.
 
 `cluster.agent.Agent` runs it as ``python -m megatron_recover.cluster.forkserver FD REAP_S NUM_WARM
-MODULE...``. FD is a SOCK_SEQPACKET socket. REAP_S is the wait at the end, in seconds, for the
-children to die. NUM_WARM is the number of warm processes to start in advance; 0: fork. A MODULE may
-also be a function to call (``module:function``).
+SIGNALS MODULE...``. FD is a SOCK_SEQPACKET socket. REAP_S is the wait at the end, in seconds, for
+the children to die. NUM_WARM is the number of warm processes to start in advance; 0: fork. SIGNALS
+are numbers of signals that only the launcher reacts to, separated by commas. A MODULE may also be a
+function to call (``module:function``).
 """
 
 from __future__ import annotations
@@ -386,8 +387,8 @@ def _import(modules: Sequence[str]) -> None:
 
 def main() -> None:
     """Import the modules named on the command line, or have warm processes do so; then serve."""
-    descriptor, reap_s, num_warm, *modules = sys.argv[1:]
-    prepare()
+    descriptor, reap_s, num_warm, ignored, *modules = sys.argv[1:]
+    prepare(map(int, filter(None, ignored.split(","))))
     # Nobody reads the control socket during the imports, so the kernel watches the launcher.
     set_parent_death_signal(signal.SIGKILL)
     control = socket.socket(fileno=int(descriptor))

@@ -19,6 +19,7 @@ from megatron_recover.host import memory_file
 
 MAX_PACKET_BYTES = 4096
 REQUEST, WARM = b"request", b"warm"
+STDOUT = "stdout"
 MAX_DESCRIPTORS = 16
 """Maximum of descriptors with one packet."""
 
@@ -27,7 +28,8 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     """A request to the server to start a rank, in a file (`write_request`).
 
     The packet has these descriptors, in order: that file's; that of the output into which stdout
-    and stderr of the rank go; one for each name in `descriptors`.
+    and stderr of the rank go; one for each name in `descriptors`. With a descriptor `STDOUT`, that
+    one is for stdout, and the other output for stderr alone.
     """
 
     replica: int

@@ -13,10 +13,12 @@ import msgspec
 
 from megatron_recover import __version__
 from megatron_recover.cluster.event_store import PART_BYTES
-from megatron_recover.config import RecoverConfig
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL
+from megatron_recover.cluster.streams import Stream, Streams
+from megatron_recover.config import NumaBinding, RecoverConfig
 from megatron_recover.faults import Fault
 from megatron_recover.host.addresses import INTERFACE
-from megatron_recover.observe.files import LOGS, log_name
+from megatron_recover.observe.files import LOGS, filtered_log_name, log_name, stdout_log_name
 from megatron_recover.observe.follow import launcher
 from megatron_recover.trace import Layout, Level
 from megatron_recover.trace.ring import RING_BYTES
@@ -43,8 +45,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+    signals: tuple[int, ...] = TOLD_TO_ALL
+    """Signals that request the end of the job."""
+    shutdown_timeout_s: int | None = None
+    """Seconds from such a signal until everything is killed, and the same for the ranks that are
+    left after a failure. None: no limit of its own after a signal, and `stop_s` after a failure."""
+    numa_binding: NumaBinding | None = None
     run_id: str = "none"
     """TORCHELASTIC_RUN_ID of the ranks."""
+    streams: Streams = Streams()
+    """The logs and the console lines of all ranks."""
     log_links: Path | None = None
     """Folder with links to the logs, as torchrun arranges logs; None: there are none."""
     runner: Path | None = None
@@ -78,9 +88,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of ranks of one replica."""
         return self.layout.num_ranks
 
+    def place_of(self, replica: int, rank: int) -> int:
+        """Return the number of a rank among the ranks of all replicas, from 0."""
+        return replica * self.num_ranks + rank
+
     def log_of(self, replica: int, rank: int) -> Path:
-        """Return the path of the log with a rank's stdout and stderr."""
+        """Return the path of the log with a rank's stdout and stderr, or with stderr alone."""
         return self.run_dir / log_name(replica, rank)
+
+    def stdout_log_of(self, replica: int, rank: int) -> Path:
+        """Return the path of the log with a rank's stdout, which may be that of `log_of`."""
+        is_split = self.streams.are_split(self.place_of(replica, rank))
+        return self.run_dir / (stdout_log_name if is_split else log_name)(replica, rank)
+
+    def filtered_log_of(self, stream: Stream) -> Path:
+        """Return the path of the log with the selected lines of a stream of all teed ranks."""
+        return self.run_dir / filtered_log_name("stdout" if stream is Stream.OUT else "stderr")
 
 
 def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:
@@ -118,17 +141,20 @@ def claim_log_links(folder: Path, run_id: str) -> Path:
 def link_logs(job: Job) -> None:
     """Make links to the logs where torchrun writes logs: `attempt_0/RANK/stdout.log`, `stderr.log`.
 
-    RANK counts the ranks of all replicas. A log has both streams in the order of printing, so both
-    links lead to it. Does nothing without `--log-dir`. Raises ValueError with the remedy.
+    RANK counts the ranks of all replicas. Where one log has both streams, in the order of printing,
+    both links lead to it. Does nothing without `--log-dir`. Raises ValueError with the remedy.
     """
     if job.log_links is None:
         return
+    attempt = job.log_links / "attempt_0"
     try:
         for replica, rank in itertools.product(range(job.num_replicas), range(job.num_ranks)):
-            folder = job.log_links / "attempt_0" / str(replica * job.num_ranks + rank)
+            folder = attempt / str(job.place_of(replica, rank))
             folder.mkdir(parents=True)
-            for name in ("stdout.log", "stderr.log"):
-                (folder / name).symlink_to(job.log_of(replica, rank))
+            (folder / "stdout.log").symlink_to(job.stdout_log_of(replica, rank))
+            (folder / "stderr.log").symlink_to(job.log_of(replica, rank))
+        for log in map(job.filtered_log_of, job.streams.filters):
+            (attempt / log.name).symlink_to(log)
     except OSError as error:  # some file systems have no links
         raise ValueError(
             f"--log-dir {job.log_links.parent} cannot have links to the logs ({error.strerror}); give another folder"

@@ -92,7 +92,9 @@ class Launcher:
         self._end_by = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
         self._stood_still_s = 0.0
-        self._end_request = EndRequest()
+        self._end_request = EndRequest(job.signals)
+        self._kill: tuple[float, int] | None = None
+        """Time of the loop's clock at which everything is killed, and the signal that began it."""
         self.is_recorded = False
         """True if the recorder has confirmed that the whole trace is written. Known after `run`."""
         self._recording: Recording
@@ -163,7 +165,7 @@ class Launcher:
         self._node = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
-            num_warm=num_ranks + _NUM_DRY_RUNS if job.rank_start == "warm" else 0,
+            num_warm=num_ranks + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
         )  # fmt: skip
         self._ranks = Watch(
             self._node, deadlines=self._deadlines, log_of=job.log_of,
@@ -322,16 +324,17 @@ class Launcher:
         mine = tuple(
             msgspec.json.encode(fault).decode() for fault in job.faults if (fault.replica, fault.rank) == (replica, rank)
         )
+        place, shared = job.place_of(replica, rank), job.config.ranks_per_gpu
         context = RankContext(
             replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
             coordinator=self._membership.address, leader=leader, run_dir=str(job.run_dir),
-            started_at=self._started_at, faults=() if dry_run else mine, dry_run=dry_run,
+            started_at=self._started_at, faults=() if dry_run else mine, gpu=place // shared,
+            numa_binding=job.numa_binding, dry_run=dry_run,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:
         # torch's rendezvous is not used, and the port is occupied.
         host, _, port = leader.rpartition(":")
-        place, shared = replica * job.num_ranks + rank, job.config.ranks_per_gpu
         return (sharing_a_gpu(place) if shared > 1 else {}) | {
             CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
             "RANK": str(rank),
@@ -343,6 +346,9 @@ class Launcher:
             # What torchrun tells of its nodes and restarts: one node, never restarted.
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": job.streams.role,
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(job.num_ranks),
             "TORCHELASTIC_RUN_ID": job.run_id,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -358,6 +364,7 @@ class Launcher:
         while not (self._ending is not None and self._is_over()):
             self._loop.run_once(_POLL_S)
             self._say_if_it_stood_still()
+            self._kill_if_late()
             self._wake_server()
             self._recording.poll()
             ends = self._node.poll()
@@ -464,15 +471,18 @@ class Launcher:
             return  # everything is being killed on request, whatever the job does meanwhile
         self._ending = (exit_code, reason)
         began = self._membership.generation > 0
-        self._end_by = self._loop.time() + (
-            self._deadlines.end_s if exit_code == ExitCode.OK else self._deadlines.stop_s * began
-        )
+        timeout_s = self._job.shutdown_timeout_s
+        stop_s = self._deadlines.stop_s if timeout_s is None else timeout_s
+        self._end_by = self._loop.time() + (self._deadlines.end_s if exit_code == ExitCode.OK else stop_s * began)
 
     # --- Signals ----------------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
         """React to one signal, which `cluster.signals` interprets (Note [One request])."""
         name, at_terminal = signal.Signals(number).name, is_at_terminal()
+        timeout_s = self._job.shutdown_timeout_s
+        if timeout_s is not None and not self._end_request.is_made:
+            self._kill = self._loop.time() + timeout_s, number
         at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
         match self._end_request.take(number, at_terminal=at_terminal):
             case Answer.END if not self._membership.generation:
@@ -482,6 +492,7 @@ class Launcher:
                 self._recording.says(
                     f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
                     "everything at once, and nothing is saved"
+                    + (f"; so does the end of --shutdown-timeout, in {timeout_s} s" if timeout_s is not None else "")
                 )
                 self._membership.ask_exit(name)
             case Answer.KNOWN:
@@ -490,6 +501,18 @@ class Launcher:
                 self._recording.says(f"{name} again: killing everything")
                 self._ending = (_KILLED + number, f"killed on request ({name})")
                 self._end_by = 0.0
+
+    def _kill_if_late(self) -> None:
+        """Kill everything if a signal has requested the end `--shutdown-timeout` ago."""
+        if self._kill is None or self._loop.time() < self._kill[0]:
+            return
+        (_, number), self._kill = self._kill, None
+        self._end_by = 0.0
+        if self._ending is None:
+            name = signal.Signals(number).name
+            why = f"the job did not end within --shutdown-timeout ({self._job.shutdown_timeout_s} s) of {name}"
+            self._recording.says(f"{why}: killing everything")
+            self._ending = (_KILLED + number, why)
 
 
 def _refusal(output: Output) -> str:

@@ -16,7 +16,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from megatron_recover.cluster.output import (
@@ -26,10 +26,12 @@ from megatron_recover.cluster.output import (
     Copied,
     Output,
     OutputBookmark,
+    Reader,
     Who,
     Why,
     lost_note,
 )
+from megatron_recover.cluster.streams import Tee
 
 _INTERVAL_S = 0.2
 _SOON_S = 0.003
@@ -43,10 +45,10 @@ _CHUNKS_AT_ONCE = 16
 class _Log:
     """The log of one output. Only the thread that writes uses it, except for `num_left`."""
 
-    def __init__(self, number: int, output: Output, bookmark: OutputBookmark, *, is_shown: bool) -> None:
-        """Open nothing yet. `is_shown`: the console reads this output, too."""
+    def __init__(self, number: int, output: Output, bookmark: OutputBookmark, readers: Collection[Reader] = ()) -> None:
+        """Open nothing yet. `readers`: those that read this output, too."""
         self.number, self.retry_at = number, 0.0
-        self._output, self._bookmark, self._is_shown = output, bookmark, is_shown
+        self._output, self._bookmark, self._readers = output, bookmark, readers
         self._file: int | None = None
         self._is_regular = True
         self._freed = 0
@@ -95,7 +97,7 @@ class _Log:
 
     def _unneeded(self, position: int) -> int:
         """Return the position before which nobody needs an output copied up to `position`."""
-        return min(position, self._bookmark.shown(self.number)) if self._is_shown else position
+        return min((position, *(self._bookmark.shown(self.number, reader) for reader in self._readers)))
 
     def _free(self, position: int) -> None:
         """Give back the memory before `position`, except for the newest output."""
@@ -151,9 +153,9 @@ class LogWriter:
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
         self._thread.start()
 
-    def add(self, number: int, output: Output, *, is_shown: bool) -> None:
-        """Copy one more output to its log from now on."""
-        self._logs = (*self._logs, _Log(number, output, self._bookmark, is_shown=is_shown))
+    def add(self, number: int, output: Output, readers: Collection[Reader]) -> None:
+        """Copy one more output, which `readers` read as well, to its log from now on."""
+        self._logs = (*self._logs, _Log(number, output, self._bookmark, readers))
 
     @property
     def error(self) -> OSError | None:
@@ -234,6 +236,9 @@ class Outputs:
         self._outputs: dict[int, Output] = {}
         self._shown: dict[int, int] = {}
         """Output -> replica whose lines are to be shown."""
+        self._teed: dict[int, Tee] = {}
+        self._unseen: set[int] = set()
+        """Outputs whose lines `keep` gets and `look` does not yield."""
         self._ends: dict[int, int] = {}
         """Output -> its end in this turn; `_ends_before` has its end in the turn before."""
         self._ends_before: dict[int, int] = {}
@@ -248,12 +253,26 @@ class Outputs:
         """Bytes that are missing in `train.log`, because memory had no room for them."""
         self.writer = LogWriter(bookmark)
 
-    def add(self, number: int, output: Output, *, shown_of: int | None) -> None:
-        """Add an output. `shown_of`: the replica that prints it, if its lines are to be shown."""
+    def add(
+        self, number: int, output: Output, *, shown_of: int | None, tee: Tee | None = None, is_on_console: bool = True
+    ) -> None:
+        """Add an output.
+
+        `shown_of`: the replica that prints it, if its lines are to be shown; without
+        `is_on_console` only `keep` gets them. `tee`: how `teed` yields all of its lines.
+        """
         self._outputs[number] = output
         if shown_of is not None:
             self._shown[number] = shown_of
-        self.writer.add(number, output, is_shown=shown_of is not None)
+        if tee is not None:
+            self._teed[number] = tee
+        if not is_on_console:
+            self._unseen.add(number)
+        self.writer.add(number, output, [reader for reader, theirs in self._read.items() if number in theirs])
+
+    @property
+    def _read(self) -> dict[Reader, dict[int, int] | dict[int, Tee]]:
+        return {Reader.SHOWN: self._shown, Reader.TEED: self._teed}
 
     def make_room(self) -> None:
         """Free the oldest output beyond the limit, and measure how fast processes print.
@@ -282,10 +301,25 @@ class Outputs:
                 before = self._ends_before.get(number, 0)
                 self._bookmark.show(number, max(before, self._bookmark.shown(number)))
                 continue
-            for text, position in self._new_lines(number, self._outputs[number], at_end=at_end):
+            for text, position in self._new_lines(number, Reader.SHOWN, self._keep, at_end=at_end):
                 self._keep(text)
                 self._bookmark.show(number, position)  # at once: a kill in between keeps lines twice
-                yield from text.decode(errors="replace").splitlines()
+                if number not in self._unseen:
+                    yield from text.decode(errors="replace").splitlines()
+                self._drop()
+
+    def teed(self, *, at_end: bool = False) -> Iterator[tuple[Tee, str]]:
+        """Yield new lines of all teed outputs and notes of missing bytes; drop output without room.
+
+        Call it after `look`. `at_end` as there.
+        """
+        for number, tee in self._teed.items():
+            notes: list[bytes] = []
+            for text, position in self._new_lines(number, Reader.TEED, notes.append, at_end=at_end):
+                self._bookmark.show(number, position, Reader.TEED)
+                for line in b"".join([*notes, text]).decode(errors="replace").splitlines():
+                    yield tee, line
+                notes.clear()
                 self._drop()
 
     def seal(self) -> None:
@@ -323,20 +357,24 @@ class Outputs:
         is_stuck = self.writer.error is not None or (since is not None and time.monotonic() - since > self._slow_disk_s)
         disk = Why.DISK if is_stuck else Why.FASTER
         bookmark.look(time.monotonic_ns(), disk)
-        bookmark.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, shown=self._shown)
+        bookmark.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, read=self._read)
 
-    def _new_lines(self, number: int, output: Output, *, at_end: bool) -> Iterator[tuple[bytes, int]]:
+    def _new_lines(
+        self, number: int, reader: Reader, note: Callable[[bytes], object], *, at_end: bool
+    ) -> Iterator[tuple[bytes, int]]:
         """Yield chunks of whole lines, with the position after each, for the bookmark.
 
-        A line longer than `CHUNK_BYTES` comes in parts. `keep` gets the notes of missing bytes.
+        A line longer than `CHUNK_BYTES` comes in parts. `note` is called with the notes of missing
+        bytes.
         """
-        bookmark, end = self._bookmark, self._bookmark.end(number, output)  # a fixed end, as somebody may print meanwhile
+        bookmark, output = self._bookmark, self._outputs[number]
+        end = bookmark.end(number, output)  # a fixed end, as somebody may print meanwhile
         for _ in itertools.count() if at_end else range(_CHUNKS_AT_ONCE):
-            begin, first = bookmark.shown(number), bookmark.first(number)
-            if num_missing := bookmark.num_unshown(number):
-                self._keep(lost_note(num_missing, bookmark.why(number)))
-                self.num_unshown += num_missing
-                bookmark.show(number, begin)
+            begin, first = bookmark.shown(number, reader), bookmark.first(number)
+            if num_missing := bookmark.num_unshown(number, reader):
+                note(lost_note(num_missing, bookmark.why(number)))
+                self.num_unshown += num_missing * (reader is Reader.SHOWN)
+                bookmark.show(number, begin, reader)
             if end <= begin:
                 return
             data = bookmark.read(number, output, begin)

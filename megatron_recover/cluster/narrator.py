@@ -19,8 +19,10 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from megatron_recover import trace
+from megatron_recover.cluster.streams import Tee
 from megatron_recover.deadlines import figure
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.follow.progress import RunProgress
@@ -30,6 +32,13 @@ HOLD_S = 0.5
 _WORTH_SHOWING = re.compile(
     r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint|nothing was left to train"
 )
+
+
+class _Teed(NamedTuple):
+    """A line of a teed output, with its prefix."""
+
+    line: str
+    is_error: bool
 
 
 class Narrator:
@@ -51,20 +60,21 @@ class Narrator:
         began_at: float,
         show: Callable[[str], None],
         log: Callable[[str], None],
+        show_error: Callable[[str], None] | None = None,
         roster: tuple[int, ...] = (),
     ) -> None:
         """Continue with the `account` and the `roster` of the narrator before, if there was one.
 
         `began_at`: zero of the trace's clock, in seconds since the epoch. `show(line)` is called
         for every line but those that `end` returns, `log(line)` for each that megatron-recover
-        itself makes.
+        itself makes. Teed lines of stderr go to `show_error(line)`, if that is given.
         """
         self.account = account
         self.progress = RunProgress(account.replicas)
-        self._began_at, self._show, self._log = began_at, show, log
+        self._began_at, self._show, self._log, self._show_error = began_at, show, log, show_error or show
         self._roster = roster or tuple(range(account.replicas))
         """Newest roster in the events so far, which may not be shown yet."""
-        self._heap: list[tuple[float, int, trace.AnyEvent | str, bool]] = []
+        self._heap: list[tuple[float, int, trace.AnyEvent | str | _Teed, bool]] = []
         self._numbers = itertools.count()
         self._repairing = 0
         """The newest generation, if it lost a replica and no step is committed since; else 0."""
@@ -87,6 +97,11 @@ class Narrator:
             if _WORTH_SHOWING.search(line):
                 self._push(seconds, line.strip(), is_ours=False)
 
+    def take_teed(self, lines: Iterable[tuple[Tee, str]], seconds: float) -> None:
+        """Add all lines of teed outputs; they were found at `seconds`."""
+        for tee, line in lines:
+            self._push(seconds, _Teed(f"{tee.prefix}{line}", tee.is_error), is_ours=False)
+
     def is_writer(self, replica: int) -> bool:
         """Return whether a replica is the writer, according to the newest event taken.
 
@@ -98,6 +113,9 @@ class Narrator:
         """Show everything that happened until then, in seconds after the start of the run."""
         while self._heap and self._heap[0][0] <= until:
             seconds, _, what, is_ours = heapq.heappop(self._heap)
+            if isinstance(what, _Teed):
+                (self._show_error if what.is_error else self._show)(what.line)
+                continue
             if isinstance(what, str):
                 self._tell(seconds, what) if is_ours else self._show(what)
                 continue
@@ -116,7 +134,7 @@ class Narrator:
             self._log(line)
         return lines
 
-    def _push(self, seconds: float, what: trace.AnyEvent | str, *, is_ours: bool) -> None:
+    def _push(self, seconds: float, what: trace.AnyEvent | str | _Teed, *, is_ours: bool) -> None:
         heapq.heappush(self._heap, (seconds, next(self._numbers), what, is_ours))
 
     def _tell(self, seconds: float, text: str) -> None:

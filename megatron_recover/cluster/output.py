@@ -45,6 +45,7 @@ import os
 import resource
 from collections.abc import Collection, Container, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -58,9 +59,9 @@ KEPT_BYTES = 2**18
 last words."""
 CHUNK_BYTES = 2**18
 """Maximum bytes of one read."""
-MAX_OUTPUTS = MAX_RINGS + 8
-"""Maximum of outputs of one run on one node: one for each process that prints, and those of the
-recorder's own logs."""
+MAX_OUTPUTS = 2 * MAX_RINGS + 8
+"""Maximum of outputs of one run on one node: one or two for each process that prints, and those of
+the recorder's own logs."""
 _LEAST_FILE_BYTES = 2**40
 """Smallest limit on the size of files that a run accepts, in bytes. The kernel counts everything
 that a process ever prints."""
@@ -71,8 +72,8 @@ _WORDS = 16
 """Number of words of an output in the bookmark. In order: index of the valid slot; two slots, each
 `Copied`; end of the lost output according to the recorder, and to the launcher; end of the shown
 output; first position since the last emptying, and the first byte since then; reason of the last
-loss."""
-_SLOTS, _LOST, _SHOWN, _BASE, _FIRST, _WHY = (1, 4), 7, 9, 10, 11, 12
+loss; end of the teed output."""
+_SLOTS, _LOST, _SHOWN, _BASE, _FIRST, _WHY, _TEED = (1, 4), 7, 9, 10, 11, 12, 13
 _LOOKED_AT, _DISK = 0, 1
 """Words after those of the outputs: time of the recorder's last look (CLOCK_MONOTONIC, ns), and the
 disk's state then."""
@@ -89,6 +90,15 @@ class Why(enum.IntEnum):
         return (
             "ranks printed faster than it was copied", "the disk did not answer, or refused it", "the recorder did not run"
         )[self]  # fmt: skip
+
+
+class Reader(enum.IntEnum):
+    """A reader of an output beside its log; the value is the word of its position."""
+
+    SHOWN = _SHOWN
+    """The reader of the writer's lines, for `train.log` and the console."""
+    TEED = _TEED
+    """The reader of all lines, for the console (`--tee`)."""
 
 
 def lost_note(num_bytes: int, why: Why) -> bytes:
@@ -127,12 +137,15 @@ class Output(msgspec.Struct, frozen=True):
     descriptor: int
     log: Path
     """Path of the log to which the output is copied."""
+    stdout: Output | None = None
+    """Output of stdout, if the process has one by itself. This one is then that of stderr alone."""
 
     def end(self) -> str:
-        """Return the newest output, at most `KEPT_BYTES`."""
+        """Return the newest output, at most `KEPT_BYTES`, behind that of `stdout`."""
         size = os.fstat(self.descriptor).st_size
         newest = os.pread(self.descriptor, KEPT_BYTES, max(0, size - KEPT_BYTES))
-        return newest.lstrip(b"\0").decode(errors="replace")  # the mark of Note [Emptied], and freed memory
+        text = newest.lstrip(b"\0").decode(errors="replace")  # the mark of Note [Emptied], and freed memory
+        return text if self.stdout is None else self.stdout.end() + text
 
     def seal(self) -> None:
         """Give back its memory; call this when nobody reads the output any more. Raises OSError.
@@ -241,7 +254,8 @@ class OutputBookmark:
     def _newest(self, number: int) -> int:
         """Return the newest position of an output that the bookmark has."""
         begin = _WORDS * number
-        return max(self._words[begin + _BASE], self.copied(number).position, self.lost(number), self._words[begin + _SHOWN])
+        read = (self._words[begin + reader] for reader in Reader)
+        return max(self._words[begin + _BASE], self.copied(number).position, self.lost(number), *read)
 
     # --- What became of it ------------------------------------------------------------------------
 
@@ -268,29 +282,36 @@ class OutputBookmark:
         """Return the reason why output was dropped the last time."""
         return Why(self._words[_WORDS * number + _WHY])
 
-    def shown(self, number: int) -> int:
-        """Return the position up to which the console has shown an output or never will."""
-        return max(self._words[_WORDS * number + _SHOWN], self.lost(number), self.first(number))
+    def shown(self, number: int, reader: Reader = Reader.SHOWN) -> int:
+        """Return the position up to which a reader has had an output or never will."""
+        return max(self._words[_WORDS * number + reader], self.lost(number), self.first(number))
 
-    def num_unshown(self, number: int) -> int:
-        """Return how many bytes before `shown` the console has not shown."""
-        return self.shown(number) - max(self._words[_WORDS * number + _SHOWN], self.first(number))
+    def num_unshown(self, number: int, reader: Reader = Reader.SHOWN) -> int:
+        """Return how many bytes before `shown` a reader has not had."""
+        return self.shown(number, reader) - max(self._words[_WORDS * number + reader], self.first(number))
 
-    def show(self, number: int, position: int) -> None:
-        """Note the position up to which the console has shown an output."""
-        self._words[_WORDS * number + _SHOWN] = position
+    def show(self, number: int, position: int, reader: Reader = Reader.SHOWN) -> None:
+        """Note the position up to which a reader has had an output."""
+        self._words[_WORDS * number + reader] = position
 
     # --- Dropping ---------------------------------------------------------------------------------
 
     def drop(
-        self, outputs: Mapping[int, Output], limit: int, who: Who, *, why: Why = Why.FASTER, shown: Container[int] = ()
+        self,
+        outputs: Mapping[int, Output],
+        limit: int,
+        who: Who,
+        *,
+        why: Why = Why.FASTER,
+        read: Mapping[Reader, Container[int]] = MappingProxyType({}),
     ) -> None:
         """Free the oldest waiting output if more than `limit` bytes of all outputs wait.
 
-        See Note [Dropping]. `shown`: outputs that also wait for the console.
+        See Note [Dropping]. `read`: the outputs that also wait for a reader.
         """
         ends = {number: self.end(number, output) for number, output in outputs.items()}
-        waiting = {number: max(0, end - self._done(number, is_shown=number in shown)) for number, end in ends.items()}
+        readers = {number: [reader for reader, theirs in read.items() if number in theirs] for number in outputs}
+        waiting = {number: max(0, end - self._done(number, readers[number])) for number, end in ends.items()}
         if sum(waiting.values()) <= limit:
             return
         most = _most(waiting.values(), limit - limit // 8)  # a large part at once, not byte by byte
@@ -314,11 +335,10 @@ class OutputBookmark:
         is_still = now_ns - self._words[begin + _LOOKED_AT] > still_s * 1e9
         return Why.RECORDER if is_still else Why(self._words[begin + _DISK])
 
-    def _done(self, number: int, *, is_shown: bool) -> int:
-        """Return the position before which nobody needs an output any more."""
-        copied = self.copied(number).position
-        done = min(copied, self._words[_WORDS * number + _SHOWN]) if is_shown else copied
-        return max(done, self.lost(number), self.first(number))
+    def _done(self, number: int, readers: Collection[Reader]) -> int:
+        """Return the position before which neither the log nor `readers` need an output."""
+        read = (self._words[_WORDS * number + reader] for reader in readers)
+        return max(min((self.copied(number).position, *read)), self.lost(number), self.first(number))
 
 
 def _most(sizes: Collection[int], room: int) -> int:

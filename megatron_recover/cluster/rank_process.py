@@ -21,10 +21,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from megatron_recover.cluster.forkserver_messages import Spawn
+from megatron_recover.cluster.forkserver_messages import STDOUT, Spawn
 from megatron_recover.config import add_to_environment, describe_descriptors
 
 STACK_SIGNAL = signal.SIGRTMIN + 8
@@ -34,9 +34,9 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Signal at which a rank writes the stacks of all its threads into its log, which may end the rank
 (Note [Stacks])."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that request the end of a job. The launcher reacts to them; fork server and recorder
-ignore them. A rank ignores them until it sets handlers: before training for SIGTERM, and for
-`--exit-signal` with `--exit-signal-handler` (`megatron/checkpoint/boundary.py`)."""
+"""Signals that request the end of a job by default. The launcher reacts to them; fork server and
+recorder ignore them. A rank ignores them until it sets handlers: before training for SIGTERM, and
+for `--exit-signal` with `--exit-signal-handler` (`megatron/checkpoint/boundary.py`)."""
 _IOLBF = 1
 """Mode of setvbuf(3): print line by line."""
 
@@ -71,13 +71,16 @@ def preload(name: str) -> None:
         getattr(imported, function)()
 
 
-def prepare() -> None:
-    """Prepare a process that imports for ranks: what it prints, and the signals that it ignores."""
+def prepare(ignored: Iterable[int] = ()) -> None:
+    """Prepare a process that imports for ranks: what it prints, and the signals that it ignores.
+
+    Those are `TOLD_TO_ALL` and `ignored`. Every process that it starts ignores them, too.
+    """
     _print_by_lines()
     # Slurm and systemd request the end of every process of a job. The launcher reacts, and this
     # process does not: ranks need their parent until they have saved. A rank heeds only signals for
     # which it sets a handler later.
-    for number in TOLD_TO_ALL:
+    for number in {*TOLD_TO_ALL, *ignored}:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -109,20 +112,22 @@ def become_rank(spawn: Spawn, output: int, handed_down: Sequence[int]) -> NoRetu
     """Turn this process, a session's leader, into the rank; end it with the script's exit code.
 
     `output` is the descriptor for stdout and stderr, and `handed_down` are those that
-    `spawn.descriptors` names.
+    `spawn.descriptors` names; `STDOUT` among them takes the place of `output` for stdout.
     """
     status = 1
     try:
         set_process_name(f"replica-{spawn.replica}.{spawn.rank}")
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        os.close(output)
+        inherited = dict(zip(spawn.descriptors, handed_down, strict=True))
+        stdout = inherited.pop(STDOUT, output)
+        os.dup2(stdout, 1)
+        os.dup2(output, 2)
+        for descriptor in {stdout, output}:
+            os.close(descriptor)
         faulthandler.register(STACK_SIGNAL, file=2, all_threads=False, chain=False)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
-        for descriptor in handed_down:  # for this process alone, not for programs that it starts
+        for descriptor in inherited.values():  # for this process alone, not for programs that it starts
             os.set_inheritable(descriptor, False)
-        named = describe_descriptors(dict(zip(spawn.descriptors, handed_down, strict=True)))
-        add_to_environment(spawn.environment | named)
+        add_to_environment(spawn.environment | describe_descriptors(inherited))
         status = _run_script(spawn.argv)
     finally:
         # Skip the interpreter's own exit: destructors of process groups whose peers are dead can

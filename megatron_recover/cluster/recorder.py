@@ -27,7 +27,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -42,6 +42,8 @@ from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL, set_parent_death_signal, set_process_name
 from megatron_recover.cluster.readiness import is_readable, is_writable
 from megatron_recover.cluster.recorder_messages import (
+    FILTERED_STDERR,
+    FILTERED_STDOUT,
     LAUNCHER_LOG,
     MAX_PACKET_BYTES,
     TRAIN_LOG,
@@ -58,9 +60,10 @@ from megatron_recover.cluster.recorder_messages import (
     Shown,
     ToRecorder,
 )
+from megatron_recover.cluster.streams import Tee
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.process_stat import state_of
-from megatron_recover.observe.files import LOGS
+from megatron_recover.observe.files import LOGS, log_name, stdout_log_name
 from megatron_recover.trace.ring import Dropped, Item, Merge, RingReader
 
 _INTERVAL_S = 0.2
@@ -94,6 +97,7 @@ class Recorder:
         self._console = Console(quiet=settings.quiet, is_held=lambda: _is_stopped(launcher), deadlines=self._deadlines)
         self._narrator = Narrator(
             settings.account, began_at=time.time() - time.monotonic() + settings.started_at, show=self._console.show,
+            show_error=self._console.show_error,
             log=lambda line: self._keep(LAUNCHER_LOG, f"{line}\n".encode()), roster=settings.roster,
         )  # fmt: skip
         self._noted = CheckpointNews(settings.account.loaded, settings.account.saved)
@@ -156,7 +160,7 @@ class Recorder:
         now = time.monotonic_ns()
         # Events up to `now` may name another writer. The lines that the former writer printed
         # before are there by now, so they are shown first.
-        self._narrator.take_lines(self._outputs.look(), self._seconds())
+        self._take_lines()
         if len(self._places) >= self._settings.num_rings:
             self._drain(now)
         self._write(wait_s=_SOON_S)
@@ -222,11 +226,11 @@ class Recorder:
                 self._merge.add(number, RingReader(descriptor, position=position, told=dropped))
                 os.close(descriptor)
                 self._places[number] = replica, rank
-            case OutputAdded(number, log, shown_of):
+            case OutputAdded(number, log, shown_of, is_on_console, tee):
                 output = Output(descriptors[0], Path(log))
                 if shown_of is not None and shown_of < 0:
                     self._own_logs[shown_of], shown_of = output, None
-                self._outputs.add(number, output, shown_of=shown_of)
+                self._outputs.add(number, output, shown_of=shown_of, is_on_console=is_on_console, tee=tee)
             case RingEnded(number):
                 self._merge.ended(number)
             case Says(text, seconds):
@@ -251,8 +255,24 @@ class Recorder:
 
     # --- From the outputs -------------------------------------------------------------------------
 
+    def _take_lines(self, until: float = float("inf"), *, at_end: bool = False) -> None:
+        """Have the narrator take new lines of the outputs, until `time.monotonic()` is `until`."""
+
+        def in_time[Line](lines: Iterable[Line]) -> Iterator[Line]:
+            return itertools.takewhile(lambda _: time.monotonic() < until, lines)
+
+        self._narrator.take_lines(in_time(self._outputs.look(at_end=at_end)), self._seconds())
+        self._narrator.take_teed(map(self._filtered, in_time(self._outputs.teed(at_end=at_end))), self._seconds())
+
+    def _filtered(self, teed: tuple[Tee, str]) -> tuple[Tee, str]:
+        """Return a teed line; keep it if its filters select it."""
+        tee, line = teed
+        if any(text in line for text in tee.filters):
+            self._keep(FILTERED_STDERR if tee.is_error else FILTERED_STDOUT, f"{tee.prefix}{line}\n".encode())
+        return teed
+
     def _keep(self, which: int, lines: bytes) -> None:
-        """Write lines into the output of a log of our own (`TRAIN_LOG` or `LAUNCHER_LOG`)."""
+        """Write lines into the output of a log of our own, such as `TRAIN_LOG`."""
         if which in self._own_logs:
             os.write(self._own_logs[which].descriptor, lines)
 
@@ -346,8 +366,7 @@ class Recorder:
 
     def _look_for_the_last_time(self, until: float) -> None:
         self._outputs.make_room()
-        lines = itertools.takewhile(lambda _: time.monotonic() < until, self._outputs.look(at_end=True))
-        self._narrator.take_lines(lines, self._seconds())
+        self._take_lines(until, at_end=True)
 
     def _show_end(self) -> None:
         """Show the rest, and how the run ended if the launcher has sent that.
@@ -367,7 +386,14 @@ class Recorder:
             is_failure = finish.exit_code not in (ExitCode.OK, ExitCode.INTERRUPTED)
             ours = {output.log for output in self._own_logs.values()}
             ends = [(log, text) for log, text in self._outputs.ends() if log not in ours] if is_failure else []
-            self._console.end([*_telling(ends), *lines])
+            self._console.end([*_telling(ends, self._order_of_failures()), *lines])
+
+    def _order_of_failures(self) -> dict[Path, int]:
+        """Return the logs of failed ranks, with the number of the failure, from 0."""
+        run_dir, failed = Path(self._settings.run_dir), dict.fromkeys(self._narrator.account.failed)
+        return {
+            run_dir / name(*rank): number for number, rank in enumerate(failed) for name in (log_name, stdout_log_name)
+        }  # fmt: skip
 
     def _write_logs(self, until: float, left: bool) -> Shown:
         """Write all output, with the same limits as events, and end the threads that write.
@@ -434,11 +460,16 @@ _LOSSES = (
 """Reports of loss: events, output, output on the console, and output that somebody has emptied."""
 
 
-def _telling(ends: Iterable[tuple[Path, str]]) -> Iterator[str]:
-    """Yield the last lines of logs with an error, so that nobody has to look for them."""
-    for path, text in ends:
+def _telling(ends: Iterable[tuple[Path, str]], order: Mapping[Path, int]) -> Iterator[str]:
+    """Yield the last lines of logs that explain a failure, so that nobody has to look for them.
+
+    Those of failed ranks come first, in the `order` of their failures. The last lines of the rank
+    that failed first are told whatever they are, all others if they have an error.
+    """
+    for path, text in sorted(ends, key=lambda end: order.get(end[0], len(order))):
         lines = text.strip().splitlines()
-        if any("Error" in line or "Traceback" in line or "Exception" in line for line in lines[-40:]):
+        has_error = any("Error" in line or "Traceback" in line or "Exception" in line for line in lines[-40:])
+        if has_error or (lines and order.get(path) == 0):
             yield f"--- end of {path}"
             yield from (f"    {line}" for line in lines[-12:])
 
@@ -470,6 +501,8 @@ def main() -> None:
         OutputBookmark(int(sys.argv[3])),
     )
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
+    for each in settings.ignored:
+        signal.signal(each, signal.SIG_IGN)
     store = EventStore(Path(settings.run_dir), bookmark, part_bytes=settings.part_bytes, close_s=settings.deadlines.store_s / 2)
     Recorder(control, bookmark, outputs, settings, store).run()
     os._exit(0)  # do not wait for threads that a disk or a terminal blocks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_recover.cluster.streams import Tee
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
 
@@ -26,6 +27,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines
     output_bytes: int
     """Bytes of all outputs together that may wait for the disk."""
+    ignored: tuple[int, ...] = ()
+    """Signals that the launcher handles."""
     num_rings: int = 0
     """Number of rings that the launcher is about to send. The recorder drains no ring before it has
     all of these, since the events of all rings have one order."""
@@ -52,13 +55,17 @@ class OutputAdded(msgspec.Struct, frozen=True, tag=True):
     number: int
     log: str
     shown_of: int | None
-    """Replica that prints these lines, if they are for the console and `train.log`; else None.
-    `TRAIN_LOG` or `LAUNCHER_LOG`: the recorder itself writes this file's lines into the output."""
+    """Replica that prints these lines, if they are for the console and `train.log`; else None. A
+    negative value, such as `TRAIN_LOG`: the recorder itself writes the lines into the output."""
+    is_on_console: bool = True
+    """False: these lines are for `train.log` only."""
+    tee: Tee | None = None
+    """How all lines of the output are shown on the console; None: they are not."""
 
 
-TRAIN_LOG, LAUNCHER_LOG = -1, -2
-"""Values of `OutputAdded.shown_of` for the two outputs into which the recorder itself writes: the
-lines of the job's writer, and those of megatron-recover itself."""
+TRAIN_LOG, LAUNCHER_LOG, FILTERED_STDOUT, FILTERED_STDERR = -1, -2, -3, -4
+"""Values of `OutputAdded.shown_of` for the outputs into which the recorder itself writes: the lines
+of the job's writer, those of megatron-recover itself, and those that `Tee.filters` selects."""
 
 
 class RingEnded(msgspec.Struct, frozen=True, tag=True):

@@ -22,9 +22,10 @@ from megatron_recover import trace
 from megatron_recover.cluster import event_store, output
 from megatron_recover.cluster import recorder_messages as messages
 from megatron_recover.cluster.job import LAUNCHER_LOG, TRAIN_LOG, Job
-from megatron_recover.cluster.output import Output, Who
+from megatron_recover.cluster.output import Output, Reader, Who
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
+from megatron_recover.cluster.streams import Stream, Tee
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.host.process_stat import cause_of
@@ -85,7 +86,7 @@ class Recording:
         self._settings = messages.Settings(
             run_dir=str(job.run_dir), started_at=started_at, account=self._account, quiet=quiet,
             part_bytes=job.trace_file_bytes, output_bytes=output.WAITING_BYTES,
-            deadlines=self._deadlines,
+            deadlines=self._deadlines, ignored=job.signals,
         )  # fmt: skip
         # The launcher creates the file, too: a folder that accepts no file is refused before
         # anything is started. A FIFO, behind which somebody collects the trace, exists already.
@@ -95,8 +96,7 @@ class Recording:
         self._bookmark, self._output_bookmark = event_store.create_bookmark(), output.create_output_bookmark()
         self._copied = output.OutputBookmark(self._output_bookmark)
         self._outputs: dict[int, Output] = {}
-        self._shown_of: dict[int, int] = {}
-        """Output -> replica whose lines are for the console, or `TRAIN_LOG` or `LAUNCHER_LOG`."""
+        self._added: dict[int, messages.OutputAdded] = {}
         self._rings: dict[int, _Ring] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._outbox: deque[messages.ToRecorder] = deque()
@@ -118,6 +118,9 @@ class Recording:
         self._log = ring.RingLog(self._add(_LAUNCHER, 0))
         self.output(job.run_dir / TRAIN_LOG, shown_of=messages.TRAIN_LOG)
         self.output(job.run_dir / LAUNCHER_LOG, shown_of=messages.LAUNCHER_LOG)
+        for stream in job.streams.filters:
+            which = messages.FILTERED_STDOUT if stream is Stream.OUT else messages.FILTERED_STDERR
+            self.output(job.filtered_log_of(stream), shown_of=which)
         self._start()
 
     def record(self, event: trace.Event) -> None:
@@ -133,24 +136,32 @@ class Recording:
         self.poll()
         return {ring.DESCRIPTOR: descriptor}
 
-    def output(self, log: Path, *, shown_of: int | None = None) -> Output:
+    def output(self, log: Path, *, shown_of: int | None = None, is_on_console: bool = True, tee: Tee | None = None) -> Output:
         """Return a new output for a process that is about to be started; it is copied to `log`.
 
-        `shown_of`: the replica of the process, if its lines are for the console. Raises OSError.
+        The other arguments are described at `OutputAdded`. Raises OSError.
         """
         made = output.create(log)
         number = len(self._outputs)
         self._outputs[number] = made
-        if shown_of is not None:
-            self._shown_of[number] = shown_of
-        self._outbox.append(messages.OutputAdded(number, str(log), shown_of))
+        self._added[number] = messages.OutputAdded(number, str(log), shown_of, is_on_console, tee)
+        self._outbox.append(self._added[number])
         return made
 
     def output_of_rank(self, replica: int, rank: int) -> Output:
-        """Return a new output for a rank that is about to be started."""
+        """Return a new output for a rank that is about to be started; its streams may be two."""
+        job, place, streams = self._job, self._job.place_of(replica, rank), self._job.streams
         # Megatron prints in the first and in the last rank of a replica.
-        is_shown = rank in (0, self._job.num_ranks - 1)
-        return self.output(self._job.log_of(replica, rank), shown_of=replica if is_shown else None)
+        shown_of = replica if rank in (0, job.num_ranks - 1) else None
+
+        def of(log: Path, stream: Stream) -> Output:
+            is_on_console = streams.is_on_console(place, stream)
+            return self.output(log, shown_of=shown_of, is_on_console=is_on_console, tee=streams.tee_of(place, stream))
+
+        if not streams.are_split(place):
+            return of(job.log_of(replica, rank), Stream.OUT | Stream.ERR)
+        out = of(job.stdout_log_of(replica, rank), Stream.OUT)
+        return msgspec.structs.replace(of(job.log_of(replica, rank), Stream.ERR), stdout=out)
 
     def ended(self, replica: int, rank: int) -> None:
         """Note that the process of a rank has ended."""
@@ -294,8 +305,8 @@ class Recording:
             self._outbox.append(messages.Ring(number, *each.place))
             if each.has_ended:
                 self._outbox.append(messages.RingEnded(number))
-        for number, made in self._outputs.items():
-            self._outbox.append(messages.OutputAdded(number, str(made.log), self._shown_of.get(number)))
+        for number in self._outputs:
+            self._outbox.append(self._added[number])
         self._outbox.extend(others)
         if self._finish is not None:
             self._outbox.append(self._finish)
@@ -336,9 +347,12 @@ class Recording:
 
     def _drop_output(self) -> None:
         """Drop output that has no room in memory, as the recorder may be stopped or gone."""
-        shown = {number for number, shown_of in self._shown_of.items() if shown_of >= 0}
+        read = {
+            Reader.SHOWN: {number for number, each in self._added.items() if each.shown_of is not None and each.shown_of >= 0},
+            Reader.TEED: {number for number, each in self._added.items() if each.tee is not None},
+        }
         why = self._copied.cause(time.monotonic_ns(), self._deadlines.still_s)
-        self._copied.drop(self._outputs, self._settings.output_bytes, Who.LAUNCHER, why=why, shown=shown)
+        self._copied.drop(self._outputs, self._settings.output_bytes, Who.LAUNCHER, why=why, read=read)
 
     def _hang_up(self) -> None:
         if self._control is not None:

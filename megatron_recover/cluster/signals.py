@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -35,7 +35,9 @@ class Answer(enum.Enum):
 class EndRequest:
     """The one request to end the job, made of all signals that arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Sequence[int] = TOLD_TO_ALL) -> None:
+        """`numbers`: the signals that request the end."""
+        self._numbers = numbers
         self._is_made = False
         self._num_ctrl_c = 0
         self._before: list[tuple[int, Callable[..., object] | int | None]] = []
@@ -81,7 +83,7 @@ class EndRequest:
 
         self._before = [
             (number, signal.signal(number, handle))
-            for number in TOLD_TO_ALL
+            for number in self._numbers
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         ]
         try:

@@ -1,7 +1,10 @@
-"""The GPUs of this machine, seen without a library that could open one."""
+"""The GPUs of this machine. This process uses no library that could open one."""
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
 from pathlib import Path
 
 _NVIDIA = "nvidia[0-9]*"
@@ -21,3 +24,20 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
     """Return whether this machine has a GPU of NVIDIA that this process may use."""
     return any(devices.glob(_NVIDIA))
+
+
+_BYTES = "print(*(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())))"
+
+
+@functools.cache
+def gpu_bytes() -> tuple[int, ...]:
+    """Return the bytes of memory of each GPU that torch sees, by a process that ends at once.
+
+    This process asks no driver: what it forked then could use no GPU. Without torch, or where that
+    process fails, the result is empty.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch; {_BYTES}"], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    words = done.stdout.split()
+    return tuple(map(int, words)) if done.returncode == 0 and all(map(str.isdecimal, words)) else ()

@@ -46,7 +46,7 @@ from megatron_recover.core.label import Label, StepKind
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
-from megatron_recover.megatron.launch import script
+from megatron_recover.megatron.launch import numa, script
 from megatron_recover.megatron.launch.arguments import (
     adapt,
     add_recover_arguments,
@@ -83,6 +83,8 @@ def begin(context: RankContext) -> None:
             for line in judge_megatron(accepts_unknown=flag_of("accept_unknown_megatron") in sys.argv):
                 print(f"{FOR_CONSOLE}{line}", flush=True)
     _prepare_device()
+    with bad_input_ends():
+        numa.bind(context)
     script.wrap(_Training(context))
 
 

@@ -108,7 +108,8 @@ ENDINGS: Mapping[int, Ending] = {
         "make room in the folder of `--save`; then resume",
     ),
     KILLED: Ending(
-        "a second Ctrl-C at a terminal: everything was killed at once, and nothing was saved for it",
+        "a second Ctrl-C at a terminal, or the end of `--shutdown-timeout` after a signal: everything was killed at once, and "
+        "nothing was saved for it",
         "`megatron-recover report RUN_DIR` makes the summary and the plot, which were left out; to train on, resume",
     ),
 }  # fmt: skip
@@ -137,6 +138,8 @@ class Account(msgspec.Struct):
     finetunes: bool = False
     has_begun: bool = False
     lost: set[int] = msgspec.field(default_factory=set)
+    failed: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """Ranks (replica, rank) that have failed since the last recovery, the first of them first."""
     saved: int | None = None
     """Newest iteration that this run has saved."""
     loaded: int | None = None
@@ -154,8 +157,13 @@ class Account(msgspec.Struct):
             case trace.Generation(losses=losses):
                 self.has_begun = True
                 self.lost |= {one.replica for one in losses}
-            case trace.Failure(replica=replica) | trace.Fenced(replica=replica) if replica >= 0:
+            case trace.Failure(replica=replica, rank=rank) if replica >= 0:
                 self.lost.add(replica)
+                self.failed.append((replica, rank))
+            case trace.Fenced(replica=replica) if replica >= 0:
+                self.lost.add(replica)
+            case trace.Recovery(phase="commit"):
+                self.failed.clear()
             case trace.Checkpoint(phase="finished", iteration=iteration):
                 self.saved = iteration
             case trace.Checkpoint(phase="loaded", iteration=iteration):

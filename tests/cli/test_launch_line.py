@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from argparse import REMAINDER, Action
 from pathlib import Path
+from typing import NoReturn, get_args
 
 import pytest
+import torch
+from torch.distributed.argparse_util import check_env, env
+from torch.distributed.elastic.multiprocessing.api import Std
 from torch.distributed.run import get_args_parser
+from torch.numa.binding import AffinityMode
 
 from megatron_recover.cli import launch_line, run
 from megatron_recover.cluster.job import Job, claim_log_links, create_run_dir
-from megatron_recover.config import RecoverConfig
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL
+from megatron_recover.cluster.streams import Stream, Streams
+from megatron_recover.config import NumaBinding, RecoverConfig
 from megatron_recover.flags import split
 from megatron_recover.trace import Layout
 
+ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2 --mock-data"
 
 
 def test_the_table_has_every_flag_of_torchrun_and_no_other() -> None:
-    """A torch with a flag outside the table fails here: read what the flag does, and enter it."""
-    theirs = [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
+    """A torch with a flag outside the table fails here: read what the flag does, and enter it with its release.
 
-    def shape(action: Action) -> tuple[str, tuple[str, ...], bool]:
-        return action.dest, tuple(sorted(action.option_strings)), action.nargs != 0
+    The table may have flags of newer releases: it is that of torch 2.15, whose source was read.
+    """
+    theirs = [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+
+    def shape(action: Action) -> tuple[str, tuple[str, ...], bool, bool]:
+        reads_variable = isinstance(action, env | check_env)
+        return action.dest, tuple(sorted(action.option_strings)), action.nargs != 0, reads_variable
 
     assert sorted(map(shape, theirs)) == sorted(
-        (flag.dest, tuple(sorted(flag.names)), flag.takes_value) for flag in launch_line.TORCHRUN
+        (flag.dest, tuple(sorted(flag.names)), flag.takes_value, flag.has_variable)
+        for flag in launch_line.TORCHRUN
+        if flag.since <= release
     )
+
+
+def test_the_document_has_the_table() -> None:
+    document = (ROOT / "docs" / "reference" / "flags.md").read_text()
+    for flag in launch_line.TORCHRUN:
+        names = ", ".join(f"`{name}`" for name in flag.names if "_" not in name)
+        assert f"\n| {names} | {flag.fate} | {flag.text} |\n" in document, flag.name
 
 
 def test_torchrun_gives_the_script_all_words_behind_it_as_we_do() -> None:
@@ -84,9 +107,47 @@ def test_flags_and_variables_mean_what_they_mean_to_torchrun(
 
 
 def test_what_changes_nothing_is_told_in_one_line_each() -> None:
-    assert [note.split()[0] for note in read("--max-restarts 3 --master-addr h --master-port 6000", PET_ROLE="a").notes] == [
-        "--max-restarts", "--role", "--master-addr", "--master-port",
+    notes = read("--max-restarts 3 --master-addr h --master-port 6000", PET_RUN_PATH="1").notes
+    assert [note.split()[0] for note in notes] == [
+        "--max-restarts", "--run-path", "--master-addr", "--master-port",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:1", "0:3,7:2", "0:0,1:1,2:2,3:3"])
+def test_streams_are_those_of_torchrun(text: str) -> None:
+    streams = read(f"-r {text} --tee {text}").streams
+    assert streams.redirects == streams.tee == Std.from_str(text)
+
+
+def test_flags_about_logs_are_read() -> None:
+    streams = read(
+        "--tee 0:1,12:3 --local_ranks_filter 3,12 --role trainer --duplicate-stdout-filters a,b,,c "
+        "--duplicate_stderr_filters d",
+        TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="${rank}|",
+    ).streams  # fmt: skip
+    assert streams == Streams(
+        tee={0: 1, 12: 3}, shown=frozenset({3, 12}), role="trainer", prefix="${rank}|",
+        filters={Stream.OUT: ("a", "b,c"), Stream.ERR: ("d",)},
+    )  # fmt: skip
+    assert streams.named == {0, 3, 12}
+    assert read("--log-line-prefix-template x", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="y").streams.prefix == "x"
+    assert read("").streams == Streams()
+
+
+def test_the_end_of_a_job_is_read() -> None:
+    assert read("").signals == TOLD_TO_ALL and read("").shutdown_timeout_s is None
+    choice = read("--signals-to-handle SIGTERM,SIGQUIT --shutdown_timeout 0", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="9")
+    assert (choice.signals, choice.shutdown_timeout_s) == ((signal.SIGTERM, signal.SIGQUIT), 0)
+    assert read("", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="9").shutdown_timeout_s == 9
+    parser = get_args_parser()
+    assert set(parser.get_default("signals_to_handle").split(",")) <= set(launch_line._CAN_END), "torchrun's own default"
+
+
+def test_binding_is_near_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(get_args(NumaBinding)) == {mode.value for mode in AffinityMode}
+    monkeypatch.setattr(launch_line, "has_gpu", lambda: True)
+    assert read("--numa-binding core-complex").numa_binding == "core-complex"
+    assert read("", PET_NUMA_BINDING="node").numa_binding is None, "torchrun reads no such variable"
 
 
 @pytest.mark.parametrize(
@@ -102,22 +163,49 @@ def test_what_changes_nothing_is_told_in_one_line_each() -> None:
         ("--no-python", "--no-python is not supported: the training script has to be Python; leave it out"),
         ("--virtual_local_rank --nnodes 3", "--virtual-local-rank is not supported: LOCAL_RANK picks the device of a rank; "
          "leave it out\n--nnodes is 3; a job has one node for now: give --nnodes 1"),
+        ("--tee 4", "--tee is 4; give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of these by rank, such as 0:1,1:3"),
+        ("-r 0:1,", "--redirects is 0:1,; give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of these by rank, such as "
+         "0:1,1:3"),
+        ("--local-ranks-filter first", "--local-ranks-filter is first; give numbers of ranks, such as 0,7"),
+        ("--tee 0:2 --duplicate-stdout-filters a", "--duplicate-stdout-filters selects teed lines, and --tee names no stdout; "
+         "give --tee 3"),
+        ("--signals-to-handle SIGTERM,SIGKILL", "--signals-to-handle is SIGTERM,SIGKILL; give some of SIGHUP, SIGINT, SIGQUIT, "
+         "SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, separated by commas"),
+        ("--shutdown-timeout -1", "--shutdown-timeout is -1; give a whole number of seconds"),
+        ("--numa-binding close", "--numa-binding is close; give one of node, socket, exclusive, core-complex"),
+        ("--numa-binding node", "--numa-binding is node, but this machine has no GPU near which a rank could run; leave it "
+         "out, or use numactl"),
+        ("--print-completion zsh", "--print-completion is not supported: torchrun prints completions of its own name; leave it "
+         "out"),
         ("-m --run-path", "--module and --run-path exclude each other; the first is for a module, the second for a file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_with_the_remedy(line: str, expected: str) -> None:
+def test_what_cannot_be_had_is_refused_with_the_remedy(line: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_line, "has_gpu", lambda: False)
     with pytest.raises(ValueError) as refusal:
         read(line)
     assert str(refusal.value) == expected
 
 
+def test_flags_that_do_not_suit_the_job_are_refused() -> None:
+    line = read("--tee 0:1,4:3 --local-ranks-filter 3 --shutdown-timeout 61")
+    with pytest.raises(ValueError) as refusal:
+        launch_line.judge(line, num_processes=4, deadline_s=60.0)
+    assert str(refusal.value).splitlines() == [
+        "--redirects, --tee or --local-ranks-filter names rank 4; the ranks of this job are 0 to 3, counted over all replicas",
+        "--shutdown-timeout is 61; it must be at most --recover-deadline-s (60), after which a job that does not end is ended "
+        "in any case",
+    ]  # fmt: skip
+    launch_line.judge(line, num_processes=5, deadline_s=61.0)
+
+
 @pytest.mark.parametrize("text", ["gpu", "auto"])
 def test_processes_for_gpus_need_a_gpu(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_line, "has_gpu", lambda: True)
-    monkeypatch.setattr(launch_line, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(launch_line, "gpu_bytes", tuple)
     with pytest.raises(ValueError, match=f"--nproc-per-node is {text}, but torch finds no GPU"):
         read(f"--nproc-per-node {text}")
-    monkeypatch.setattr(launch_line, "_num_gpus", lambda: 8)
+    monkeypatch.setattr(launch_line, "gpu_bytes", lambda: (80 * 10**9,) * 8)
     assert read(f"--nproc-per-node {text}").num_processes == 8
 
 
@@ -136,8 +224,17 @@ def size(line: str, flags: str) -> tuple[int, int]:
     [
         ("--nproc-per-node 8", "", (8, 1)),
         ("--nproc-per-node 8", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", (2, 1)),
-        ("--nproc-per-node 8", "--expert-model-parallel-size 4 --tensor-model-parallel-size 2", (2, 2)),
-        ("--nproc-per-node 8", "--expert-model-parallel-size 2 --tensor-model-parallel-size 4", (2, 1)),
+        ("--nproc-per-node 8", "--expert-model-parallel-size 4 --tensor-model-parallel-size 2", (1, 4)),
+        (
+            "--nproc-per-node 8",
+            "--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+            (2, 2),
+        ),
+        (
+            "--nproc-per-node 8",
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1",
+            (2, 1),
+        ),
         ("--nproc-per-node 8 --lanes 4", "", (2, 4)),
         ("--nproc-per-node 8 --replicas 2", "--tensor-model-parallel-size 4", (2, 1)),
         ("--replicas 3", "--tensor-model-parallel-size 4", (3, 1)),
@@ -188,9 +285,30 @@ def test_what_follows_from_other_flags_is_told_and_so_is_a_lack_of_protection(
     ]
 
 
-def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told() -> None:
-    command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--replicas", "2"]
-    assert launch_line.behind_script(command, run._parser()) == ["--run-dir", "--chaos", "--replicas"]
+def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--quiet", "--replicas"]
+    assert launch_line.behind_script(command, run._parser()) == [
+        "--run-dir x", "--chaos=rate=0.1,seed=1", "--quiet", "--replicas",
+    ]  # fmt: skip
+    jobs: list[Job] = []
+
+    def start(job: Job, *, quiet: bool) -> NoReturn:
+        jobs.append(job)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "Launcher", start)
+    (script := tmp_path / "train.py").touch()
+    with pytest.raises(KeyboardInterrupt):
+        run.main(
+            ["--replicas", "2", "--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split(), "--trace-level", "faults"]
+        )
+    assert (jobs[0].trace_level, jobs[0].argv[-2:]) == ("microbatches", ("--trace-level", "faults"))
+    assert capsys.readouterr().err == (
+        f"megatron-recover run: --trace-level faults behind {script} is the script's; if it is for the launcher, write: "
+        f"megatron-recover run --trace-level faults ... {script} ...\n"
+    )
 
 
 def test_a_folder_for_logs_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -85,24 +85,26 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(kind: int, tmp_path: P
     ("locked", "expected"),
     [
         ("script", "{0}/script.py cannot be read (Permission denied); make it readable, or name another"),
+        ("logs", "--log-dir {0}/logs cannot be used (Permission denied); give another folder"),
         ("run", "--run-dir {0}/run/a cannot be used (Permission denied); give another folder"),
         ("data", "--data-path {0}/data/text: {0}/data/text.bin cannot be read (Permission denied); make it readable"),
         ("data/text.idx", "--data-path {0}/data/text: {0}/data/text.idx cannot be read (Permission denied); make it readable"),
     ],
 )
 def test_what_only_its_owner_may_read_is_refused_before_there_is_a_job(locked: str, expected: str, tmp_path: Path) -> None:
-    for folder in ("script", "run", "data"):
+    for folder in ("script", "run", "data", "logs"):
         (tmp_path / folder).mkdir()
     for file in ("script/script.py", "script.py", "data/text.bin", "data/text.idx"):
         (tmp_path / file).touch()
     run_dir, script = tmp_path / "run" / "a", tmp_path / ("script/script.py" if locked == "script" else "script.py")
     flags = "--num-layers 2 --num-attention-heads 2 --micro-batch-size 1 --global-batch-size 2 --train-iters 1"
     data = ["--data-path", str(tmp_path / "data" / "text")] if "data" in locked else ["--mock-data"]
+    logs = ["--log-dir", str(tmp_path / "logs")] if locked == "logs" else []
     place = tmp_path / locked
     mode = place.stat().st_mode
     place.chmod(NOBODYS)
     try:
-        done = run_verb("run", "--replicas", "2", "--run-dir", str(run_dir), "--", str(script), *flags.split(), *data)
+        done = run_verb("run", "--replicas", "2", "--run-dir", str(run_dir), *logs, "--", str(script), *flags.split(), *data)
     finally:
         place.chmod(mode)
     where = script.parent if locked == "script" else tmp_path

@@ -17,6 +17,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.cluster.job import Job, RankStart, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Loss, LossKind
 from megatron_recover.faults import Fault
@@ -63,6 +64,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_arguments: int = 0
     """So many more arguments of 1,000 characters each: a command line may be longer than one message."""
     rank_start: RankStart = "fork"
+    signals: tuple[int, ...] = TOLD_TO_ALL
+    shutdown_timeout_s: int | None = None
     hasty: bool = False
     """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
 
@@ -191,7 +194,7 @@ def main() -> int:
         num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
         config=spec.config, run_dir=create_run_dir(Path(spec.run_dir)), faults=spec.faults,
         trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
-        rank_start=spec.rank_start,
+        rank_start=spec.rank_start, signals=spec.signals, shutdown_timeout_s=spec.shutdown_timeout_s,
         preload=("torch", "megatron_recover.data_plane.direct", "megatron_recover.control_plane.rank_driver"),
     )  # fmt: skip
     others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,3 +76,38 @@ def test_a_second_ctrl_c_at_a_terminal_kills_everything(start: Start, tmp_path: 
     job.type("\x03")
     assert job.end().exit_code == 128 + signal.SIGINT
     job.assert_nothing_left()
+
+
+def test_a_signal_that_the_user_names_ends_the_job_and_what_has_not_ended_in_time_is_killed(
+    start: Start, tmp_path: Path
+) -> None:
+    """SIGQUIT, which is no request by default: like every request it may come to every process; only the launcher reacts."""
+    job = start(msgspec.structs.replace(spec(tmp_path), signals=(signal.SIGQUIT,), shutdown_timeout_s=2))
+    for process in job.processes:
+        process.send_signal(signal.SIGQUIT)
+    before = job.num_applied()
+    job.until(lambda: job.num_applied() > before + 20, "steps after the signal")
+    for rank in job.ranks:  # the common step never comes
+        rank.send_signal(signal.SIGSTOP)
+    asked_at = time.monotonic()
+    job.launcher.send_signal(signal.SIGQUIT)
+    outcome = job.end()
+    assert outcome.exit_code == 128 + signal.SIGQUIT, outcome.output
+    assert time.monotonic() - asked_at >= 2
+    assert "nothing is saved; so does the end of --shutdown-timeout, in 2 s" in outcome.output
+    assert "the job did not end within --shutdown-timeout (2 s) of SIGQUIT" in outcome.output
+    job.assert_nothing_left()
+
+
+def test_no_other_signal_than_those_that_the_user_names_is_handled() -> None:
+    handled = signal.SIGTERM, signal.SIGXCPU
+    before = {number: signal.getsignal(number) for number in (*TOLD_TO_ALL, *handled)}
+    request, heard = EndRequest(handled), []
+    try:
+        with request.received(heard.append):
+            assert {number for number in before if signal.getsignal(number) != before[number]} == {*handled}
+            signal.raise_signal(signal.SIGXCPU)
+    finally:
+        request.release()
+        assert {number: signal.getsignal(number) for number in before} == before
+    assert heard == [signal.SIGXCPU]

@@ -38,8 +38,8 @@ class Run:
             os.mkfifo(self.run_dir / name)
         deadlines = fields.pop("deadlines", None)
         self.job = Job(
-            argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=self.run_dir,
-            **fields,
+            argv=("script.py",), layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=self.run_dir,
+            **{"num_replicas": 2, **fields},
         )  # fmt: skip
         self.recording = Recording(self.job, time.monotonic(), deadlines=deadlines)
 

@@ -30,6 +30,7 @@ from megatron_recover.cluster.output import (
     WAITING_BYTES,
     Output,
     OutputBookmark,
+    Reader,
     Who,
     Why,
     create,
@@ -306,7 +307,7 @@ def test_a_disk_that_answers_is_not_blamed_for_what_is_printed_too_fast(tmp_path
     os.write(made.descriptor, b"x" * 300_000)
     ours.make_room()
     assert bookmark.cause(time.monotonic_ns(), 60.0) is Why.FASTER
-    _Log(0, made, bookmark, is_shown=False).copy()
+    _Log(0, made, bookmark).copy()
     assert made.log.read_bytes().startswith(
         b"\nmegatron-recover: 212500 bytes of output are missing here: ranks printed faster"
     )
@@ -443,14 +444,15 @@ def test_memory_of_what_is_in_the_log_is_given_back(record: Callable[..., Run]) 
     assert output.log.stat().st_size == 32_000_000
 
 
-def test_memory_is_kept_until_the_console_has_had_it_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", Reader)
+def test_memory_is_kept_until_the_console_has_had_it_too(reader: Reader, tmp_path: Path) -> None:
     made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     os.write(made.descriptor, b"x" * 5 * KEPT_BYTES)
-    log = _Log(0, made, bookmark, is_shown=True)
+    log = _Log(0, made, bookmark, [reader])
     while log.copy():
         pass
     assert resident(made) == 5 * KEPT_BYTES + 4096 and made.log.stat().st_size == 5 * KEPT_BYTES
-    bookmark.show(0, bookmark.end(0, made))
+    bookmark.show(0, bookmark.end(0, made), reader)
     assert not log.copy() and resident(made) == KEPT_BYTES + 4096
 
 
@@ -483,25 +485,25 @@ def test_recorders_that_are_killed_again_and_again_lose_nothing_and_write_nothin
 def test_a_part_of_a_chunk_that_a_dead_recorder_left_is_cut_off(tmp_path: Path) -> None:
     made, descriptor = create(tmp_path / "log"), create_output_bookmark()
     os.write(made.descriptor, b"one\n")
-    log = _Log(0, made, OutputBookmark(descriptor), is_shown=False)
+    log = _Log(0, made, OutputBookmark(descriptor))
     log.copy()
     log.close()
     with open(made.log, "ab") as file:
         file.write(b"tw")  # it died before it could enter this
     os.write(made.descriptor, b"two\n")
-    _Log(0, made, OutputBookmark(descriptor), is_shown=False).copy()
+    _Log(0, made, OutputBookmark(descriptor)).copy()
     assert made.log.read_bytes() == b"one\ntwo\n"
 
 
 def test_a_log_that_somebody_has_cut_goes_on_behind_that(tmp_path: Path) -> None:
     made, descriptor = create(tmp_path / "log"), create_output_bookmark()
     os.write(made.descriptor, b"one\n")
-    log = _Log(0, made, OutputBookmark(descriptor), is_shown=False)
+    log = _Log(0, made, OutputBookmark(descriptor))
     log.copy()
     log.close()
     os.truncate(made.log, 0)
     os.write(made.descriptor, b"two\n")
-    _Log(0, made, OutputBookmark(descriptor), is_shown=False).copy()
+    _Log(0, made, OutputBookmark(descriptor)).copy()
     assert made.log.read_bytes() == b"two\n"
 
 
@@ -513,7 +515,7 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
     everything = b""
     try:
         bookmark = OutputBookmark(descriptor)
-        log = _Log(0, made, bookmark, is_shown=False)
+        log = _Log(0, made, bookmark)
         for action in [*actions, "copy"]:
             match action:
                 case "print":
@@ -526,7 +528,7 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
                 case "another recorder":
                     log.close()
                     bookmark = OutputBookmark(descriptor)
-                    log = _Log(0, made, bookmark, is_shown=False)
+                    log = _Log(0, made, bookmark)
                 case _:
                     bookmark.drop({0: made}, 12_345, Who.LAUNCHER if action.endswith("launcher") else Who.RECORDER)
         parts = re.split(NOTE, made.log.read_bytes())
@@ -559,7 +561,7 @@ def test_output_that_is_dropped_while_it_is_read_is_read_anew(tmp_path: Path, mo
         return read(descriptor, length, offset)
 
     monkeypatch.setattr(os, "pread", pread)
-    log = _Log(0, made, bookmark, is_shown=False)
+    log = _Log(0, made, bookmark)
     while log.copy():
         pass
     assert len(reads) == 2 and b"\0" not in made.log.read_bytes()
@@ -744,7 +746,7 @@ def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_n
 ) -> None:
     made, descriptor = create(tmp_path / "log"), create_output_bookmark()
     os.write(made.descriptor, b"before\n")
-    log = _Log(0, made, OutputBookmark(descriptor), is_shown=False)
+    log = _Log(0, made, OutputBookmark(descriptor))
     log.copy()
     log.close()
     subprocess.run(["bash", "-c", "echo after > /dev/stderr"], stderr=made.descriptor, check=True)
@@ -756,7 +758,7 @@ def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_n
         patch.setattr("megatron_recover.host.memory_file.zero", dies)
         OutputBookmark(descriptor).notice_emptied(0, made)
     bookmark = OutputBookmark(descriptor)
-    log = _Log(0, made, bookmark, is_shown=False)
+    log = _Log(0, made, bookmark)
     assert not log.copy() and bookmark.notice_emptied(0, made) and not bookmark.notice_emptied(0, made)
     assert not log.copy()
     assert made.log.read_bytes() == b"before\n" + EMPTIED_NOTE + b"after\n"
@@ -766,7 +768,7 @@ def test_what_is_printed_right_behind_an_emptying_is_whole_though_the_log_is_cop
     tmp_path: Path,
 ) -> None:
     made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
-    log, before = _Log(0, made, bookmark, is_shown=False), b"x" * (2 * KEPT_BYTES + 10)
+    log, before = _Log(0, made, bookmark), b"x" * (2 * KEPT_BYTES + 10)
     os.write(made.descriptor, before)
     while log.copy():
         pass  # memory is given back by the next copy
@@ -781,7 +783,7 @@ def test_what_is_printed_right_behind_an_emptying_is_whole_though_the_log_is_cop
 def test_one_output_may_be_emptied_more_often_than_any_run_lasts(tmp_path: Path) -> None:
     """Positions begin further behind from emptying to emptying, and a word of the bookmark has 63 bits."""
     made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
-    log, wanted = _Log(0, made, bookmark, is_shown=False), b""
+    log, wanted = _Log(0, made, bookmark), b""
     for number in range(3):
         os.write(made.descriptor, b"%d\n" % number)
         begin = bookmark.end(0, made)
@@ -810,7 +812,7 @@ def test_an_output_that_is_emptied_twice_before_anything_is_copied_begins_anew_t
 def test_what_is_printed_over_the_beginning_of_a_short_output_has_all_of_it_copied_again(tmp_path: Path) -> None:
     """That looks like an output that was emptied, and has as much again: text that is there twice is better than lost text."""
     made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
-    log = _Log(0, made, bookmark, is_shown=False)
+    log = _Log(0, made, bookmark)
     os.write(made.descriptor, b"one\ntwo\n")
     log.copy()
     with open(f"/proc/self/fd/{made.descriptor}", "r+b") as file:

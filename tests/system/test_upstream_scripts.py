@@ -76,7 +76,10 @@ def test_upstreams_script_runs_by_torchruns_line_survives_a_kill_and_keeps_torch
 
 
 def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replica(tmp_path: pathlib.Path) -> None:
-    """And what torchrun tells of its nodes and restarts is there, too."""
+    """And what torchrun tells of its nodes and restarts is there, too.
+
+    Its logs and its console are those of torchrun's flags, and the first rank to fail has the first word at the end.
+    """
     (seen := tmp_path / "seen").mkdir()
     script = tmp_path / "script.py"
     script.write_text(
@@ -86,18 +89,21 @@ def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replic
         "names = 'RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT '\n"
         "names += 'TORCHELASTIC_MAX_RESTARTS '\n"
         "names += ' '.join(f'MEGATRON_RECOVER_{name}' for name in ('REPLICA', 'REPLICAS', 'GLOBAL_RANK'))\n"
+        "print('seen by', os.environ['MEGATRON_RECOVER_GLOBAL_RANK'])\n"
+        "print('role', os.environ['ROLE_NAME'], os.environ['ROLE_RANK'], file=sys.stderr)\n"
         f"folder = pathlib.Path({str(seen)!r})\n"
         "(folder / str(os.getpid())).write_text(' '.join(os.environ[name] for name in names.split()))\n"
         "until = time.monotonic() + 30\n"
         "while len([*folder.iterdir()]) < 4 and time.monotonic() < until:  # the first to end takes its replica with it\n"
         "    time.sleep(0.01)\n"
-        "print('seen by', os.environ['MEGATRON_RECOVER_GLOBAL_RANK'])\n"
+        "time.sleep(1.5 * (os.environ['MEGATRON_RECOVER_GLOBAL_RANK'] != '3'))\n"
         "sys.exit(3)\n"
     )
     flags = "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data --pipeline-model-parallel-size 2"
-    run(
+    output = run(
         "megatron_recover run",
-        f"--nproc-per-node 4 --rdzv-id job7 --log-dir {tmp_path / 'logs'} --run-dir {tmp_path / 'run'}",
+        f"--nproc-per-node 4 --rdzv-id job7 --log-dir {tmp_path / 'logs'} --run-dir {tmp_path / 'run'} "
+        "--tee 1:1,3:3 --redirects 0:3 --role trainer",
         f"{script} {flags}", expected=ExitCode.FAILED,
         RANK="7", WORLD_SIZE="512", GROUP_RANK="3", TORCHELASTIC_RUN_ID="of the image",
     )  # fmt: skip
@@ -105,15 +111,20 @@ def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replic
         "0 2 0 1 job7 0 0 0 2 0", "0 2 0 1 job7 0 0 1 2 2", "1 2 0 1 job7 0 0 0 2 1", "1 2 0 1 job7 0 0 1 2 3",
     ]  # fmt: skip
     [logs] = (tmp_path / "logs").iterdir()
-    assert logs.name.startswith("job7_") and sorted(each.name for each in (logs / "attempt_0").iterdir()) == [
-        "0",
-        "1",
-        "2",
-        "3",
+    attempt = logs / "attempt_0"
+    assert logs.name.startswith("job7_") and sorted(each.name for each in attempt.iterdir()) == ["0", "1", "2", "3"]
+    assert [(attempt / str(rank) / "stdout.log").read_text() for rank in (0, 1, 3)] == [
+        f"seen by {rank}\n" for rank in (0, 1, 3)
     ]
-    printed = [rank for rank in range(4) if f"seen by {rank}" in (logs / "attempt_0" / str(rank) / "stdout.log").read_text()]
-    assert printed, "the first to end takes its replica with it, and the others may end before they print"
-    assert (logs / "attempt_0" / "3" / "stderr.log").resolve() == tmp_path / "run" / "logs" / "replica-1-rank-1.log"
+    assert (attempt / "3" / "stderr.log").resolve() == tmp_path / "run" / "logs" / "replica-1-rank-1.log"
+    assert (attempt / "3" / "stderr.log").read_text() == "role trainer 1\n"
+    assert (attempt / "2" / "stderr.log").read_text() == "seen by 2\nrole trainer 0\n", "neither teed nor redirected: one log"
+    shown, end = output[: output.index("--- end of ")], output.index("--- end of ")
+    assert sorted(line for line in shown.splitlines() if line.startswith("[trainer")) == [
+        "[trainer1]:seen by 1", "[trainer3]:role trainer 1", "[trainer3]:seen by 3",
+    ]  # fmt: skip
+    assert "seen by 0" not in shown and "seen by 2" not in shown
+    assert output[end:].startswith(f"--- end of {tmp_path / 'run' / 'logs' / 'replica-1-rank-1.log'}\n    role trainer 1\n")
 
 
 def test_a_module_that_is_not_there_is_refused_and_leaves_nothing(tmp_path: pathlib.Path) -> None:

@@ -20,6 +20,7 @@ from megatron_recover.config import RecoverConfig, below_one
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron.launch import preflight_data as data
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_config, recover_flags, refusals
+from megatron_recover.megatron.layout import sizes
 from megatron_recover.megatron.seams import seams
 from megatron_recover.trace import Layout
 
@@ -34,6 +35,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--pipeline-model-parallel-size": _ONE,
     "--context-parallel-size": _ONE,
     "--expert-model-parallel-size": _ONE,
+    "--expert-tensor-parallel-size": _INT,
     "--num-layers-per-virtual-pipeline-stage": _INT,
     "--num-virtual-stages-per-pipeline-rank": _INT,
     "--pipeline-model-parallel-layout": _TEXT,
@@ -205,23 +207,22 @@ def unsupported(argv: Sequence[str]) -> list[str]:
     Shapes, data and folders are not judged. Raises ValueError as `Undecided` does.
     """
     args, _, unreadable = _read(argv)
-    _, lanes = replica_of(argv, None)
-    return [*unreadable.values(), *refusals(args, lanes=lanes)]
+    return [*unreadable.values(), *refusals(args, lanes=shape_of(argv).lanes)]
 
 
-def replica_of(argv: Sequence[str], lanes: int | None) -> tuple[int, int]:
-    """Return the number of processes of one replica, and of its lanes.
+def shape_of(argv: Sequence[str], lanes: int | None = None) -> sizes.Layout:
+    """Return the shape of one replica.
 
     Without `lanes` a replica has the fewest lanes over which its experts can be spread. Sizes that
     `preflight` refuses count as 1. Raises ValueError as `Undecided` does.
     """
     args, _, _ = _read(argv)
-    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
-    tp, pp, cp = (max(1, size) for size in sizes)
-    experts = max(1, args.expert_model_parallel_size)
+    given = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    tp, pp, cp = (max(1, size) for size in given)
+    ep, expert_tp = max(1, args.expert_model_parallel_size), max(1, args.expert_tensor_parallel_size or tp)
     if lanes is None:
-        lanes = experts // math.gcd(experts, tp * cp)
-    return tp * pp * cp * max(1, lanes), lanes
+        lanes = ep * expert_tp // math.gcd(ep * expert_tp, tp * cp)
+    return sizes.Layout(tp=tp, pp=pp, cp=cp, ep=ep, expert_tp=expert_tp, lanes=max(1, lanes))
 
 
 class Sized(Protocol):
@@ -357,10 +358,12 @@ def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
     if found:
         return Layout(tp=1, pp=1), found
     found, ep = _model(args, tp), args.expert_model_parallel_size
-    if ep < 1 or (tp * cp * lanes) % ep:
+    expert_tp = args.expert_tensor_parallel_size or tp  # as in Megatron
+    if ep < 1 or expert_tp < 1 or (tp * cp * lanes) % (ep * expert_tp):
         found.append(
-            f"--expert-model-parallel-size {ep} does not divide TP x CP x lanes = {tp} x {cp} x {lanes}; "
-            "experts are spread inside a replica: raise --lanes of megatron-recover run"
+            f"--expert-model-parallel-size {ep} does not divide the groups of ranks of an expert, TP x CP x lanes / "
+            f"--expert-tensor-parallel-size = {tp} x {cp} x {lanes} / {expert_tp}; experts are spread inside a replica: raise "
+            "--lanes of megatron-recover run"
         )
     vpp = 1
     if args.num_layers is not None and not _is_uneven(args):
