@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_recover.megatron.seams import bodies, seams
-from tests.system.jobs import Job, chaos_text, check, run_job, text_data
+from tests.system.jobs import ROOT, Job, chaos_text, check, run_job, text_data
 
 CODE = 'def f(a):\n    """Text."""\n    # a comment\n    return g(a,\n        1)\n'
 
@@ -121,8 +121,12 @@ def test_a_changed_megatron_is_refused_and_trains_at_its_users_word(
     assert f"{changed}:" in refused.output and "megatron.training.training:train_step" in refused.output
     assert "was not read: assert args is not None" in refused.output
     assert "if they do the same, add --recover-accept-unknown-megatron" in refused.output
+    monkeypatch.delenv("PYTHONPATH")  # a script's own checkout is found without
+    script = shutil.copy(ROOT / "scripts" / "pretrain_gpt.py", tmp_path / "checkout")
     accepting = Job(steps=3, extra=("--recover-accept-unknown-megatron",))
-    outcome = run_job(accepting, tmp_path / "run", data, chaos=chaos_text("1 0 backward step=1")).expect()
+    outcome = run_job(
+        accepting, tmp_path / "run", data, chaos=chaos_text("1 0 backward step=1"), script=pathlib.Path(script)
+    ).expect()  # fmt: skip
     assert "accepted although nobody has read it: megatron.training.training:train_step" in outcome.output
     assert f"of {tmp_path / 'checkout' / 'megatron'}" in outcome.output
     verdict, report = check(outcome.run_dir)
