@@ -2,9 +2,9 @@
 
 Names, parameters and attributes (`seams`, `anchors`) do not show what a function does. So for each
 function that is replaced or called, `patches/bodies.toml` has digests of the bodies that were read.
-A Megatron with another body is refused, unless its user accepts it. A digest covers the tokens of a
-function by statement and depth of nesting, without comments, docstrings and layout, so it changes
-with the code alone.
+A Megatron with another body is refused, unless its user accepts it. A digest covers all tokens of a
+function, its signature and decorators included, by statement and depth of nesting, without
+comments, docstrings and layout. So it changes with the code alone.
 
 Beside each digest the file has a mark of 24 bits for each statement. By the marks a refusal names
 the statements of the user's function that were not read, in the user's own words, and how many are
@@ -59,8 +59,10 @@ def load(folder: Traversable) -> Known:
 def relied_on(seams: Sequence[Seam], anchors: Anchors) -> dict[str, Callable[..., Any]]:
     """Return the functions of Megatron that are replaced or called, by ``module:qualified.name``.
 
-    These are the targets of seams, the functions among the anchored names, and the methods among
-    the anchored attributes. Imports the modules concerned.
+    These are the targets of seams, the functions among the anchored names, the methods among the
+    anchored attributes, and the functions with anchored parameters. A name that is missing or no
+    function is left out. Each function is named by the place that defines it. Imports the modules
+    concerned.
     """
     found: dict[str, Callable[..., Any]] = {}
     for place in _places(seams, anchors):
