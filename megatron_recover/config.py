@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
@@ -267,6 +268,21 @@ def device_queues() -> DeviceQueues:
         os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0",
         os.environ.get("NCCL_COMM_BLOCKING", "0") == "1",
     )
+
+
+def import_first(folder: str) -> None:
+    """Have this process, and those that it starts, look in a folder first when they import."""
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+
+
+def leave_working_directory() -> None:
+    """Have this process, which `python -m` started, import nothing from the working directory.
+
+    A rank of torchrun's does not either. Call it once in a process.
+    """
+    if not sys.flags.safe_path:
+        del sys.path[0]
 
 
 def inherited_environment() -> dict[str, str]:

@@ -31,6 +31,11 @@ CONTEXT.set_forkserver_preload(["tests.preload"])  # the only list: Python ignor
 _MAIN = multiprocessing.current_process()
 """In a fork: the process object of the server, which imports this module."""
 _PACKAGES = ("megatron_recover.", "tests.")
+_ROOT = str(pathlib.Path(__file__).resolve().parents[1])
+if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    # Training scripts of tests import tests, and no job imports from its working directory. A fork has what the server
+    # started with, so this is set before that, and for all alike.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
 _READ_AT_START = "PYTHON"
 """What variables begin with that an interpreter reads when it starts, and not later."""
 _AT_START = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)}

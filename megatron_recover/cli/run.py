@@ -25,11 +25,13 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser, misplaced, split
 from megatron_recover.host.gpus import has_gpu
+from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, Undecided, preflight, shape_of
 from megatron_recover.observe import summary
 
 PRELOAD = (
+    "megatron_recover.config:leave_working_directory",
     "torch",
     "megatron_recover.megatron.cpu:leave_out_the_compiler",
     "torch._dynamo",
@@ -130,6 +132,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     script, *flags = command
     if not line.is_module and not Path(script).is_file():
         raise ValueError(f"there is no training script {script}; write its path behind the flags of run")
+    one_megatron.choose(script, is_module=line.is_module)
     if arguments.trace_file_bytes and arguments.trace_file_bytes < _LEAST_PART_BYTES:
         raise ValueError(
             f"--trace-file-bytes is {arguments.trace_file_bytes}; it must be 0 (never) or at least {_LEAST_PART_BYTES} (1MiB)"

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import os
 import sys
+import textwrap
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,9 +92,9 @@ def begin(context: RankContext) -> None:
 def judge_megatron(*, accepts_unknown: bool) -> list[str]:
     """Return lines about the Megatron that is imported, before a script has changed any of it.
 
-    Raises ValueError with all functions that have another body than those that were read, unless
-    `accepts_unknown`; then the lines name them. Raises `UnsupportedMegatron` for a release that was
-    never read.
+    Raises ValueError with all functions that have another body than those that were read, and the
+    difference, unless `accepts_unknown`; then the lines name them. Raises `UnsupportedMegatron` for
+    a release that was never read.
     """
     import megatron.core
 
@@ -109,11 +110,11 @@ def judge_megatron(*, accepts_unknown: bool) -> list[str]:
     if unknown and not accepts_unknown:
         raise ValueError(
             f"{lines[0]} has functions that nobody has compared with those of the release that this version was made for:\n"
-            + "\n".join(f"  {line}" for line in unknown)
+            + textwrap.indent("\n".join(unknown), "  ")
             + f"\ncompare them with megatron-core {all_seams[0].versions[-1]}; if they do the same, add "
             f"{flag_of('accept_unknown_megatron')}"
         )
-    return lines + [f"accepted although nobody has read it: {line}" for line in unknown]
+    return lines + [line for body in unknown for line in f"accepted although nobody has read it: {body}".splitlines()]
 
 
 def pretrain(

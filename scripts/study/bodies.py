@@ -13,7 +13,8 @@ import megatron.core
 from megatron_recover.megatron.seams import bodies, seams
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
-HEAD = """# Digests of the bodies of Megatron's functions that are replaced or called, of all releases that were read.
+HEAD = """# Digests of the bodies of Megatron's functions that are replaced or called, of all releases that were read,
+# each with a mark of four characters for each of the body's statements.
 # Made by scripts/study/bodies.py; megatron_recover/megatron/seams/bodies.py says what a digest covers.
 
 """
@@ -21,11 +22,14 @@ HEAD = """# Digests of the bodies of Megatron's functions that are replaced or c
 
 def main() -> None:
     """Write the file, with what it has already."""
-    known = {place: [*digests] for place, digests in bodies.load(PATCHES).items()} if (PATCHES / bodies.FILE).exists() else {}
+    known = {place: {**read} for place, read in bodies.load(PATCHES).items()} if (PATCHES / bodies.FILE).exists() else {}
     for place, function in bodies.relied_on(seams.load(), seams.load_anchors()).items():
-        if (body := bodies.digest(function)) not in known.setdefault(place, []):
-            known[place].append(body)
-    lines = [f'"{place}" = [{", ".join(f'"{body}"' for body in digests)}]' for place, digests in sorted(known.items())]
+        body = bodies.read(function)
+        known.setdefault(place, {})[body.digest] = "".join(body.marks)
+    lines = [
+        f'"{place}" = {{ {", ".join(f'{digest} = "{marks}"' for digest, marks in read.items())} }}'
+        for place, read in sorted(known.items())
+    ]
     (PATCHES / bodies.FILE).write_text(HEAD + "\n".join(lines) + "\n")
     print(f"{len(lines)} functions; read was {megatron.core.__file__}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,11 +15,11 @@ import pytest
 
 from megatron_recover.cli.data import write_dataset
 from megatron_recover.core.values import ExitCode
+from tests.system.upstream import FIGURES, assert_alike, figures
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/pretrain_gpt.py"
 DEADLINE_S = 150
-LINE = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+).*grad norm: ([0-9.]+)")
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
     "--global-batch-size 8 --train-iters 4 --lr 1e-2 --lr-decay-iters 100 --hidden-dropout 0 --attention-dropout 0 "
@@ -68,22 +67,10 @@ def replicas(num: int, run_dir: Path, flags: str, *, lanes: int = 1) -> list[str
     return [sys.executable, "-m", "megatron_recover", *run, SCRIPT, *flags.split()]
 
 
-def losses(output: str) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm of each iteration. (The second line of a job is the mean of its first two losses: upstream's.)"""
-    return {int(found[1]): (float(found[2]), float(found[3])) for found in LINE.finditer(output)}
-
-
-def assert_alike(ours: dict[int, tuple[float, float]], reference: dict[int, tuple[float, float]]) -> None:
-    assert ours.keys() == reference.keys()
-    for iteration, (loss, norm) in ours.items():
-        assert loss == pytest.approx(reference[iteration][0], rel=1e-4), iteration
-        assert norm == pytest.approx(reference[iteration][1], rel=1e-2), iteration
-
-
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_torchrun_pipeline_trains(flags: str) -> None:
     output = finish(torchrun(2, flags + "--pipeline-model-parallel-size 2"))
-    found = losses(output)
+    found = figures(output)
     assert list(found) == [1, 2, 3, 4]
     assert found[4][0] < found[1][0] - 0.1
     assert "| generation:" not in output, "without the launcher it is plain Megatron"
@@ -94,15 +81,15 @@ def test_checkpoint_of_lanes_goes_on_in_plain_megatron_and_at_another_number_of_
     """2 replicas of 2 lanes with ZeRO-1 stop half-way; one plain process and 3 replicas finish as a plain job does."""
     flags += "--use-distributed-optimizer "
     saved, load = tmp_path / "saved", "--load {} --dist-ckpt-optim-fully-reshardable"
-    reference = losses(finish(torchrun(2, flags)))
+    reference = figures(finish(torchrun(2, flags)))
     first = finish(replicas(2, tmp_path / "run", flags + f"--save {saved} --save-interval 2 --exit-interval 2", lanes=2))
-    assert_alike(losses(first), {iteration: reference[iteration] for iteration in (1, 2)})
+    assert_alike(figures(first), {iteration: reference[iteration] for iteration in (1, 2)})
     for name in ("plain", "ours"):
         shutil.copytree(saved, tmp_path / name)
-    plain = losses(finish(torchrun(1, flags + load.format(tmp_path / "plain"))))
+    plain = figures(finish(torchrun(1, flags + load.format(tmp_path / "plain"))))
     assert plain[3] == pytest.approx(reference[3], rel=1e-3)
     assert plain[4][1] == pytest.approx(reference[4][1], rel=1e-2)
-    assert_alike(losses(finish(replicas(3, tmp_path / "again", flags + load.format(tmp_path / "ours")))), plain)
+    assert_alike(figures(finish(replicas(3, tmp_path / "again", flags + load.format(tmp_path / "ours")))), plain)
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
@@ -114,11 +101,11 @@ def test_signal_ends_all_replicas_at_one_iteration_with_a_checkpoint(flags: str,
         assert process.stdout is not None
         for line in process.stdout:
             output += line
-            if LINE.search(line) and int(LINE.search(line)[1]) == 2:  # type: ignore[index]
+            if FIGURES.search(line) and int(FIGURES.search(line)[1]) == 2:  # type: ignore[index]
                 process.send_signal(signal.SIGTERM)
         process.wait(DEADLINE_S)
     assert process.returncode == ExitCode.INTERRUPTED, output
-    last = max(losses(output))
+    last = max(figures(output))
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(last)
     assert [each.name for each in saved.glob("iter_*")] == [f"iter_{last:07d}"]
 

@@ -77,15 +77,17 @@ def test_interrupted_before_training_leaves_the_run_directory_free(tmp_path: pat
     assert not (tmp_path / "run").exists(), "the same command would be refused"
 
 
-def test_a_script_beside_another_megatron_is_refused(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+def test_a_script_beside_a_part_of_another_megatron_is_refused(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
     """A part of the job would import the one, a part the other."""
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "__init__.py").touch()
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     outcome = run_job(Job(), tmp_path / "run", data, script=script).expect(ExitCode.BAD_INPUT)
-    assert f"megatron-recover run: {tmp_path} has a Megatron of its own, but that of " in outcome.output
-    assert f"and a job has one: to use the first, set PYTHONPATH={tmp_path}" in outcome.output
+    assert f"megatron-recover run: two Megatrons would be imported: megatron.core of {tmp_path} and megatron.training of " in (
+        outcome.output
+    )
+    assert "; put the folder of a whole one first in PYTHONPATH" in outcome.output
 
 
 def test_what_the_script_asserts_between_its_arguments_and_the_training_is_bad_input(

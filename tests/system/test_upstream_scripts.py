@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
-import re
-import shlex
-import subprocess
-import sys
 
 import pytest
 
 from megatron_recover.core.values import ExitCode
 from tests.system import upstream
 from tests.system.jobs import ROOT, chaos_text, check
+from tests.system.upstream import DEADLINE_S, assert_alike, figures, run
 
-DEADLINE_S = 150
-LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
     "--global-batch-size 8 --train-iters 4 --lr 1e-2 --lr-decay-iters 100 --hidden-dropout 0 --attention-dropout 0 "
     "--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5 --log-interval 1 --eval-interval 1000 --eval-iters 1 "
     "--transformer-impl local"
 )
+HYBRID = "--hybrid-layer-pattern *-*- --spec tests.system.hybrid_spec SPEC --mock-data " + FLAGS.removeprefix("--num-layers 2 ")
 LAUNCH = "--nnodes 1 --node_rank 0 --nproc_per_node 4 --max_restarts 2"
 
 
-def run(module: str, launch: str, command: str, expected: int = 0, **environment: str) -> str:
-    """Run a launch line of torchrun's or of ours; return its output."""
-    line = [sys.executable, "-m", *module.split(), *launch.split(), *command.split()]
-    print(shlex.join(line))
-    done = subprocess.run(
-        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
-    assert done.returncode == expected, f"{shlex.join(line)}\n{done.stdout[-6000:]}"
-    return done.stdout
-
-
-def losses(output: str) -> dict[int, float]:
-    return {int(found[1]): float(found[2]) for found in LOSS.finditer(output)}
+@functools.cache
+def figures_of_torchrun(launch: str, command: str) -> dict[int, tuple[float, float]]:
+    """Return losses and gradient norms by iteration of a script and its flags under torchrun."""
+    return figures(run("torch.distributed.run", f"{launch} --standalone", f"tests/system/upstream.py {command}"))
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
@@ -50,7 +37,7 @@ def test_upstreams_script_runs_by_torchruns_line_survives_a_kill_and_keeps_torch
     """The environment is that of an image that presets a world of its own, which nobody may read."""
     script = upstream.script("pretrain_gpt.py")
     flags = f"{FLAGS} --data-path {data} --pipeline-model-parallel-size 2"
-    reference = losses(run("torch.distributed.run", f"{LAUNCH} --standalone", f"tests/system/upstream.py {script} {flags}"))
+    reference = figures_of_torchrun(LAUNCH, f"{script} {flags}")
     faults = tmp_path / "faults.toml"
     faults.write_text(chaos_text("1 1 backward step=2 microbatch=5"))
     flags += " --recover-rebalance off"  # the fault names a microbatch of replica 1
@@ -68,9 +55,7 @@ def test_upstreams_script_runs_by_torchruns_line_survives_a_kill_and_keeps_torch
     assert "1 of 2 replicas left" in output
     assert all((f"{flag} has no effect with replicas" in output) == (spelling == "module") for flag in adapted)
     assert not list(tmp_path.rglob("progress.txt"))
-    found = losses(output)
-    assert found.keys() == reference.keys() == {1, 2, 3, 4}
-    assert all(found[step] == pytest.approx(reference[step], rel=1e-4) for step in found), (found, reference)
+    assert_alike(figures(output), reference)
     code, verdict = check(tmp_path / "run")
     assert code == 0, verdict
 
@@ -138,3 +123,22 @@ def test_a_module_that_is_not_there_is_refused_and_leaves_nothing(tmp_path: path
         in output
     )
     assert not list((tmp_path / "logs").iterdir()) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.parametrize("name", ["pretrain_hybrid.py", "pretrain_mamba.py"])
+def test_upstreams_hybrid_script_and_its_old_name_survive_a_kill_and_keep_torchruns_losses(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    """Attention and MLP layers: Mamba's need kernels for CUDA. The old name runs the new script."""
+    reference = figures_of_torchrun("--nproc_per_node 2", f"{upstream.script('pretrain_hybrid.py')} {HYBRID}")
+    faults = tmp_path / "faults.toml"
+    faults.write_text(chaos_text("1 0 backward step=2 microbatch=5"))
+    output = run(
+        "megatron_recover run", f"--nproc_per_node 2 --run-dir {tmp_path / 'run'} --chaos {faults}",
+        f"{upstream.script(name)} {HYBRID} --recover-rebalance off",
+    )  # fmt: skip
+    assert "1 of 2 replicas left" in output
+    assert_alike(figures(output), reference)
+    code, verdict = check(tmp_path / "run")
+    assert code == 0, verdict

@@ -1,4 +1,4 @@
-"""Upstream's own training scripts, unchanged: where they are, and a run of one by torchrun on the CPU.
+"""Upstream's own training scripts, unchanged: where they are, and a run of one by torchrun on the CPU, or by ours.
 
 `python -m torch.distributed.run ... tests/system/upstream.py SCRIPT FLAG...` runs the script as plain Megatron. Only what
 Megatron needs to run without CUDA at all is put in its place first.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
+import shlex
+import subprocess
 import sys
 from argparse import ArgumentParser
 from typing import Any
@@ -15,6 +18,8 @@ from typing import Any
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEADLINE_S = 300  # a rank of torchrun imports everything by itself
+FIGURES = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+) .*grad norm: ([0-9.]+)")
 
 
 def script(name: str) -> pathlib.Path:
@@ -27,6 +32,36 @@ def script(name: str) -> pathlib.Path:
             raise FileNotFoundError(f"MEGATRON_CHECKOUT is {given}, and has no {name}")
         pytest.skip(f"no Megatron checkout: set MEGATRON_CHECKOUT to the folder with {name}")
     return path
+
+
+def run(module: str, launch: str, command: str, expected: int = 0, cwd: pathlib.Path = ROOT, **environment: str) -> str:
+    """Run a launch line of torchrun's or of ours; return its output. No word may contain a space."""
+    line = [sys.executable, "-m", *module.split(), *launch.split(), *command.split()]
+    print(shlex.join(line))
+    process = subprocess.Popen(
+        line, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.terminate()  # and not killed: torchrun's ranks are in sessions of their own, and it ends them
+        process.wait()
+    assert process.returncode == expected, f"{shlex.join(line)}\n{output[-6000:]}"
+    return output
+
+
+def figures(output: str) -> dict[int, tuple[float, float]]:
+    """Return loss and gradient norm by iteration. (Upstream prints the mean of the first two losses as the second.)"""
+    return {int(found[1]): (float(found[2]), float(found[3])) for found in FIGURES.finditer(output)}
+
+
+def assert_alike(found: dict[int, tuple[float, float]], reference: dict[int, tuple[float, float]]) -> None:
+    """Fail unless two jobs have printed the same: losses to four digits, and norms, which have three decimals, to two."""
+    assert found.keys() == reference.keys() and found
+    for iteration, (loss, norm) in found.items():
+        assert loss == pytest.approx(reference[iteration][0], rel=1e-4), (iteration, found, reference)
+        assert norm == pytest.approx(reference[iteration][1], rel=1e-2), (iteration, found, reference)
 
 
 def main() -> None:

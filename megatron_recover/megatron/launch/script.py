@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import os
 import runpy
 import sys
 from argparse import ArgumentParser, Namespace
@@ -24,6 +23,7 @@ from typing import Any, NoReturn, Protocol
 
 from megatron_recover.config import BAD_ARGUMENTS
 from megatron_recover.core.values import ExitCode
+from megatron_recover.megatron.launch.one_megatron import import_folder
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 """A script's function that adds its own flags to Megatron's parser."""
@@ -105,12 +105,10 @@ def wrap(entry: EntryPoints) -> None:
 def run(argv: list[str]) -> None:
     """Run the script that `argv` names as `__main__`, with `argv` as its command line.
 
-    Ends the process with exit code 2 if the module is not found, or if the folder from which the
-    script imports has a Megatron other than the one that is imported already.
+    Ends the process with exit code 2 if the module is not found.
     """
     is_module = argv[0] == "-m"
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(argv[0]))
-    _refuse_second_megatron(sys.path[0])
+    sys.path[0] = import_folder(argv[0], is_module=is_module)
     if is_module:
         sys.argv[:] = argv[1:]
         if not _is_module(argv[1]):
@@ -142,18 +140,6 @@ def _refuse(line: str) -> NoReturn:
     """End the process with exit code 2 and a line for the user."""
     print(f"{BAD_ARGUMENTS}{line}", file=sys.stderr, flush=True)
     sys.exit(ExitCode.BAD_INPUT)
-
-
-def _refuse_second_megatron(folder: str) -> None:
-    """End the process with exit code 2 if `folder` has a Megatron other than the imported one."""
-    import megatron.core
-
-    theirs, ours = os.path.join(folder, "megatron", "core", "__init__.py"), os.path.realpath(str(megatron.core.__file__))
-    if os.path.isfile(theirs) and os.path.realpath(theirs) != ours:
-        _refuse(
-            f"{folder} has a Megatron of its own, but that of {os.path.dirname(ours)} is imported, and a job has one: to use "
-            f"the first, set PYTHONPATH={folder}"
-        )
 
 
 def _is_module(name: str) -> bool:

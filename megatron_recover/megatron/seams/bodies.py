@@ -3,12 +3,18 @@
 Names, parameters and attributes (`seams`, `anchors`) do not show what a function does. So for each
 function that is replaced or called, `patches/bodies.toml` has digests of the bodies that were read.
 A Megatron with another body is refused, unless its user accepts it. A digest covers all tokens of a
-function, its signature and decorators included, without comments, docstrings and layout. So it
-changes with the code alone.
+function, its signature and decorators included, by statement and depth of nesting, without
+comments, docstrings and layout. So it changes with the code alone.
+
+Beside each digest the file has a mark of 24 bits for each statement. By the marks a refusal names
+the statements of the user's function that were not read, in the user's own words, and how many are
+missing. The repository has no text of Megatron.
 """
 
 from __future__ import annotations
 
+import base64
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -25,14 +31,29 @@ from megatron_recover.megatron.seams.anchors import Anchors
 from megatron_recover.megatron.seams.seams import Seam
 
 FILE = "bodies.toml"
-_LAYOUT = frozenset({
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
-})  # fmt: skip
+Known = Mapping[str, Mapping[str, str]]
+"""For each ``module:qualified.name`` the digests of the bodies that were read, each with the marks
+of the body's statements, one behind the other."""
+_MARK_CHARACTERS = 4
+_SHOWN_DIFFERENCES = 6
+_SHOWN_CHARACTERS = 100
+_COMMENTS = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER})
 
 
-def load(folder: Traversable) -> Mapping[str, tuple[str, ...]]:
-    """Return the digests of the bodies that were read, by ``module:qualified.name``."""
-    return msgspec.toml.decode((folder / FILE).read_text(), type=dict[str, tuple[str, ...]])
+class Body(msgspec.Struct, frozen=True):
+    """A function's code, by statement; the first statements are its decorators and its header."""
+
+    digest: str
+    """16 hex digits."""
+    marks: tuple[str, ...]
+    """For each statement four characters, which follow from its tokens and its depth."""
+    lines: tuple[tuple[int, str], ...]
+    """For each statement its first line in the file, and its text in one line."""
+
+
+def load(folder: Traversable) -> Known:
+    """Return all bodies that were read."""
+    return msgspec.toml.decode((folder / FILE).read_text(), type=dict[str, dict[str, str]])
 
 
 def relied_on(seams: Sequence[Seam], anchors: Anchors) -> dict[str, Callable[..., Any]]:
@@ -55,29 +76,92 @@ def relied_on(seams: Sequence[Seam], anchors: Anchors) -> dict[str, Callable[...
     return dict(sorted(found.items()))
 
 
-def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of a function's body (16 hex digits). Raises OSError if it has no source."""
-    source = textwrap.dedent(inspect.getsource(function))
-    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    words = [
-        each.string for number, each in enumerate(tokens) if each.type not in _LAYOUT and not _is_docstring(tokens, number)
-    ]
-    return hashlib.blake2b("\0".join(words).encode(), digest_size=8).hexdigest()
+def read(function: Callable[..., Any]) -> Body:
+    """Return a function's body. Raises OSError if it has no source."""
+    source, first = inspect.getsourcelines(function)
+    text = textwrap.dedent("".join(source))
+    words, lines = [], []
+    for statement, depth in _statements(text):
+        words.append("\0".join([str(depth), *(each.string for each in statement)]))
+        begin, end = statement[0].start[0], statement[-1].end[0]
+        lines.append((first + begin - 1, " ".join(" ".join(text.splitlines()[begin - 1 : end]).split())))
+    return Body(_hash("\n".join(words), 8).hex(), tuple(map(_mark, words)), tuple(lines))
 
 
-def unknown(known: Mapping[str, tuple[str, ...]], functions: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Return one line for each of `functions` whose body nobody has read: place, file, digests."""
+def unknown(known: Known, functions: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Return a text for each of `functions` whose body nobody has read.
+
+    Its first line has place, file and digests. Each further line, indented, is a difference to the
+    body that was read and is most alike.
+    """
     found = []
     for place, function in functions.items():
+        bodies, code = known.get(place, {}), function.__code__
         try:
-            body = digest(function)
+            body = read(function)
         except OSError:
-            body = "without source"
-        if body not in known.get(place, ()):
-            code = function.__code__
-            read = ", ".join(known.get(place, ())) or "none"
-            found.append(f"{place} ({code.co_filename}:{code.co_firstlineno}) has the body {body}; read were {read}")
+            body = Body("without source", (), ())
+        if body.digest not in bodies:
+            were = ", ".join(bodies) or "none"
+            head = f"{place} ({code.co_filename}:{code.co_firstlineno}) has the body {body.digest}; read were {were}"
+            found.append("\n".join([head, *(f"  {line}" for line in (_difference(bodies, body) if body.lines else ()))]))
     return found
+
+
+def _difference(known: Mapping[str, str], body: Body) -> list[str]:
+    """Return one line for each difference of `body` to the most similar known body, if any."""
+    others = [
+        tuple(marks[at : at + _MARK_CHARACTERS] for at in range(0, len(marks), _MARK_CHARACTERS)) for marks in known.values()
+    ]  # fmt: skip
+    matchers = [difflib.SequenceMatcher(None, marks, body.marks, autojunk=False) for marks in others]
+    if not matchers:
+        return []
+    found = []
+    for kind, begin, end, here, until in max(matchers, key=lambda each: each.ratio()).get_opcodes():
+        if kind == "equal":
+            continue
+        shown = [f"line {line} was not read: {_shortened(text)}" for line, text in body.lines[here:until]]
+        if missing := end - begin:
+            place = f"in place of line {body.lines[here][0]}" if shown else f"behind line {body.lines[max(here, 1) - 1][0]}"
+            shown.append(f"{place} {_were(missing)} read that {'is' if missing == 1 else 'are'} missing here")
+        found += shown
+    more = len(found) - _SHOWN_DIFFERENCES
+    return found if more <= 0 else [*found[:_SHOWN_DIFFERENCES], f"and {more} more differences"]
+
+
+def _were(number: int) -> str:
+    return "one statement was" if number == 1 else f"{number} statements were"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
+
+
+def _statements(text: str) -> Iterator[tuple[list[tokenize.TokenInfo], int]]:
+    """Yield the tokens of each statement, or header of a block, with its depth of nesting.
+
+    Comments are left out, and so are statements that are nothing but strings.
+    """
+    depth, tokens = 0, list[tokenize.TokenInfo]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.INDENT:
+            depth += 1
+        elif token.type == tokenize.DEDENT:
+            depth -= 1
+        elif token.type == tokenize.NEWLINE:
+            if any(each.type != tokenize.STRING for each in tokens):
+                yield tokens, depth
+            tokens = []
+        elif token.type not in _COMMENTS:
+            tokens.append(token)
+
+
+def _mark(words: str) -> str:
+    return base64.b64encode(_hash(words, 3)).decode()
+
+
+def _hash(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
 
 
 def _places(seams: Sequence[Seam], anchors: Anchors) -> Iterator[str]:
@@ -85,13 +169,3 @@ def _places(seams: Sequence[Seam], anchors: Anchors) -> Iterator[str]:
     yield from (f"{module}:{name}" for module, names in anchors.names.items() for name in names)
     yield from (f"{place}.{name}" for place, names in anchors.attributes.items() for name in names)
     yield from anchors.parameters
-
-
-def _is_docstring(tokens: Sequence[tokenize.TokenInfo], number: int) -> bool:
-    """Return whether the token is a string that is a statement of its own, and so has no effect."""
-    if tokens[number].type != tokenize.STRING:
-        return False
-    before = next((each for each in reversed(tokens[:number]) if each.type not in (tokenize.COMMENT, tokenize.NL)), None)
-    after = next((each for each in tokens[number + 1 :] if each.type not in (tokenize.COMMENT, tokenize.NL)), None)
-    begins = before is not None and before.type in (tokenize.INDENT, tokenize.NEWLINE, tokenize.DEDENT)
-    return begins and after is not None and after.type == tokenize.NEWLINE
