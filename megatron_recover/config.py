@@ -132,6 +132,15 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     The launcher does this before it starts any rank.
     """
 
+    @property
+    def place(self) -> int:
+        """Return the number of this rank among the ranks of all replicas, from 0."""
+        return self.replica * self.num_ranks + self.rank
+
+    def local_rank(self, ranks_per_gpu: int) -> int:
+        """Return the value of LOCAL_RANK: the index of this rank's device."""
+        return self.place // ranks_per_gpu
+
 
 def rank_context() -> RankContext | None:
     """Return the context of this process, or None outside `megatron-recover run`."""

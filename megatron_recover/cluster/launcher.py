@@ -331,12 +331,12 @@ class Launcher:
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:
         # torch's rendezvous is not used, and the port is occupied.
         host, _, port = leader.rpartition(":")
-        place, shared = replica * job.num_ranks + rank, job.config.ranks_per_gpu
-        return (sharing_a_gpu(place) if shared > 1 else {}) | {
+        shared = job.config.ranks_per_gpu
+        return (sharing_a_gpu(context.place) if shared > 1 else {}) | {
             CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
             "RANK": str(rank),
             "WORLD_SIZE": str(job.num_ranks),
-            "LOCAL_RANK": str(place // shared),
+            "LOCAL_RANK": str(context.local_rank(shared)),
             "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
@@ -349,7 +349,7 @@ class Launcher:
             # For scripts that want to know their place in the job.
             "MEGATRON_RECOVER_REPLICA": str(replica),
             "MEGATRON_RECOVER_REPLICAS": str(job.num_replicas),
-            "MEGATRON_RECOVER_GLOBAL_RANK": str(place),
+            "MEGATRON_RECOVER_GLOBAL_RANK": str(context.place),
         }
 
     # --- Watching ---------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_recover.config import RankContext
 from megatron_recover.core.values import ExitCode
 from megatron_recover.megatron import cpu, training
 from megatron_recover.megatron.launch import device
+from tests.pretend_gpu import DEVICE, pretended
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +57,25 @@ def test_the_line_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_nvidia_gpu", lambda: False)
     assert device.unseen_gpu() == []
     assert device.device_line(num_gpus=0, num_used=6) == "training on the CPU: torch finds no GPU"
+
+
+@pytest.mark.parametrize(("replica", "rank", "ranks_per_gpu", "own"), [(0, 0, 1, 0), (1, 1, 1, 3), (1, 1, 2, 1), (1, 0, 4, 0)])
+def test_the_device_of_a_rank_is_that_of_its_place_in_the_job(replica: int, rank: int, ranks_per_gpu: int, own: int) -> None:
+    context = RankContext(
+        replica=replica, rank=rank, num_ranks=2, num_replicas=2, coordinator="", leader="", run_dir="", started_at=0.0
+    )  # fmt: skip
+    assert context.local_rank(ranks_per_gpu) == own
+
+
+def test_a_rank_on_the_device_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+        assert device.other_device(0) == []
+        [line] = device.other_device(3)
+        assert "would train on cuda:0, and its own device is cuda:3" in line and "LOCAL_RANK" in line
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the CPU that stands for a device says no number
+        assert device.other_device(3) == []
 
 
 def test_no_argument_is_parsed_for_the_cpu_where_a_gpu_is_not_seen(
