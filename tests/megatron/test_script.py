@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import megatron.training
 import megatron.training.arguments
@@ -44,3 +46,28 @@ def test_a_script_learns_when_its_replica_becomes_the_writer(entry: Entry) -> No
     assert script.is_wrapped() and not is_writer()
     entry.writes = True
     assert is_writer()
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    (["train.py"], "train.py"), (["-m", "train"], "train.py"), (["-m", "recipe.large"], "recipe/large.py"),
+    (["-m", "recipe"], "recipe/__main__.py"),
+])  # fmt: skip
+def test_the_dry_run_reads_the_script_or_the_module_before_it_runs(
+    words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not that alone: the file imports one beside it, which the user's folder has."""
+    for name in ("train.py", "recipe/__init__.py", "recipe/large.py", "recipe/__main__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import beside\nprint('runs')\n" if name == named else "")
+    (tmp_path / "beside.py").write_text("import os\nif os.environ.get('RANK') == '0':\n    open(os.devnull, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["the folder of this file", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    for module in ("train", "beside", "recipe", "recipe.large", "recipe.__main__"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    script.run(words, warns=True)
+    place, guide, runs = capsys.readouterr().out.splitlines()
+    assert place.startswith("for the console: beside.py:2: `open` is for one rank here")
+    assert guide.startswith("for the console: RANK and WORLD_SIZE are those of one replica") and runs == "runs"
+    for module in ("train", "beside", "recipe", "recipe.large", "recipe.__main__"):
+        sys.modules.pop(module, None)

@@ -7,6 +7,7 @@ parsed is left out, since Python will report it.
 from __future__ import annotations
 
 import ast
+import os
 import sys
 import sysconfig
 import warnings
@@ -30,7 +31,7 @@ def own_folders() -> list[Path]:
     return [
         folder
         for folder in folders
-        if folder.is_dir()
+        if os.path.isdir(folder)  # False where a folder cannot be reached
         and not {"site-packages", "dist-packages"} & {*folder.parts}
         and not libraries & {folder, *folder.parents}
     ]
@@ -75,7 +76,7 @@ def _files(parts: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
         return
     for folder in folders:
         paths = [folder.joinpath(*parts[:length]) for length in range(1, len(parts) + 1)]
-        files = [file for path in paths for file in (path / "__init__.py", path.parent / f"{path.name}.py") if file.is_file()]
+        files = [file for path in paths for file in (path / "__init__.py", path.parent / f"{path.name}.py") if os.path.isfile(file)]
         if files:
             yield from (file.resolve() for file in files)
             return
