@@ -76,7 +76,7 @@ def _files(parts: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
         return
     for folder in folders:
         paths = [folder.joinpath(*parts[:length]) for length in range(1, len(parts) + 1)]
-        files = [file for path in paths for file in (path / "__init__.py", path.parent / f"{path.name}.py") if os.path.isfile(file)]
-        if files:
-            yield from (file.resolve() for file in files)
+        files = [file for path in paths for file in (path / "__init__.py", path.parent / f"{path.name}.py")]
+        if there := [file.resolve() for file in files if os.path.isfile(file)]:
+            yield from there
             return
