@@ -132,7 +132,7 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[str, ...] = ()
     """Faults for this rank, each as JSON of `faults.Fault`."""
     gpu: int = 0
-    """Number of the rank's GPU on this node, if it has one."""
+    """Number of the rank's GPU on this node, if it has one; LOCAL_RANK."""
     numa_binding: NumaBinding | None = None
     """CPUs on which the rank runs; None: all that the launcher may use."""
     dry_run: bool = False

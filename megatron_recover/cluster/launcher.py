@@ -339,7 +339,7 @@ class Launcher:
             CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
             "RANK": str(rank),
             "WORLD_SIZE": str(job.num_ranks),
-            "LOCAL_RANK": str(place // shared),
+            "LOCAL_RANK": str(context.gpu),
             "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,

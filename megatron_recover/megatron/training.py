@@ -57,7 +57,7 @@ from megatron_recover.megatron.launch.arguments import (
     recover_config,
     refusals,
 )
-from megatron_recover.megatron.launch.device import device_line, unseen_gpu
+from megatron_recover.megatron.launch.device import device_line, other_device, unseen_gpu
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace import ring
 
@@ -398,13 +398,19 @@ class _Training:
 
         originals = self._installation.originals
         self._wandb.finish_s = config.deadlines.close_s
+
+        def before_joining() -> None:
+            with bad_input_ends():
+                _refuse(other_device(self._context.gpu))
+            checkpoints.tell_what_was_loaded()
+
         cursor, window = MicrobatchCursor(self._page, args.num_workers), StateWindow()
         loop = CommitLoop(
             driver, config, originals, cursor=cursor, seed=_seeding(args.seed),
             iteration=lambda: args.curr_iteration + 1,
             alike=lambda: alike(args, rank=driver.rank, exact=config.determinism == "exact"),
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
-            before_joining=lambda: checkpoints.tell_what_was_loaded(), window=window,
+            before_joining=before_joining, window=window,
         )  # fmt: skip
         checkpoints = Checkpoints(
             driver, originals, get_args, agree=lambda iteration, *state: loop.agree(Label(StepKind.SAVE, iteration), *state),

@@ -8,6 +8,7 @@ import torch
 from megatron_recover.core.values import ExitCode
 from megatron_recover.megatron import cpu, training
 from megatron_recover.megatron.launch import device
+from tests.pretend_gpu import DEVICE, pretended
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,17 @@ def test_the_line_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_nvidia_gpu", lambda: False)
     assert device.unseen_gpu() == []
     assert device.device_line(num_gpus=0, num_used=6) == "training on the CPU: torch finds no GPU"
+
+
+def test_a_rank_on_the_device_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+        assert device.other_device(0) == []
+        [line] = device.other_device(3)
+        assert "would train on cuda:0, and its own device is cuda:3" in line and "LOCAL_RANK" in line
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the CPU that stands for a device says no number
+        assert device.other_device(3) == []
 
 
 def test_no_argument_is_parsed_for_the_cpu_where_a_gpu_is_not_seen(

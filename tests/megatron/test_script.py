@@ -7,6 +7,7 @@ import inspect
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,3 +121,28 @@ def test_upstreams_wrapper_for_restarts_gives_back_the_pretrain_of_the_job(
     monkeypatch.setattr(sys, "argv", ["script.py", "--micro-batch-size", "1", "--recover-rebalance", "off"])
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(megatron.training.pretrain)
     assert wrapped is megatron.training.pretrain and store is None
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    (["train.py"], "train.py"), (["-m", "train"], "train.py"), (["-m", "recipe.large"], "recipe/large.py"),
+    (["-m", "recipe"], "recipe/__main__.py"),
+])  # fmt: skip
+def test_the_dry_run_reads_the_script_or_the_module_before_it_runs(
+    words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not that alone: the file imports one beside it, which the user's folder has."""
+    for name in ("train.py", "recipe/__init__.py", "recipe/large.py", "recipe/__main__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import beside\nprint('runs')\n" if name == named else "")
+    (tmp_path / "beside.py").write_text("import os\nif os.environ.get('RANK') == '0':\n    open(os.devnull, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["the folder of this file", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    for module in ("train", "beside", "recipe", "recipe.large", "recipe.__main__"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    script.run(words, warns=True)
+    place, guide, runs = capsys.readouterr().out.splitlines()
+    assert place.startswith("for the console: beside.py:2: `open` is for one rank here")
+    assert guide.startswith("for the console: RANK and WORLD_SIZE are those of one replica") and runs == "runs"
+    for module in ("train", "beside", "recipe", "recipe.large", "recipe.__main__"):
+        sys.modules.pop(module, None)

@@ -1,4 +1,4 @@
-"""The device on which a job trains, in words; refuses a GPU that torch does not see.
+"""The device on which a job trains, in words; refuses an unseen GPU, and that of another rank.
 
 Upstream refuses every machine without CUDA. Here the CPU trains where torch sees no GPU, which must
 not happen by mistake: on a CPU a job of hours would take weeks. Only NVIDIA's GPUs are looked for.
@@ -48,3 +48,19 @@ def device_line(*, num_gpus: int, num_used: int) -> str:
     if num_gpus:
         return f"training on GPUs: {num_used} of the {num_gpus} that torch sees"
     return f"training on the CPU: {f'{VISIBLE_GPUS} hides every GPU' if has_nvidia_gpu() else 'torch finds no GPU'}"
+
+
+def other_device(own: int) -> list[str]:
+    """Return the refusal, in one line, if this thread's GPU is not the rank's own.
+
+    `own` is the device that LOCAL_RANK names, which upstream has chosen. A script may have chosen
+    another one since. Without CUDA return no line.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or (current := torch.cuda.current_device()) == own:
+        return []
+    return [
+        f"this rank would train on cuda:{current}, and its own device is cuda:{own}: the script or --local-rank has chosen "
+        "another; leave --local-rank out, and let torch.cuda.set_device have LOCAL_RANK, not RANK, which every replica has"
+    ]

@@ -19,10 +19,12 @@ import runpy
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from megatron_recover.config import BAD_ARGUMENTS
+from megatron_recover.config import BAD_ARGUMENTS, FOR_CONSOLE
 from megatron_recover.core.values import ExitCode
+from megatron_recover.megatron.launch import own_code, rank_warnings
 from megatron_recover.megatron.launch.one_megatron import import_folder
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
@@ -102,8 +104,10 @@ def wrap(entry: EntryPoints) -> None:
     megatron.training.pretrain = megatron.training.training.pretrain = pretrain
 
 
-def run(argv: list[str]) -> None:
+def run(argv: list[str], *, warns: bool = False) -> None:
     """Run the script that `argv` names as `__main__`, with `argv` as its command line.
+
+    `warns`: first print the lines of `rank_warnings` about the script, for the console.
 
     Ends the process with exit code 2 if the module is not found.
     """
@@ -113,9 +117,13 @@ def run(argv: list[str]) -> None:
         sys.argv[:] = argv[1:]
         if not _is_module(argv[1]):
             _refuse(f"there is no module {argv[1]}; its folder has to be the working directory or in PYTHONPATH")
+        if warns:
+            _warn(_file_of_module(argv[1]))
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = argv
+        if warns:
+            _warn(argv[0])
         runpy.run_path(argv[0], run_name="__main__")
 
 
@@ -142,6 +150,21 @@ def _refuse(line: str) -> NoReturn:
     sys.exit(ExitCode.BAD_INPUT)
 
 
+def _warn(file: str | None) -> None:
+    """Print for the console what a script gets wrong about its rank; None: it has no source."""
+    if file is not None:
+        for line in rank_warnings.warnings(Path(file), own_code.own_folders()):
+            print(f"{FOR_CONSOLE}{line}", flush=True)
+
+
+def _file_of_module(name: str) -> str | None:
+    """Return the file that `python -m` runs for a module or package."""
+    found = importlib.util.find_spec(name)
+    if found is not None and found.submodule_search_locations is not None:
+        found = importlib.util.find_spec(f"{name}.__main__")
+    return None if found is None else found.origin
+
+
 def _is_module(name: str) -> bool:
     """Return whether Python finds a module; imports the packages that it is in."""
     try:
@@ -164,7 +187,7 @@ def main() -> None:
         return
     refuse_own_training()
     with training.bad_input_ends():  # a script may judge its arguments, as upstream's configurations do
-        run(sys.argv[1:])
+        run(sys.argv[1:], warns=True)
 
 
 if __name__ == "__main__":
