@@ -153,8 +153,10 @@ class RankDriver:
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
         """Begin the next step and return its number.
 
-        `digest` is the digest of all state of this rank if `work.digests`, else None. Raises
-        `JobStopped`.
+        - `requests` become part of this replica's vote, with those of `request`.
+        - `digest` is the digest of all state of this rank if `work.digests`, else None.
+
+        Raises `JobStopped`.
         """
         with self._changed:
             self._raise_if_stopped()

@@ -317,7 +317,10 @@ class _Training:
         checkpoints.settle(loop.meet, has_trained=loop.has_trained)
         if not loop.has_joined:  # nothing was left to do; all replicas still have to end together
             loop.meet(0)
-        driver.close()
+        try:
+            driver.close()
+        finally:
+            self._wandb.end()  # only now: until the job ends, this replica may save and may become the writer
         return policy.exit_code(sorted(driver.requests))
 
     # --- Setting up -------------------------------------------------------------------------------
