@@ -4,10 +4,12 @@ PY := .venv/bin/python
 TIMED := tests/cluster
 # Those in the same folder that only wait.
 UNTIMED := $(patsubst %,$(TIMED)/test_%.py,agent warm endings undying chaos coordinator_driver memory_file)
+# What a wheelhouse has beside what every verb needs.
+EXTRAS ?= train,plot,tensorboard
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test coverage lint explore fuzz sweep gpu-test campaign bench clean
+.PHONY: help setup demo test coverage lint explore fuzz sweep gpu-test campaign bench dist wheelhouse licences clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +52,15 @@ campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults 
 
 bench: setup     ## all benchmarks: a table, and bench.json
 	@$(PY) -m benchmarks.run
+
+dist: setup      ## build wheel and source distribution of the commit at HEAD into OUT (default dist)
+	@scripts/dist.sh $(or $(OUT),dist)
+
+wheelhouse: setup ## collect this commit's wheel and all that it needs in OUT (default wheelhouse), 3 GB; EXTRAS= for an image: a few MB
+	@scripts/wheelhouse.sh $(or $(OUT),wheelhouse) "$(EXTRAS)"
+
+licences: setup  ## write the licences of all dependencies into docs/reference/licences.md
+	@$(PY) -m scripts.study.licences
 
 clean:           ## remove .venv and caches, not run directories
 	rm -rf .venv .coverage build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -7,7 +7,6 @@ where the verb needs it. So `--help` is instant.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import shlex
 import shutil
@@ -16,8 +15,9 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_recover import __version__
+from megatron_recover import __version__, packages
 from megatron_recover.flags import did_you_mean
+from megatron_recover.shipped import shipped
 
 VERBS: Mapping[str, str] = MappingProxyType({
     "run": "train with replicas that survive the death of any of them",
@@ -27,7 +27,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "report": "make a page that shows what happened in a run, from its trace",
     "top": "follow a run in one live line",
     "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",
-    "explain": "print every wait of a run, who ends it, and why in that order",
+    "explain": "print every wait of a run and why it is so long, or which packages are used",
     "data": "turn text files into a data set that Megatron reads",
 })  # fmt: skip
 """Each verb with its description; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""
@@ -61,12 +61,16 @@ def usage() -> str:
     )
 
 
-def _missing() -> str | None:
-    """Return what the interpreter lacks that every verb needs, in words; None if nothing."""
+def _lacking() -> list[str]:
+    """Return one line for each thing that every verb needs and this interpreter lacks."""
+    found = packages.mistakes(packages.REQUIRED)
     if sys.version_info < (3, 12):  # noqa: UP036 - any python may start a checkout
-        return f"is Python {sys.version_info[0]}.{sys.version_info[1]}, and 3.12 or newer is needed"
-    absent = [name for name in ("msgspec", "rich") if importlib.util.find_spec(name) is None]
-    return f"has no {' and no '.join(absent)}" if absent else None
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        found = [f"{sys.executable} is Python {version}, and 3.12 or newer is needed; use another"]
+    checkout = shipped("scripts").parent
+    if found and (checkout / "scripts" / "setup.sh").is_file():
+        found.append(f"`make setup` in {checkout}, then `. .venv/bin/activate` there, gives you all that is needed")
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,9 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         remedy = did_you_mean(verb, VERBS, f"verbs are {', '.join(VERBS)}")
         print(f"megatron-recover: unknown verb '{verb}'; {remedy}", file=sys.stderr)
         return 2
-    if (missing := _missing()) is not None:
-        remedy = "run `make setup` in the checkout once, then `. .venv/bin/activate`"
-        print(f"megatron-recover {verb}: {sys.executable} {missing}; {remedy}", file=sys.stderr)
+    if lacking := _lacking():
+        print("\n".join(f"megatron-recover {verb}: {line}" for line in lacking), file=sys.stderr)
         return 2
     try:
         code: int = importlib.import_module(f"megatron_recover.cli.{verb}").main(rest)

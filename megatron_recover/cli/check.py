@@ -16,6 +16,7 @@ from megatron_recover.cli.run_dirs import no_trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe.verify.check import Verdict, check, describe, how_it_ended
+from megatron_recover.packages import Lacking
 from megatron_recover.trace import TraceError
 
 
@@ -56,6 +57,8 @@ def main(argv: list[str]) -> int:
         parser.error(no_trace(Path(error.filename)))
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
+    except Lacking as error:
+        parser.error(f"--against: the checkpoints of the two runs cannot be compared: {error}")
     except OSError as error:
         parser.error(f"{error.filename or 'a checkpoint'} cannot be read ({error.strerror}); make it readable")
     print(_json(verdict) if arguments.json else describe(verdict))

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_recover import packages
 from megatron_recover.flags import Parser
 
 END_OF_DOCUMENT = 256
@@ -178,6 +179,8 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx where they exist")
     options = parser.parse_args(argv)
+    if lacking := packages.mistakes(packages.TRAINING):
+        parser.error("\n".join(lacking))
     paths, suffixes = options.paths, options.suffix
     if not paths:
         paths, suffixes = [Path(sysconfig.get_paths()["stdlib"])], suffixes or [".py"]

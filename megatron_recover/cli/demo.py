@@ -23,8 +23,7 @@ from typing import TextIO, get_args
 
 import msgspec
 
-import megatron_recover
-from megatron_recover import trace
+from megatron_recover import packages, trace
 from megatron_recover.cli import command_line
 from megatron_recover.cluster.job import claim_folder, new_folder
 from megatron_recover.core.values import ExitCode
@@ -34,17 +33,19 @@ from megatron_recover.flags import Parser
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.host.process_stat import cause_of
 from megatron_recover.observe.history import History
+from megatron_recover.observe.report import plot
 from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.report.page import PAGE_FILE
 from megatron_recover.observe.summary import SUMMARY_FILE, FaultSummary, Summary
 from megatron_recover.observe.verify.check import Verdict, check, describe
 from megatron_recover.observe.work import Redone, WorkAccount
+from megatron_recover.shipped import shipped
 from megatron_recover.trace import TraceError
 
 REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 20, 36, 1234
 """Sizes of the runs. A replica learns of a death within 0.1 s. With 36 microbatches it is still
 computing then, on fast machines too."""
-PRETRAIN = Path(megatron_recover.__file__).parents[1] / "scripts" / "pretrain_gpt.py"
+PRETRAIN = shipped("scripts") / "pretrain_gpt.py"
 DEADLINES = Deadlines.of()
 """Deadlines of the runs that the demo starts, which set no deadline. A run that takes longer than
 its deadline is killed."""
@@ -358,9 +359,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (progress goes to stderr)")
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")
     arguments = parser.parse_args(argv)
-    if not PRETRAIN.exists():
-        parser.error(f"{PRETRAIN} is missing; run the demo from a checkout of the repository")
     try:
+        packages.require(packages.TRAINING)
         gpus = num_gpus()
         folder = arguments.run_dir or new_folder("demo-")
         claim_folder(folder)
@@ -373,6 +373,8 @@ def main(argv: list[str]) -> int:
     try:
         reference, faulty = demo.run()
         report.write(demo.faulty, demo.reference)
+        if (left_out := plot.left_out()) is not None:
+            demo.tell(f"     {left_out}")
     except KeyboardInterrupt:
         print(f"megatron-recover demo: interrupted; what it has written is in {folder}", file=sys.stderr)
         return ExitCode.INTERRUPTED

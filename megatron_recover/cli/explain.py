@@ -1,4 +1,7 @@
-"""`megatron-recover explain timeouts`: prints every wait of a run and the order of the waits."""
+"""`megatron-recover explain WHAT`: prints what holds on this machine or in a run, and why.
+
+`timeouts`: every wait of a run, and the order of the waits. `packages`: what is used, and found.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,20 @@ import inspect
 import textwrap
 import typing
 
+from megatron_recover import packages
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import DEFAULT_S, ORDER, Deadlines, figure
 from megatron_recover.flags import Parser
 
 _WIDTH = 110
-_EXPLAINED = ("timeouts",)
+_EXPLAINED = ("timeouts", "packages")
+_USES = {
+    packages.REQUIRED: "every verb",
+    packages.TRAINING: "run, plan, data, demo, simulate --processes",
+    packages.PLOT: "the loss plot of run and report",
+    packages.TENSORBOARD: "Megatron's --tensorboard-dir",
+}
+"""Uses of packages, by their requirements."""
 
 
 def meanings() -> dict[str, str]:
@@ -48,11 +59,26 @@ def timeouts(deadlines: Deadlines) -> str:
     return "\n".join(lines) + "\n"
 
 
+def used_packages() -> str:
+    """Return a table of the packages: the range, the version that is found, and its use."""
+    rows = [("package", "range", "found", "for")]
+    for requirements, use in _USES.items():
+        for requirement in requirements:
+            name = packages.name_of(requirement)
+            found = packages.version(name)
+            fits = found is not None and packages.suffices(found, requirement)
+            state = "none" if found is None else f"{found or 'no version'}{'' if fits else ', not in the range'}"
+            rows.append((name, requirement.removeprefix(name), state, use))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
+
+
 def main(argv: list[str]) -> int:
-    """Print the wanted explanation."""
+    """Print the wanted explanation; return 2 if packages are lacking for training."""
     parser = Parser(
         prog="megatron-recover explain",
-        description="Print who waits for what in a run, how long, who ends the wait, and why in that order.",
+        description="timeouts: print who waits for what in a run, how long, who ends the wait, and why in that order. "
+        "packages: print which packages are used and which versions are found; exit code 2 if some are lacking for run.",
     )
     if not argv:
         parser.error(f"explain what? There is: {', '.join(_EXPLAINED)}")
@@ -61,6 +87,11 @@ def main(argv: list[str]) -> int:
         "--recover-deadline-s", type=float, default=DEFAULT_S, metavar="S", help=f"as for `run` (default: {DEFAULT_S:g})"
     )
     arguments = parser.parse_args(argv)
+    if arguments.what == "packages":
+        print(used_packages(), end="", flush=True)
+        if lacking := packages.mistakes(packages.TRAINING):
+            parser.error("\n".join(lacking))
+        return ExitCode.OK
     try:
         deadlines = Deadlines.of(arguments.recover_deadline_s)
     except ValueError as error:

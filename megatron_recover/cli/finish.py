@@ -85,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         history = History.read(run_dir)
         summary.save(run_dir, summary.summarize(history))
-        plot.draw(run_dir, history)
+        if plot.left_out() is None:
+            plot.draw(run_dir, history)
     except TraceError as error:
         print(f"the trace cannot be read: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT

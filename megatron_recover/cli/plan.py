@@ -21,6 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from megatron_recover import packages
 from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
@@ -332,6 +333,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"there is no training script {script}; write its path behind the flags of plan")
     gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
     try:
+        packages.require(packages.TRAINING)
         job = Undecided(flags)
         if mistakes := job.mistakes():
             parser.error("\n".join(mistakes))

@@ -8,8 +8,10 @@ from pathlib import Path
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
+from megatron_recover.observe.report import plot
 from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.report.page import PAGE_FILE
+from megatron_recover.packages import Lacking
 from megatron_recover.trace import EVENTS_FILE, TraceError, event_files
 
 
@@ -39,6 +41,8 @@ def main(argv: list[str]) -> int:
         files, cuts = report.write(arguments.run_dir, arguments.against, arguments.out)
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
+    except Lacking as error:
+        parser.error(f"--against: the checkpoints of the two runs cannot be compared: {error}")
     except OSError as error:
         place, against = Path(error.filename or arguments.run_dir), arguments.against
         if isinstance(error, FileNotFoundError) and against is not None and place in (against, against / EVENTS_FILE):
@@ -46,5 +50,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"{place} cannot be read or written ({error.strerror}); make room for it, or write elsewhere by --out")
     for line in cuts:
         print(f"line {line} of the trace was cut short: its writer was killed in mid-write; the page says so", file=sys.stderr)
+    if arguments.out is None and (left_out := plot.left_out()) is not None:
+        print(f"megatron-recover report: {left_out}", file=sys.stderr)
     print(f"wrote {', '.join(map(str, files[:-1]))} and {files[-1]}")
     return ExitCode.OK

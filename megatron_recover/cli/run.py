@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import megatron_recover
-from megatron_recover import trace
+from megatron_recover import packages, trace
 from megatron_recover.cli import command_line, finish, launch_line
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
@@ -29,6 +29,7 @@ from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, Undecided, preflight, shape_of
 from megatron_recover.observe import summary
+from megatron_recover.observe.report import plot
 
 PRELOAD = (
     "megatron_recover.config:leave_working_directory",
@@ -139,6 +140,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         )
     if (mistake := file_limit_mistake()) is not None:
         raise ValueError(mistake)
+    packages.require(packages.TRAINING)
     rank_start = _rank_start(arguments.rank_start)
     words = (*(["-m"] if line.is_module else []), script)
     fitting = _fitting(arguments, line, words, flags)
@@ -383,6 +385,8 @@ def _report(job: Job, launcher: Launcher) -> None:
     why: str | None = "the end of the trace could not be written"  # no second wait for a disk that did not answer
     if launcher.is_recorded:
         why = finish.failure(run_dir, job.config.deadlines, launcher.is_hurried)
+    if why is None and (left_out := plot.left_out()) is not None:
+        print(f"megatron-recover run: {left_out}", file=sys.stderr)
     if why is not None:  # the run is over and has reported its end
         remedy = f"`{command_line('report', str(run_dir))}` makes them"
         if not launcher.is_recorded or any(os.strerror(number) in why for number in _NO_ROOM):

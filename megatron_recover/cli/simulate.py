@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from megatron_recover import toml_file, trace
+from megatron_recover import packages, toml_file, trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.sim.timed import result, scenario_file
@@ -85,6 +85,8 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     from megatron_recover.cluster import chaos, rehearsal
     from megatron_recover.cluster.job import claim_folder
 
+    if lacking := packages.mistakes(packages.TRAINING):
+        parser.error("\n".join(f"--processes: {line}" for line in lacking))
     refused = "\n".join(f"--processes: {arguments.scenario}: {line}" for line in rehearsal.refusals(scenario))
     if refused:
         parser.error(refused)

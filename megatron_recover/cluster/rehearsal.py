@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import megatron_recover
 from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History
+from megatron_recover.shipped import shipped
 from megatron_recover.sim.timed.models import Scenario
 
-PACED = Path(megatron_recover.__file__).parents[1] / "scripts" / "paced_pretrain.py"
+PACED = shipped("scripts") / "paced_pretrain.py"
 MAX_PROCESSES = 32
 """Maximum of ranks. With more on one machine, the machine is measured and not the job."""
 HEADS = 4
@@ -33,8 +33,6 @@ def refusals(scenario: Scenario) -> Iterator[str]:
         yield f"[job] ranks / stages is {job.ranks // job.stages}; the small model needs 1, 2 or 4"
     if failures.every_steps is not None or failures.per_gpu_hour is not None:
         yield "[failures] has a rate; real processes take exact [[fault]] tables"
-    if not PACED.is_file():
-        yield f"{PACED} is not there: an installed package has no scripts; clone the repository and run this in its root folder"
 
 
 def flags(scenario: Scenario, data: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from megatron_recover import trace
+from megatron_recover import packages, trace
 from megatron_recover.flags import value_of
 from megatron_recover.observe.history import History
 
@@ -36,7 +36,8 @@ def compare(run: History, reference: History, name: str) -> Comparison:
     """Compare the losses and parameters of a run with a reference called `name`.
 
     Parameters are compared by their digests. If the digests are not known to be equal, the newest
-    checkpoints are compared, if both are of the same iteration.
+    checkpoints are compared, if both are of the same iteration. Raises `packages.Lacking` if that
+    would need torch and it is not there.
     """
     identical = _bit_identical(run, reference)
     difference = 0.0 if identical else _parameter_difference(run, reference)
@@ -64,6 +65,7 @@ def _parameter_difference(run: History, reference: History) -> float | None:
     places = _newest_checkpoint(run), _newest_checkpoint(reference)
     if places[0] is None or places[1] is None or places[0].name != places[1].name:
         return None
+    packages.require([packages.TORCH])
     mine, theirs = dict(_tensors(places[0])), dict(_tensors(places[1]))
     if {name: tensor.shape for name, tensor in mine.items()} != {name: tensor.shape for name, tensor in theirs.items()}:
         return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
+from megatron_recover import packages
 from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor
 from megatron_recover.megatron.seams import seams
 
@@ -93,7 +93,7 @@ def test_installs_what_the_seam_declares_and_nothing_else(installation: seams.In
 def test_another_version_is_refused_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_recover.megatron.launch.preflight import preflight
 
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
+    monkeypatch.setattr(packages, "version", lambda _: "0.16.1")
     with pytest.raises(ValueError, match="not supported; install megatron-core 0.19") as refusal:
         preflight([], num_replicas=2)
     assert "train_step: megatron-core is 0.16.1, checked were 0.19" in str(refusal.value)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from megatron_recover.cluster import rehearsal
 from megatron_recover.sim.timed.models import Scenario
@@ -56,14 +55,6 @@ def test_a_scenario_runs_on_real_processes(tmp_path: Path) -> None:
     assert (summary["replicas_end"], summary["steps"], len(summary["faults"])) == (1, 4, 1)
     code, said = check(run_dir)
     assert code == 0, said
-
-
-def test_an_installed_package_says_where_its_scripts_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rehearsal.PACED.parent.name == "scripts"
-    monkeypatch.setattr(rehearsal, "PACED", tmp_path / "paced_pretrain.py")
-    assert "clone the repository and run this in its root folder" in "\n".join(
-        rehearsal.refusals(scenario(job={"replicas": 2}))
-    )
 
 
 def test_what_this_machine_cannot_run_is_refused() -> None:

@@ -8,7 +8,6 @@ loaded.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 from argparse import Namespace
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron_recover import packages
 from megatron_recover.config import nccl_order
 from megatron_recover.megatron.launch.preflight_data import is_number
 
@@ -50,7 +50,7 @@ def software(*, exact: bool) -> dict[str, str]:
     (`config.NCCL_ORDER`). With `exact` (`--recover-determinism exact`) return also the kind of
     device: exact results are equal only on equal hardware.
     """
-    parts = {f"the version of {name}": _version(name) for name in _PACKAGES}
+    parts = {f"the version of {name}": packages.version(name) or "unknown" for name in _PACKAGES}
     parts["the version of Python"] = platform.python_version()
     if torch.cuda.is_available():
         parts |= {f"the environment's {name}": value for name, value in nccl_order().items()}
@@ -118,13 +118,6 @@ def _starts(size: int) -> Iterator[int]:
         return
     for index in range(_NUM_BLOCKS):
         yield (size - _BLOCK_BYTES) * index // (_NUM_BLOCKS - 1)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _cut(value: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from megatron_recover import packages
 from megatron_recover.config import RecoverConfig, below_one
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron.launch import preflight_data as data
@@ -193,6 +194,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     layout, wrong = _layout(args, lanes)
     num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
     found += [*wrong, *too_few, *_length(args), *data.mistakes(args), *_saving(args), *_unwritable(args)]
+    found += _without_package(args)
     if found:
         raise ValueError("\n".join(found))
     batch_changes = args.step_batch_size_schedule is not None
@@ -490,6 +492,12 @@ def _saving(args: Namespace) -> list[str]:
     if args.save is None or (args.save_interval is not None and args.save_interval > 0):
         return []
     return ["--save needs --save-interval, and that of at least 1; say every how many iterations to save"]
+
+
+def _without_package(args: Namespace) -> list[str]:
+    """Return one line for each flag whose package is missing or too old."""
+    lacking = packages.mistakes(packages.TENSORBOARD) if args.tensorboard_dir is not None else []
+    return [f"--tensorboard-dir: {line}, or leave the flag out" for line in lacking]
 
 
 def _unwritable(args: Namespace) -> list[str]:

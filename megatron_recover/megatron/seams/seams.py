@@ -10,19 +10,18 @@ This module has no state.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.resources
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from megatron_recover import packages
 from megatron_recover.megatron.seams import anchors
 from megatron_recover.megatron.seams.anchors import Anchors
+from megatron_recover.shipped import shipped
 
 
 class UnsupportedMegatron(ValueError):
@@ -82,9 +81,7 @@ def load_anchors() -> Anchors:
 
 def folder() -> Traversable:
     """Return the folder of seams, anchors and bodies."""
-    # A checkout has the folder beside the package, an installation has it inside the package.
-    checkout = Path(__file__).resolve().parents[3] / "patches"
-    return checkout if (checkout / anchors.FILE).is_file() else importlib.resources.files("megatron_recover.patches")
+    return shipped("patches")
 
 
 def unsupported_version(seams: Sequence[Seam]) -> list[str]:
@@ -92,12 +89,11 @@ def unsupported_version(seams: Sequence[Seam]) -> list[str]:
 
     Returns a single line if no version is installed. Does not import Megatron.
     """
-    try:
-        installed = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
+    installed = packages.version("megatron-core")
+    if installed is None:
         return ["megatron-core is not installed"]
     return [
-        f"{seam.name}: megatron-core is {installed}, checked were {', '.join(seam.versions)}"
+        f"{seam.name}: megatron-core is {installed or 'without a version'}, checked were {', '.join(seam.versions)}"
         for seam in seams
         if not any(f"{installed}.".startswith(f"{version}.") for version in seam.versions)
     ]

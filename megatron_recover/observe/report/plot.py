@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_recover import trace
+from megatron_recover import packages, trace
 from megatron_recover.core.label import label_of
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.history import History
@@ -63,8 +63,14 @@ def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
         )  # fmt: skip
 
 
+def left_out() -> str | None:
+    """Return why there can be no plot, with the remedy; None if `draw` can make one."""
+    lacking = packages.mistakes(packages.PLOT)
+    return f"{PLOT_FILE} is left out: {lacking[0]}" if lacking else None
+
+
 def draw(folder: Path, history: History, reference: History | None = None) -> Path:
-    """Draw `loss.svg` into a folder and return its path."""
+    """Draw `loss.svg` into a folder and return its path. Call it only if nothing is `left_out`."""
     import matplotlib
 
     matplotlib.use("Agg")

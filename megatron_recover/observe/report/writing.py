@@ -18,6 +18,8 @@ from megatron_recover.observe.verify.check import check
 def write(run_dir: Path, against: Path | None = None, place: Path | None = None) -> tuple[tuple[Path, ...], tuple[Line, ...]]:
     """Write page, Perfetto trace, summary and loss plot into the run directory.
 
+    The plot is left out where its package is missing (`plot.left_out`).
+
     With a `place`, only the page is written to that file, and the Perfetto trace beside it under
     the page's name. Other files there may belong to another run.
 
@@ -39,4 +41,7 @@ def write(run_dir: Path, against: Path | None = None, place: Path | None = None)
         file.write(text.encode())
     if place is not None:
         return (page_file, beside), cuts
-    return (page_file, beside, summary.save(run_dir, verdict.summary), plot.draw(run_dir, history, verdict.reference)), cuts
+    files = [page_file, beside, summary.save(run_dir, verdict.summary)]
+    if plot.left_out() is None:
+        files.append(plot.draw(run_dir, history, verdict.reference))
+    return tuple(files), cuts
