@@ -15,13 +15,11 @@ import socket
 import tempfile
 from pathlib import Path
 
-from megatron_recover.cluster.monitoring import Wanted
+from megatron_recover.cluster.monitoring import BACKLOG, Wanted
 from megatron_recover.host.addresses import HOST
 
 _SUFFIX = ".prom"
 _LARGEST_PORT = 65535
-_BACKLOG = 16
-"""Connections that the kernel keeps while the monitor accepts none."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +106,7 @@ def _listener(address: str, port: int) -> socket.socket:
         raise ValueError(f"--metrics-port is {port}; it must be 0 to {_LARGEST_PORT}")
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+        return socket.create_server(place[:2], family=family, backlog=BACKLOG)
     except OSError as error:  # socket.gaierror included
         if error.errno == errno.EADDRINUSE:
             remedy = f"give another port, or 0 for a free one; `ss -ltnp sport = :{port}` names who has it"

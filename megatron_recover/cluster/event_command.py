@@ -108,7 +108,8 @@ class EventCommand:
     def finish(self) -> None:
         """Give what waits, and nothing after that. Wait for it at most twice `command_s` seconds.
 
-        What waits after the first `command_s` seconds is dropped, except the end of the run.
+        After the first `command_s` seconds only the end of the run is given: a command that has
+        anything else is killed, and the rest is dropped.
         """
         with self._changed:
             self._is_over, self._hurry_at = True, time.monotonic() + self._command_s
@@ -124,7 +125,9 @@ class EventCommand:
                 self._says(f"{notice.dropped} events so far were not given to --on-event: it is too slow for them")
                 told = notice.dropped
             self._memory.begins(notice.number)
-            if why := self._give(msgspec.json.encode(notice) + b"\n"):
+            with self._changed:
+                left_s = float("inf") if isinstance(notice, Ended) else self._hurry_at - time.monotonic()
+            if why := self._give(msgspec.json.encode(notice) + b"\n", min(self._command_s, max(0.0, left_s))):
                 self._says(f"--on-event {self._command[0]} {why} (event {notice.number}, {type(notice).__name__.lower()})")
 
     def _next(self) -> AnyNotice | None:
@@ -141,8 +144,8 @@ class EventCommand:
             notice.dropped = self._num_dropped
             return notice
 
-    def _give(self, text: bytes) -> str:
-        """Run the command with `text` as its stdin.
+    def _give(self, text: bytes, limit_s: float) -> str:
+        """Run the command with `text` as its stdin, for `limit_s` seconds at most.
 
         Return why it failed, in words; empty: it did not.
         """
@@ -163,22 +166,22 @@ class EventCommand:
         self._memory.runs(process.pid)
         assert process.stderr is not None
         with process.stderr:
-            is_late, said = self._follow(process.pid, process.stderr.fileno())
+            is_late, said = self._follow(process.pid, process.stderr.fileno(), limit_s)
         # Its leader is not reaped yet, so the number of the group still means this group.
         _kill(process.pid)
         status = process.wait()
         self._memory.runs(0)
         if is_late:
-            return f"was killed after {figure(self._command_s)} s"
+            return f"was killed after {figure(limit_s)} s"
         lines = said.decode(errors="replace").strip().splitlines()
         return "" if status == 0 else f"ended by {cause_of(status)}" + (f": {lines[-1]}" if lines else "")
 
-    def _follow(self, pid: int, stderr: int) -> tuple[bool, bytes]:
+    def _follow(self, pid: int, stderr: int, limit_s: float) -> tuple[bool, bytes]:
         """Wait for the end of the command, and read its stderr meanwhile, so that it cannot fill.
 
         Return whether its time was over first, and the end of its stderr.
         """
-        end, said = time.monotonic() + self._command_s, b""
+        end, said = time.monotonic() + limit_s, b""
         process = os.pidfd_open(pid)
         poll = select.poll()
         poll.register(process, select.POLLIN)

@@ -63,7 +63,7 @@ class Monitor:
     def __init__(
         self, control: socket.socket, memory: Memory, listener: socket.socket | None, settings: MonitorSettings
     ) -> None:
-        """`control` is the socket to the launcher. Serving and reading begin at once."""
+        """`control` is the socket to the launcher. Reading begins at once."""
         self._control, self._settings, self._deadlines = control, settings, settings.deadlines
         control.setblocking(False)
         began_at = time.time() - time.monotonic() + settings.started_at
@@ -77,9 +77,8 @@ class Monitor:
         memory.end_command()
         if settings.on_event:
             self._command = EventCommand(settings.on_event, memory, command_s=self._deadlines.command_s, says=self._says)
+        self._listener = listener
         self._writer: threading.Thread | None = None
-        if settings.has_metrics:
-            self._serve(listener)
         threading.Thread(target=self._read, name="trace", daemon=True).start()
 
     def run(self) -> None:
@@ -105,16 +104,16 @@ class Monitor:
         if self._command is not None:
             self._command.finish()
 
-    def _serve(self, listener: socket.socket | None) -> None:
-        """Serve metrics on `listener` and in the text file, as far as these are wanted."""
+    def _serve(self) -> None:
+        """Serve metrics on the port and in the text file, as far as these are wanted."""
         from megatron_recover.cluster.exposition import MetricsServer, RunCollector
 
         collector = RunCollector(self._metrics, self._lock, Path(self._settings.run_dir).name)
-        if listener is not None:
-            MetricsServer(listener, collector, scrape_s=self._deadlines.scrape_s)
+        if self._listener is not None:
+            MetricsServer(self._listener, collector, scrape_s=self._deadlines.scrape_s)
         if self._settings.textfile is not None:
-            path = Path(self._settings.textfile)
-            self._writer = threading.Thread(target=self._write, args=(path, collector.text), name="textfile", daemon=True)
+            told = Path(self._settings.textfile), collector.text, self._is_over, self._says
+            self._writer = threading.Thread(target=keep_textfile, args=told, name="textfile", daemon=True)
             self._writer.start()
 
     def _says(self, text: str) -> None:
@@ -125,12 +124,21 @@ class Monitor:
     # --- The thread that reads the trace ----------------------------------------------------------
 
     def _read(self) -> None:
+        """Read the trace until its end, and serve metrics once all that is there was read.
+
+        Served earlier, the counters of a monitor that begins anew would go back, and Prometheus
+        would count everything twice. Requests wait meanwhile.
+        """
         tail, trouble = Tail(Path(self._settings.run_dir) / trace.EVENTS_FILE), ""
+        is_served = not self._settings.has_metrics
         while not self._has_read_end.is_set():
             try:
                 for line in tail.lines():
                     self._take(line)
                 trouble = ""
+                if not is_served:
+                    self._serve()
+                    is_served = True
             except trace.TraceError as error:
                 if str(error) != trouble:
                     trouble = str(error)
@@ -155,24 +163,32 @@ class Monitor:
         if isinstance(event, trace.RunFinished):
             self._has_read_end.set()
 
-    # --- The thread that writes the text file -----------------------------------------------------
 
-    def _write(self, path: Path, text: Callable[[], bytes]) -> None:
-        trouble, pause_s, is_last = "", 0.0, False
-        while not is_last:
-            is_last, pause_s = self._is_over.wait(pause_s), _TEXTFILE_S
-            try:
-                with replacing(path) as file:
-                    file.write(text())
-            except OSError as error:
-                why = error.strerror or str(error)
-                if not trouble:
-                    self._says(f"WARNING: --metrics-textfile {path} cannot be written ({why}); the run goes on without it")
-                trouble = why
-            else:
-                if trouble:
-                    self._says(f"--metrics-textfile {path} is written again")
-                trouble = ""
+def keep_textfile(
+    path: Path,
+    text: Callable[[], bytes],
+    is_over: threading.Event,
+    says: Callable[[str], None],
+    interval_s: float = _TEXTFILE_S,
+) -> None:
+    """Write the text to a file again and again, and a last time when `is_over` is set.
+
+    The file is whole at every instant. Trouble with it is one line, and so is its end.
+    """
+    is_in_trouble, pause_s, is_last = False, 0.0, False
+    while not is_last:
+        is_last, pause_s = is_over.wait(pause_s), interval_s
+        try:
+            with replacing(path) as file:
+                file.write(text())
+        except OSError as error:
+            if not is_in_trouble:
+                says(f"WARNING: --metrics-textfile {path} cannot be written ({error.strerror}); the run goes on without it")
+            is_in_trouble = True
+        else:
+            if is_in_trouble:
+                says(f"--metrics-textfile {path} is written again")
+            is_in_trouble = False
 
 
 def main() -> None:

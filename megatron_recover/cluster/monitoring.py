@@ -27,6 +27,9 @@ from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.host.process_stat import cause_of
 from megatron_recover.host.speaker import Speaker
 
+BACKLOG = 128
+"""Connections that the kernel keeps while the monitor accepts none. With a shorter queue many
+strangers at once would make Prometheus wait for a second."""
 _LOOK_S = 0.05
 """Seconds between two looks at the monitor at the end of the run."""
 _MAX_LINES = 20

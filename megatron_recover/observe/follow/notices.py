@@ -117,12 +117,12 @@ class Notices:
                 self._newest, self._is_repairing = event, bool(event.losses)
                 if event.losses:
                     yield self._made(self._lost(event), event.t)
-            case trace.Committed() if label_of(event.label).is_training:
-                self._iteration = max(self._iteration or 0, label_of(event.label).iteration)
-            case trace.Recovery(phase="commit") if (newest := self._newest) and event.generation == newest.generation:
-                if self._is_repairing:  # the first leader to report
-                    self._is_repairing = False
-                    yield self._made(self._degraded(newest), event.t)
+            case trace.Committed():
+                if label_of(event.label).is_training:
+                    self._iteration = max(self._iteration or 0, label_of(event.label).iteration)
+                yield from self._goes_on(event.generation, event.t)
+            case trace.Recovery(phase="commit"):  # as well, since `--trace-level faults` leaves commits out
+                yield from self._goes_on(event.generation, event.t)
             case trace.Checkpoint(phase="finished"):
                 self._durable = event.iteration
             case trace.Checkpoint(phase="loaded"):
@@ -144,6 +144,12 @@ class Notices:
             last_durable_iteration=self._durable,
         )  # fmt: skip
         return self._made(ended, seconds)
+
+    def _goes_on(self, generation: int, seconds: float) -> Iterator[Degraded]:
+        """Yield that the run goes on, at the first commit without what was lost."""
+        if self._is_repairing and self._newest is not None and generation >= self._newest.generation:
+            self._is_repairing = False
+            yield self._made(self._degraded(self._newest), seconds)
 
     def _lost(self, event: trace.Generation) -> Lost:
         losses = [LostReplica(one.replica, one.kind.value, one.detail[:MAX_TEXT]) for one in event.losses[:MAX_LOSSES]]
