@@ -26,7 +26,8 @@ training thread, backwards in torch's own, and checksums on the stream of the re
 
 def run(made: Job, tmp_path: pathlib.Path, *, flags: str = "", chaos: str = "", queues: int = 8) -> Outcome:
     """Run a job to its end; its ranks share GPUs where there are fewer."""
-    shared = -(-made.replicas * made.tp * made.pp * made.lanes // torch.cuda.device_count())
+    contexts = 2 if "--context-parallel-size 2" in flags else 1
+    shared = -(-made.replicas * made.tp * made.pp * contexts * made.lanes // torch.cuda.device_count())
     plain = "" if importlib.util.find_spec("transformer_engine") else PLAIN_TORCH
     extra = (*shlex.split(f"{plain} --bf16 --deterministic-mode --recover-ranks-per-gpu {shared} {flags}"), *made.extra)
     made = Job(**{**vars(made), "extra": extra})
@@ -47,6 +48,19 @@ def test_sums_beside_a_replicas_own_collectives_come_to_an_end(tmp_path: pathlib
     chaos = chaos_text("1 1 reduce step=5 occurrence=2")
     outcome = run(made, tmp_path, flags="--overlap-grad-reduce", queues=32, chaos=chaos).expect()
     assert outcome.events("bucket_passed"), "nothing was reduced beside a backward"
+    code, report = check(outcome.run_dir, reference.run_dir)
+    assert code == 0 and "parameters bit-identical" in report, report
+
+
+@pytest.mark.finding("CP")
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_job_with_context_parallelism_survives_a_death(lanes: int, tmp_path: pathlib.Path) -> None:
+    """Elsewhere a substitute of Transformer Engine's attention stands in (tests/megatron/split_attention.py)."""
+    made, flags = Job(lanes=lanes), "--context-parallel-size 2 --use-distributed-optimizer"
+    (tmp_path / "reference").mkdir()
+    reference = run(made, tmp_path / "reference", flags=flags).expect()
+    outcome = run(made, tmp_path, flags=flags, chaos=chaos_text("1 1 backward step=3 occurrence=2")).expect()
     code, report = check(outcome.run_dir, reference.run_dir)
     assert code == 0 and "parameters bit-identical" in report, report
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Apply, BucketVersion, Compute, Held, Plan, Record, Shape, Work
 from megatron_recover.data_plane.transport import Revoked
+from tests.megatron.split_attention import SplitAttention, part
 
 DEADLINE_S = 120.0
 
@@ -34,6 +35,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
     pp: int = 1
     vpp: int | None = None
+    cp: int = 1
     lanes: int = 1
     ep: int = 1
     num_experts: int | None = None
@@ -47,7 +49,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp * self.lanes
+        return self.tp * self.pp * self.cp * self.lanes
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,9 +163,9 @@ class Tokens:
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     """As upstream's pretrain_gpt.py: the sum of the losses, the number of tokens, and both for the log."""
-    batch = next(iterator)
     positions = torch.arange(Tokens.seq_length).unsqueeze(0)
-    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+    batch = {name: part(tensor) for name, tensor in {**next(iterator), "positions": positions}.items()}
+    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
 
     def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         total = torch.sum(output.float().view(-1) * batch["loss_mask"].view(-1))
@@ -202,6 +204,7 @@ class Training:
             num_layers=2 * layout.pp if layout.vpp else 2, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True,
             hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp, virtual_pipeline_model_parallel_size=layout.vpp, pipeline_dtype=dtype,
+            context_parallel_size=layout.cp,
             params_dtype=dtype, bf16=layout.bf16, calculate_per_token_loss=layout.per_token, num_moe_experts=layout.num_experts,
             expert_model_parallel_size=layout.ep, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
             persist_layer_norm=False, bias_dropout_fusion=False, overlap_p2p_comm=layout.vpp is not None,
@@ -211,6 +214,8 @@ class Training:
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = None
         spec = get_gpt_layer_local_spec(num_experts=layout.num_experts)
+        if layout.cp > 1:
+            spec.submodules.self_attention.submodules.core_attention = SplitAttention
         modules = []
         for chunk in range(layout.vpp or 1):
             vp_stage = chunk if layout.vpp else None
@@ -356,7 +361,9 @@ def _rank(layout: Layout, rank: int, folder: str, jobs: Sequence[tuple[Callable[
             enable_cpu()
         store = dist.FileStore(f"{folder}/store", layout.num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.num_ranks)
-        parallel_state.initialize_model_parallel(layout.tp, layout.pp, layout.vpp, expert_model_parallel_size=layout.ep)
+        parallel_state.initialize_model_parallel(
+            layout.tp, layout.pp, layout.vpp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep
+        )
         results = [job(layout, *arguments) for job, arguments in jobs]
         Path(f"{folder}/result.{rank}").write_bytes(pickle.dumps(results))
         dist.barrier()

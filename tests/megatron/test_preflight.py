@@ -178,6 +178,7 @@ VALUES = {
 """Values that are refused, of flags that take one and for which 4 is none."""
 TOGETHER = {
     "--async-save": "--ckpt-format torch",
+    "--context-parallel-size": "--transformer-impl local",
     "--no-overlap-p2p-communication": (
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     ),
@@ -207,6 +208,7 @@ def test_a_flag_that_the_installed_megatron_has_dropped_is_no_defect_and_not_pas
         "--moe-router-load-balancing-type aux_loss seq_aux_loss",
         "--ddp-average-in-collective",
         "--no-overlap-p2p-communication",
+        "--context-parallel-size 2 --seq-length 64",
         "--dataloader-type single --ckpt-format torch --cuda-graph-impl none",
         "--use-distributed-optimizer --calculate-per-token-loss --bf16 --log-throughput --swiglu",
     ],

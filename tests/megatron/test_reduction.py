@@ -38,6 +38,8 @@ LAYOUTS = {
     "zero1": Layout(lanes=2, distributed_optimizer=True),
     "zero1-bf16": Layout(lanes=2, distributed_optimizer=True, bf16=True, overlap=True),
     "zero1-pp2": Layout(lanes=2, pp=2, distributed_optimizer=True, overlap=True),
+    "cp2-pp2": Layout(cp=2, pp=2, overlap=True),
+    "cp2-zero1-per-token": Layout(cp=2, distributed_optimizer=True, per_token=True),
     "experts": Layout(num_experts=2, overlap=True),
     "experts-over-lanes": Layout(lanes=2, ep=2, num_experts=2, overlap=True),
 }
@@ -95,11 +97,12 @@ def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def _assert_lanes_agree(layout: Layout, ranks: list[list[dict[str, Any]]]) -> None:
-    """Lanes are tp-inner, then lanes, then pp (upstream's order); without experts they hold equal parameters."""
+    """Ranks are ordered by tp, cp, lanes, pp (upstream's order); without experts, cp and lanes hold equal parameters."""
     if layout.ep > 1:
         return
     for stage in range(layout.pp):
-        first, *rest = [ranks[(stage * layout.lanes + lane) * layout.tp][1]["parameters"] for lane in range(layout.lanes)]
+        alike = layout.cp * layout.lanes
+        first, *rest = [ranks[(stage * alike + place) * layout.tp][1]["parameters"] for place in range(alike)]
         for other in rest:
             assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
 

@@ -134,6 +134,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--full-validation": _ON,
     "--multiple-validation-sets": _ON,
     "--hybrid-context-parallel": _ON,
+    "--transformer-impl": {"default": "transformer_engine"},
     "--perform-rl-step": _ON,
     "--sft": _ON,
     "--rl-profile": _ON,
