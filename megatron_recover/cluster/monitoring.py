@@ -37,7 +37,7 @@ _MAX_LINES = 20
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user wants of a monitor."""
+    """The metrics and events that a user asks for."""
 
     listener: socket.socket | None = None
     """Socket that listens for requests of metrics."""
