@@ -60,9 +60,7 @@ METRICS = {
         Metric("lost_to_faults_seconds_total", "counter", "Time by which steps with a fault took longer than without."),
         Metric("goodput_ratio", "gauge", "Share of the time of all steps so far that faults did not take."),
         Metric("last_committed_iteration", "gauge", "Newest iteration that was trained and committed."),
-        Metric(
-            "last_commit_timestamp_seconds", "gauge", "Unix time of the newest commit of a step; of the start before it."
-        ),
+        Metric("last_commit_timestamp_seconds", "gauge", "Unix time of the newest commit of a step; of the start before it."),
         Metric("last_durable_iteration", "gauge", "Iteration of the newest checkpoint that was saved or loaded; 0: none."),
         Metric("save_interval_iterations", "gauge", "Iterations between two checkpoints (--save-interval); 0: not set."),
         Metric("saves_total", "counter", "Tries to save a checkpoint.", "result"),
