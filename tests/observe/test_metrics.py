@@ -13,6 +13,7 @@ from megatron_recover.core.values import LossKind
 from megatron_recover.observe.follow.metrics import CAUSES, METRICS, Histogram, RunMetrics
 from megatron_recover.observe.history import History
 from megatron_recover.observe.summary import summarize
+from megatron_recover.observe.work import WorkAccount
 from tests.observe import traces
 from tests.observe.test_goodput import timed
 
@@ -63,6 +64,35 @@ def test_they_are_those_of_the_summary(name: str) -> None:
     assert (values["ended"], values["exit_code"]) == (1, 0)
     if name != "quiet":
         assert summary.microbatches_lost > 0 and summary.microbatches_redone > 0, "this shows nothing"
+
+
+def test_what_others_hold_complete_is_not_lost_with_a_replica() -> None:
+    """It dies when all members hold all sums, and the step is committed without another computation."""
+    run = traces.Run()
+    dealt = run.deal(range(6))
+    run.plan(dealt, traces.BUCKETS)
+    for replica, ids in dealt.items():
+        run.compute(replica, ids, traces.BUCKETS)
+    run.reduce(traces.BUCKETS)
+    run.lose(2, 0, "vote")
+    run.statuses(dealt, lambda replica: tuple((bucket, 1) for bucket in traces.BUCKETS))
+    run.plan({}, ())
+    run.commit(dict.fromkeys(traces.BUCKETS, 1))
+    run.quiet_step()
+    values, work = of(run.finish().events), WorkAccount(History(enumerate(run.events, start=1)))
+    assert (values["microbatches_lost_total"], len(work.lost)) == (0, 0)
+    assert values["recoveries_total process_ended"] == 1
+
+
+def test_what_was_never_committed_is_lost_when_the_run_ends() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    dealt = run.deal(range(6))
+    run.plan(dealt, traces.BUCKETS)
+    for victim in (2, 1):
+        run.lose(victim, 0, "forward")
+    values, work = of(run.finish(13).events), WorkAccount(History(enumerate(run.events, start=1)))
+    assert (values["microbatches_lost_total"], len(work.lost), values["exit_code"]) == (4, 4, 13)
 
 
 def test_goodput_is_that_of_the_summary_where_undisturbed_steps_come_first() -> None:

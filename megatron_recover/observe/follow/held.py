@@ -58,10 +58,9 @@ class HeldWork:
     def _planned(self, event: trace.Plan) -> None:
         deals = self._deals.setdefault(event.step, [])
         self._last_planned[event.replica] = event.step
-        older = [one for one in deals if one.generation < event.generation]
-        for compute in event.computes:
+        for compute in event.computes:  # no two plans of one generation deal a microbatch for the same bucket
             into = frozenset(compute.into)
-            holders = [one for one in older if not one.into.isdisjoint(into)]
+            holders = [one for one in deals if one.generation < event.generation and not one.into.isdisjoint(into)]
             self.num_dealt_again += sum(
                 any(microbatch in one.microbatches for one in holders)
                 for microbatch in (compute.microbatches if holders else ())
