@@ -16,7 +16,7 @@ import pytest
 from megatron_recover.cluster.event_command import MAX_WAITING, EventCommand, Memory, create_memory
 from megatron_recover.observe.follow.notices import AnyNotice, Ended, SaveFailed
 
-LIMIT_S = 0.5
+LIMIT_S = 1.0
 PATIENT_S = 20.0
 
 
@@ -90,7 +90,7 @@ def test_a_command_that_hangs_is_killed_with_all_it_started_and_the_next_is_give
     began = time.monotonic()
     said = give(memory, script, notice(1), ended(2), command_s=LIMIT_S)
     assert time.monotonic() - began < 2 * LIMIT_S + 5.0
-    assert re.fullmatch(r"--on-event sh was killed after 0\.[45]\d* s \(event 1, savefailed\)", said[0])
+    assert re.fullmatch(r"--on-event sh was killed after (1|0\.9\d*) s \(event 1, savefailed\)", said[0])
     assert given(tmp_path / "events") == [1, 2]
     groups = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
     until(lambda: not [each for each in psutil.pids() if _group(each) in groups], "nothing of the groups is left")

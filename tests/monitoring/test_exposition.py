@@ -17,7 +17,7 @@ from megatron_recover.cluster.monitoring import BACKLOG
 from megatron_recover.observe.follow.metrics import METRICS, PREFIX, RunMetrics
 from tests.observe import traces
 
-SCRAPE_S = 0.5
+SCRAPE_S = 1.0
 
 
 def faulty() -> RunMetrics:
@@ -91,7 +91,7 @@ def test_clients_that_stall_send_garbage_or_come_by_the_hundred_cost_a_few_threa
                 client.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")  # and no more
             clients.append(client)
         most = max(most, threading.active_count())
-    trickle = time.monotonic() + 2 * SCRAPE_S
+    trickle = time.monotonic() + 2 * SCRAPE_S  # the server looks twice a second
     while time.monotonic() < trickle:  # each byte is in time, and the request as a whole is not
         for client in clients[-30:]:
             with contextlib.suppress(OSError):
@@ -99,6 +99,17 @@ def test_clients_that_stall_send_garbage_or_come_by_the_hundred_cost_a_few_threa
         most = max(most, threading.active_count())
         time.sleep(0.05)
     assert most <= before + MAX_CONNECTIONS, "a thread for each client that is answered"
-    assert values(scrape(place))["ended"] == 1, "whoever stalled has lost its place, and still is connected"
+    end = time.monotonic() + 10.0
+    while (served := _try(place)) is None:
+        assert time.monotonic() < end, "whoever stalls loses its place, though it is still connected"
+        time.sleep(0.1)
+    assert values(served)["ended"] == 1
     for client in clients:
         client.close()
+
+
+def _try(place: tuple[str, int]) -> str | None:
+    """What is served; None if all places are taken."""
+    with contextlib.suppress(OSError):
+        return scrape(place)
+    return None
