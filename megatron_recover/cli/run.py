@@ -120,8 +120,9 @@ def _parser() -> Parser:
 def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
     """Return the job, with its new run directory, and the text of its chaos file.
 
-    The text is empty without chaos. Prints notes about the replicas unless `--quiet` is given.
-    Raises ValueError; OSError if the script cannot be reached.
+    The text is empty without chaos. Prints notes about torchrun's flags and the replicas unless
+    `--quiet` is given. Raises ValueError with the remedy, and OSError if a file that the command
+    line names cannot be reached.
     """
     if not command:
         raise ValueError(_NO_SCRIPT)
@@ -162,7 +163,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
 def _folders(line: launch_line.Choice, wanted: Path | None) -> tuple[Path | None, Path]:
     """Create the folder for links to the logs, if there is to be one, and the run directory.
 
-    Returns both. Raises ValueError, and leaves none of them then.
+    Returns both. Raises ValueError with the remedy, after removing the first if the second fails.
     """
     log_links = None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id)
     try:
@@ -261,6 +262,10 @@ def main(argv: list[str]) -> int:
         )
     try:
         link_logs(job)
+    except ValueError as error:
+        _discard(job, existed=existed)
+        parser.error(str(error))
+    try:
         if chaos_text:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
             if not arguments.quiet and not Path(arguments.chaos).is_file():
@@ -270,7 +275,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        # Its descriptions or its trace could not be written; both must exist before training.
+        # The run's descriptions or its trace could not be written. Both must exist before training.
         print(
             f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run could not be started. "
             "Make room there, or give another folder.",
@@ -315,7 +320,8 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> in
 def _discard(job: Job, *, existed: bool) -> None:
     """Empty the run directory, and remove it if this command made it; parents stay.
 
-    Remove the links to its logs. Nothing was trained, and the same command needs the folder free.
+    Also remove the folder of links to the logs, if there is one. Nothing was trained, and the same
+    command needs the run directory empty.
     """
     run_dir = job.run_dir
     if job.log_links is not None:

@@ -103,10 +103,10 @@ def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:
 
 
 def claim_log_links(folder: Path, run_id: str) -> Path:
-    """Create a folder of its own for this run in the folder of `--log-dir`; return its path.
+    """Create a folder for this run alone in `folder`, which `--log-dir` gives; return its path.
 
-    It is named as torchrun names it, by the run id and some characters. Raises ValueError with the
-    remedy.
+    The name is as torchrun makes it: the run id and some random characters. Raises ValueError with
+    the remedy.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,15 +119,20 @@ def link_logs(job: Job) -> None:
     """Make links to the logs where torchrun writes logs: `attempt_0/RANK/stdout.log`, `stderr.log`.
 
     RANK counts the ranks of all replicas. A log has both streams in the order of printing, so both
-    links lead to it. Does nothing without `--log-dir`. Raises OSError.
+    links lead to it. Does nothing without `--log-dir`. Raises ValueError with the remedy.
     """
     if job.log_links is None:
         return
-    for replica, rank in itertools.product(range(job.num_replicas), range(job.num_ranks)):
-        folder = job.log_links / "attempt_0" / str(replica * job.num_ranks + rank)
-        folder.mkdir(parents=True)
-        for name in ("stdout.log", "stderr.log"):
-            (folder / name).symlink_to(job.log_of(replica, rank))
+    try:
+        for replica, rank in itertools.product(range(job.num_replicas), range(job.num_ranks)):
+            folder = job.log_links / "attempt_0" / str(replica * job.num_ranks + rank)
+            folder.mkdir(parents=True)
+            for name in ("stdout.log", "stderr.log"):
+                (folder / name).symlink_to(job.log_of(replica, rank))
+    except OSError as error:  # some file systems have no links
+        raise ValueError(
+            f"--log-dir {job.log_links.parent} cannot have links to the logs ({error.strerror}); give another folder"
+        ) from error
 
 
 def new_folder(prefix: str = "") -> Path:

@@ -41,10 +41,10 @@ _CHUNKS_AT_ONCE = 16
 
 
 class _Log:
-    """The log of one output. Only the thread that writes uses it."""
+    """The log of one output. Only the thread that writes uses it, except for `num_left`."""
 
     def __init__(self, number: int, output: Output, bookmark: OutputBookmark, *, is_shown: bool) -> None:
-        """`is_shown`: the console reads this output, too."""
+        """Open nothing yet. `is_shown`: the console reads this output, too."""
         self.number, self.retry_at = number, 0.0
         self._output, self._bookmark, self._is_shown = output, bookmark, is_shown
         self._file: int | None = None
@@ -104,7 +104,10 @@ class _Log:
             self._freed = position
 
     def _open(self) -> int:
-        """Open the log, cut to its size in the bookmark."""
+        """Open the log, and cut it to its size in the bookmark.
+
+        If the log is smaller, the bookmark gets its size instead.
+        """
         bookmark, number = self._bookmark, self.number
         file = os.open(self._output.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -34,8 +34,8 @@ class OutgoingLink(Link):
 
         `patience_s` limits for how many seconds the link dials again. It does so if a connection
         ends before the peer was proven, unless the other end refused it, or if this end cannot dial
-        (`CannotDial`). In the second case the link has no connection at first (`fileno()` is -1),
-        and the loop dials again.
+        (`CannotDial`). If this end cannot dial now, a line on stderr reports that, the link has no
+        connection at first (`fileno()` is -1), and the loop dials again.
         """
         self._address, self._key, self._me, self._peer = address, key, me, peer
         self._give_up_at = time.monotonic() + patience_s

@@ -80,8 +80,8 @@ class CoordinatorDriver:
         self._noticed: float | None = None
         self._leaders = LeaderWatch(loop=loop, deadlines=deadlines or Deadlines.of(), beat=self._beat, record=record)
         self._asked: dict[int, int] = {}
-        """Replica -> newest generation in which it made a request. A beat repeats a request that
-        may have been lost."""
+        """Replica -> newest generation in which its leader made a request. The leader's answer to a
+        beat repeats a request that may have been lost."""
         listener = listen(ANY_PORT)
         self.address = address_of(listener)
         """Address (host:port) at which leaders reach the coordinator."""
@@ -99,7 +99,7 @@ class CoordinatorDriver:
         return self._state.generation
 
     def lost(self, loss: values.Loss) -> None:
-        """Feed the machine the loss of a replica. A replica may be lost twice."""
+        """Feed the machine the loss of a replica. The same replica may be reported twice."""
         self._notice()
         self._step(machine.ReplicaLost(loss))
 

@@ -12,7 +12,7 @@ from megatron_recover.control_plane.wire import Link, largest_body
 
 
 class Gate:
-    """The listener of a driver. Calls `on_link` for each peer that has proven who it is.
+    """The listener of a driver. Calls `on_link` for each proven peer that is admitted.
 
     Used by the loop's thread.
     """
@@ -35,7 +35,7 @@ class Gate:
         - `admits(peer, wanted)` returns whether that peer may connect to the wanted party.
         - `on_link(link, peer)` is called for each proven peer that is admitted.
         - `expects()` returns whether a peer that has not connected yet is needed: see
-          Note [Whom a listener expects].
+          `authentication/admission.py`, Note [Whom a listener expects].
         - `report(name, number)` is called when many strangers were disconnected (`Admission`).
         """
         self._loop, self._me, self._admits, self._on_link, self._expects = loop, me, admits, on_link, expects

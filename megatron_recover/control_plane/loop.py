@@ -102,7 +102,7 @@ class Loop:
         """
         is_new = link not in self._links
         self._links[link] = (on_message, on_closed)
-        if is_new and link.fileno() < 0:  # it got no descriptor for its connection
+        if is_new and link.fileno() < 0:  # it could not dial yet (`CannotDial`)
             self._redialling.add(link)
             self._redial(link)
         elif is_new:

@@ -153,8 +153,10 @@ class RankDriver:
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
         """Begin the next step and return its number.
 
-        `digest` is the digest of all state of this rank if `work.digests`, else None. Raises
-        `JobStopped`.
+        - `requests` become part of this replica's vote, with those of `request`.
+        - `digest` is the digest of all state of this rank if `work.digests`, else None.
+
+        Raises `JobStopped`.
         """
         with self._changed:
             self._raise_if_stopped()
@@ -285,8 +287,8 @@ class RankDriver:
     def blocked(self, generation: int, error: BaseException) -> None:
         """Report to the leader that a reduction or transfer of `generation` failed.
 
-        Report nothing if that generation is over and nothing had stalled. The caller leaves the
-        rest of the plan undone.
+        Report nothing if nothing had stalled and a newer generation is promised or the job stops.
+        The caller leaves the rest of the plan undone.
         """
         known = error if isinstance(error, TransportError) else TransportError()
         failed = machine.Block(

@@ -92,7 +92,10 @@ class ReplicaDriver:
     ) -> None:
         """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
-        `fail(reason)`, `fail(reason, exit_code)`: the replica cannot continue. `key`: the job's.
+        - `own`: the hello of rank 0; the other ranks send theirs as messages.
+        - `key` is the job's.
+        - `deliver(message)` delivers a message of the leader to rank 0.
+        - `fail(reason)` or `fail(reason, exit_code)` ends rank 0, and so the replica.
         """
         self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
@@ -138,7 +141,10 @@ class ReplicaDriver:
         self._feed(report)
 
     def see_ranks_off(self) -> None:
-        """Let the ranks read `Stop` and close their links, so that no link is reset before."""
+        """Let the ranks read `Stop` and close their links, so that no link is reset before.
+
+        Run the loop until all have, for at most `words_s`.
+        """
         until = time.monotonic() + self._deadlines.words_s
         while self._ranks and (left := until - time.monotonic()) > 0:
             self._loop.run_once(left)

@@ -346,7 +346,7 @@ def _flush(state: RankState) -> Step:
 
 
 def _on_block(state: RankState, failed: Block) -> Step:
-    """Report the failure to the leader, unless the generation is over and nothing had stalled."""
+    """Report a failure that stalled, or that no newer promise and no order to stop explains."""
     if not may_run(state, failed.generation) and not failed.stalled:
         return state, ()
     miscounted = state.step if failed.miscounted else None

@@ -1,6 +1,7 @@
 """Lock files, each held by at most one process.
 
-The kernel releases a lock when its holder ends, in whatever way.
+The kernel releases a lock when its holder has ended, in whatever way. Children that the holder
+forked while it had the file open share the lock: the lock then lasts until they have ended, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ read."""
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[str]]:
-    """Open a lock file, and create it if there is none. Raises OSError."""
+    """Open a lock file, and create it if there is none. Raises OSError.
+
+    Where this process may, take from the file all rights that `_MODE` does not have.
+    """
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE), "r+", encoding="utf-8") as file:
         mode = os.fstat(file.fileno()).st_mode
         if mode & ~_MODE & 0o777:

@@ -1,9 +1,9 @@
-"""The parameters that a rank has between two steps where they are gathered late.
+"""Finds the parameters that are current between two steps, where lanes gather them late.
 
-With `--overlap-param-gather` the optimizer writes this lane's shard of the parameters, and the
-hooks of the next forward gather the others. Until then the rest of a parameter is of an older step,
-and how old depends on when this replica last computed a forward. So between two steps only the
-shard is state (`core/distributed/param_and_grad_buffer.py`, `start_param_sync`).
+With `--overlap-param-gather` the optimizer writes this lane's shard of the parameters, and hooks in
+the next forward gather the shards of the other lanes. Until then those are of an older step; how
+old depends on when this replica last computed a forward. So between two steps only the shard of
+this lane is state (upstream's `core/distributed/param_and_grad_buffer.py`, `start_param_sync`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor
 
 
 def is_late(chunk: Any) -> bool:
-    """Return whether the parameters of `chunk` are gathered late; False if it is no DDP module."""
+    """Return whether several lanes gather the parameters of `chunk` late.
+
+    False if `chunk` is no DDP module of upstream.
+    """
     config = getattr(chunk, "ddp_config", None)
     if config is None or not config.overlap_param_gather:
         return False
@@ -23,10 +26,10 @@ def is_late(chunk: Any) -> bool:
 
 
 def current(chunk: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of `chunk` that are current between two steps, by name.
+    """Yield the parameters of `chunk` that are current between two steps, with their names.
 
-    Where they are gathered late these are the shards of this lane, and the parameters that no
-    buffer has, which are frozen.
+    Where they are gathered late, yield this lane's shard of each of upstream's buckets instead,
+    named by buffer and bucket, and then the parameters that are in no buffer: the frozen ones.
     """
     if not is_late(chunk):
         yield from chunk.named_parameters()

@@ -17,15 +17,19 @@ from megatron_recover.trainer.ledger import first_losses
 def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     """Return the ratio of the summed gradient to the gradient of the step's mean loss.
 
-    That is lanes times CP, times the loss scale. Replicas add no factor: each microbatch is in one
-    of them, and its loss is divided by the M of the whole step. With a per-token loss the ratio is
-    an upper bound: it counts tokens that the loss leaves out, and the whole sequence for each
-    context-parallel rank.
+    The ratio is lanes times CP, times the loss scale. Replicas add no factor: each microbatch is in
+    one of them, and its loss is divided by the M of the whole step.
 
-    With a per-token loss, a function that returns the sum over the rank's own tokens makes a
-    gradient that is smaller by the context-parallel size. Scripts for older versions of upstream
-    multiply the loss by that size and count the tokens of all context-parallel ranks; upstream
-    still accepts them. The ratio bounds both, because a sum that outgrows the grid is not exact.
+    With a per-token loss upstream divides no loss, and the ratio is an upper bound: it counts
+    tokens that the loss leaves out, and the whole sequence for each context-parallel rank. There
+    are two kinds of loss functions then, and upstream accepts both:
+
+    - those that return the sum over the rank's own tokens, whose gradient is smaller by the
+      context-parallel size;
+    - those for older versions of upstream, which multiply the loss by that size and count the
+      tokens of all context-parallel ranks.
+
+    The ratio bounds both, because a sum that outgrows the grid (`trainer/exact.py`) is not exact.
     For the first kind the grid is log2(CP) bits coarser than needed.
     """
     config = get_model_config(chunk)
@@ -38,11 +42,12 @@ def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
 
 
 def mean_loss(rows: Tensor, device: torch.device) -> float | None:
-    """Return the mean of the first reported loss over all microbatches and lanes.
+    """Return the mean of the first reported loss over all microbatches, lanes and CP ranks.
 
     `rows` are the ledger's, in host memory. The mean is upstream's: a loss that comes with a token
     count is weighted by tokens. Returns None if the first row reports no loss. Otherwise collective
-    over the lanes of the last stage, if there are several; `device` is theirs.
+    over the lanes and the context-parallel ranks of the last stage, if these are several ranks;
+    `device` is theirs.
     """
     values = first_losses(rows)
     if not values.numel():

@@ -2,9 +2,9 @@
 
 Upstream adds them to a tracker in each forward, and logs and clears it after the step
 (`core/transformer/multi_token_prediction.py`, `MTPLossLoggingHelper`). A replica's tracker would
-have its own microbatches only, and those of a pass whose results nobody counts. So what a forward
-adds is taken from the tracker into the microbatch's row of the ledger. Once the step is committed
-the tracker gets the sum over all ids.
+have the replica's own microbatches only, and among them those that do not count. So what a forward
+adds is moved from the tracker to the microbatch's row of the ledger. Once the step is committed the
+tracker gets the sum over all ids.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
@@ -20,9 +21,10 @@ _VALUES = ("loss_values", "correct_values", "total_values")
 
 
 def taken() -> dict[str, Tensor]:
-    """Return what the tracker has, as one loss, and clear it; nothing if it was never used.
+    """Return what the tracker has, as one loss, and zero the tracker.
 
-    Shape (3, layers): loss, correct and all predictions of each layer.
+    Return an empty dictionary if the tracker was never used. The loss has the shape (3, layers):
+    for each layer its loss, its number of correct predictions, and its number of predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     if any(name not in tracker for name in _VALUES):
@@ -34,10 +36,17 @@ def taken() -> dict[str, Tensor]:
 
 
 def give(losses: Sequence[dict[str, Tensor]]) -> None:
-    """Remove what `taken` has added to the losses of all ids; put its sum into the tracker."""
+    """Remove the entries that come from `taken` from the losses of all ids.
+
+    Store their sum in the tracker, and the group over which upstream averages it. Do nothing if no
+    id has such an entry.
+    """
     values = [each.pop(_KEY) for each in losses if _KEY in each]
     if not values:
         return
     total = torch.stack(values).double().sum(0)
     for name, its_total in zip(_VALUES, total.to(values[0].dtype).unbind(), strict=True):
         MTPLossLoggingHelper.tracker[name] = its_total
+    # Upstream sets the group in a forward, and this replica may have run none since upstream has
+    # cleared the tracker.
+    MTPLossLoggingHelper.tracker["avg_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)

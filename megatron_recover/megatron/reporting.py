@@ -1,4 +1,4 @@
-"""Log lines and TensorBoard values of the job, written by one replica: the writer.
+"""Writes log lines and TensorBoard values of the job in one replica only: the writer.
 
 The writer is the replica with the lowest id in the roster. When the writer dies, the next one takes
 over. The text and the values are Megatron's, but for the throughput per GPU, which is divided by
@@ -27,7 +27,7 @@ class LogLine:
         """Store the collaborators.
 
         `num_replicas` is the number of replicas at the start of the run. `original` is Megatron's
-        function. `flush()` is `TensorBoardFactory.flush`.
+        function. `flush()` calls `flush` of `TensorBoardFactory` and `WandbFactory`.
         """
         self._driver, self._num_replicas, self._original, self._flush = driver, num_replicas, original, flush
 
@@ -53,13 +53,13 @@ class LogLine:
 
 
 class MissedCalls[Call]:
-    """Calls that this replica left to the writer, in case that it dies before they have an effect.
+    """Calls that this replica left to the writer, in case the writer dies before they take effect.
 
     The writer may have died in its last flush. So the calls since the last flush but one are kept.
     """
 
     def __init__(self, keep_s: float = 0.0) -> None:
-        """Keep calls for at least `keep_s` seconds as well: the writer's may take that long."""
+        """Keep each call for at least `keep_s` seconds: that of the writer may take that long."""
         self._keep_s = keep_s
         self._before: list[tuple[float, Call]] = []
         self._since: list[tuple[float, Call]] = []
@@ -95,7 +95,7 @@ class TensorBoard:
 
     @property
     def __class__(self) -> type:
-        """Return the class for which this stands: upstream's timers ask what they write to."""
+        """Return `SummaryWriter`: upstream's timers look at the class of what they write to."""
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter

@@ -2,16 +2,17 @@
 
 With `--moe-router-enable-expert-bias` each router counts in its forward how many tokens it gave to
 each expert. Upstream's finalize sums the counts over the ranks of its world, which here is one
-replica, and moves the bias of each expert by the sign of its surplus (`core/transformer/moe/
-moe_utils.py`, `get_updated_expert_bias`). The bias is state, so every replica needs the counts of
-all microbatches, each once. So the counts are a region: what a microbatch adds is counted with it.
+replica. It then lowers the bias of each expert with more tokens than the average by a fixed amount,
+and raises that of each with fewer (`core/transformer/moe/moe_utils.py`, `get_updated_expert_bias`).
+The bias is state, so every replica needs the counts of all microbatches, each once. So the counts
+are a region, whose buckets count each microbatch as those of gradients do.
 
 Note [Whose counts]
     With several microbatches in flight the routers count the forwards of some before the backward
     of another. With activation recomputation a router counts in the backward, where its forward
-    runs again. So after each forward and each backward all that the routers have counted is taken
-    from them, and kept for that microbatch until its backward has ended. Counts are integers, so
-    their sum in float32 is exact below 2**24, in any order.
+    runs again with gradients. So after each forward and each backward all that the routers have
+    counted is taken from them, and kept for that microbatch until its backward has ended. Counts
+    are integers, so their sum in float32 is exact below 2**24, in any order.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ class RouterCounts(Region):
                     self.local[part] += counts[part]
 
     def applied(self) -> None:
-        """Give the routers the counts of all microbatches.
+        """Store the counts of all microbatches in the routers, for upstream's finalize.
 
-        These are summed over the lanes already, and upstream sums them over the lanes again. Only
-        the sign of a surplus matters, which that does not change.
+        These are summed over the lanes already, and upstream sums them over the lanes again. That
+        multiplies all counts by the same number. Upstream uses only the sign of the difference
+        between a count and the average, so the bias is the same.
         """
         counts = self.local.split([router.local_tokens_per_expert.numel() for router in self._routers])
         for router, its_counts in zip(self._routers, counts, strict=True):
@@ -74,7 +76,10 @@ class RouterCounts(Region):
 
 
 def of_chunk(chunk: int, model: Any, bucket_elements: int) -> list[Region]:
-    """Return the region of the routers of `model`, upstream's DDP module; empty without a bias."""
+    """Return a list with the region of the routers of `model`, upstream's DDP module.
+
+    The list is empty if no router has a bias. `chunk` is the number of the model chunk.
+    """
     routers = [
         module
         for module in model.modules()

@@ -317,7 +317,10 @@ class _Training:
         checkpoints.settle(loop.meet, has_trained=loop.has_trained)
         if not loop.has_joined:  # nothing was left to do; all replicas still have to end together
             loop.meet(0)
-        driver.close()
+        try:
+            driver.close()
+        finally:
+            self._wandb.end()  # only now: until the job ends, this replica may save and may become the writer
         return policy.exit_code(sorted(driver.requests))
 
     # --- Setting up -------------------------------------------------------------------------------
@@ -379,6 +382,7 @@ class _Training:
     def _install(self, args: Namespace, config: RecoverConfig, driver: RankDriver) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
+        from megatron_recover.megatron.checkpoint.background import write_results
         from megatron_recover.megatron.checkpoint.boundary import Boundary
         from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
         from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
@@ -423,6 +427,7 @@ class _Training:
                 "checkpoint_name": checkpoints.checkpoint_name,
                 "schedule_save": checkpoints.schedule_save,
                 "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming),
+                "write_results": write_results,
                 "exit": boundary.decide,
             }
         )

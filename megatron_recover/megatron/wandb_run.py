@@ -1,18 +1,20 @@
 """Logs the job to Weights & Biases (`--wandb-project`): one run, logged by the writer.
 
 Upstream logs from the last rank of its world, thus from one rank of every replica. Here each of
-these ranks has a stand-in for the module `wandb`, and only the writer's calls the package.
+these ranks has a stand-in for the module `wandb` (`Wandb`), and only that of the writer calls the
+package.
 
 Note [One run]
     All replicas know the same run id: that of `WANDB_RUN_ID`, else that of the checkpoint that is
-    loaded, else one made of the run directory. Each checkpoint contains it. A replica that becomes
-    the writer resumes the run of that id, and logs first what the dead writer may not have logged
-    (`MissedCalls`). The server keeps the first value of a step.
+    loaded, else a hash of the run directory's path. Each checkpoint contains the id. A replica that
+    becomes the writer resumes the run of that id, and first logs what the dead writer may not have
+    logged (`MissedCalls`). If a step is logged twice, the server keeps the first value.
 
 Note [Not in the way]
-    `wandb.init` waits for a server. So a thread calls the package, in the order of the calls, and
-    training waits for it in `finish` alone, with a deadline. An error of the package is printed and
-    costs values, and no rank.
+    `wandb.init` waits for a server. So a thread calls the package, in the order of the calls. A
+    rank waits for that thread in `end` alone, with a deadline. By then the job has ended, so no
+    other rank waits. An error of the package is printed. It costs values at Weights & Biases, and
+    ends no rank.
 """
 
 from __future__ import annotations
@@ -41,27 +43,33 @@ class WandbFactory:
     """Replaces `_set_wandb_writer` of Megatron's `global_vars` (seam `wandb`)."""
 
     def __init__(self, driver: Callable[[], Driver], given_id: str, run_dir: str) -> None:
-        """Store `driver()`, called at each use and not before.
+        """Store `driver()`, which is called at each use and not before.
 
-        `given_id`: the id that the user has given, or "". `run_dir` names the run.
+        - `given_id`: the run id that the user has given (`WANDB_RUN_ID`), or "".
+        - `run_dir`: the run directory. A run id is made of its path if there is no other.
         """
         self._driver, self._given_id, self._run_dir = driver, given_id, run_dir
         self._wandb: Wandb | None = None
         self.finish_s = 0.0
-        """Seconds that the end of training waits for the package. Set before training begins."""
+        """Seconds that `end` waits for the package. Set them before training begins."""
         self.run_id = ""
-        """Id of the run; empty without `--wandb-project`. Known once Megatron's arguments are."""
+        """Run id; empty without `--wandb-project`. `set_writer` sets it, on all ranks."""
 
     def flush(self) -> None:
         """Call `Wandb.flush`, if this rank has a stand-in."""
         if self._wandb is not None:
             self._wandb.flush()
 
-    def set_writer(self, args: Namespace) -> None:
-        """Set Megatron's wandb writer on the last rank, if `--wandb-project` is given.
+    def end(self) -> None:
+        """Call `Wandb.end`, if this rank has a stand-in."""
+        if self._wandb is not None:
+            self._wandb.end()
 
-        Raises ValueError where the package or a folder for its files is missing, and OSError where
-        that folder cannot be made.
+    def set_writer(self, args: Namespace) -> None:
+        """Set the run id, and on the last rank Megatron's wandb writer, with `--wandb-project`.
+
+        Raises ValueError if the package is missing or no folder for its files is given, and OSError
+        if that folder cannot be made.
         """
         from megatron.training import global_vars
 
@@ -87,7 +95,11 @@ class WandbFactory:
 
 
 def _loaded_id(args: Namespace) -> str:
-    """Return the run id in the checkpoint that `args` load, or "" if there is none."""
+    """Return the run id in the checkpoint that is to be loaded, or "" if it has none.
+
+    With `--finetune` always return "", since that begins another run. Raises OSError if the
+    checkpoint cannot be read.
+    """
     if args.load is None or args.finetune:
         return ""
     iteration = args.ckpt_step or named_in(Path(args.load))
@@ -95,27 +107,35 @@ def _loaded_id(args: Namespace) -> str:
 
 
 class Wandb:
-    """Stands for the module `wandb`, as far as upstream uses it after `init`."""
+    """Stands for the module `wandb`, as far as upstream uses the module after `wandb.init`.
+
+    The training thread calls all public methods. A thread `wandb` calls the package.
+    """
 
     KEEP_S = 120.0
     """Seconds for which other replicas keep what the writer logs: `wandb.init` may take 90."""
 
     def __init__(self, driver: Driver, settings: Mapping[str, Any], finish_s: Callable[[], float]) -> None:
-        """Store `settings`, the arguments of `wandb.init`, called when the writer first logs.
+        """Store `settings`, the arguments of `wandb.init`.
 
-        `finish_s()`: seconds that `finish` waits for the package to write or send what it has.
+        `wandb.init` is called when this replica first logs as the writer, or at the end.
+        `finish_s()` returns the seconds that `end` waits for the package to write or send what is
+        left.
         """
         self._driver, self._settings, self._finish_s = driver, settings, finish_s
         self._missed: MissedCalls[_Call] = MissedCalls(self.KEEP_S)
         self._first: list[_Call] = []
-        """Calls of the time before the first log, such as the configuration of the job."""
+        """Calls to make first after `wandb.init`, such as for the configuration of the job."""
         self._saved: list[_Call] = []
-        """Artifacts of checkpoints that are being named."""
+        """Calls that log checkpoints as artifacts, to make at the next `log` or at `end`."""
         self._thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
 
     def __eq__(self, other: object) -> bool:
-        """Return whether `other` is the module: upstream's timers ask what they write to."""
+        """Return whether `other` is this object or the module `wandb`.
+
+        Upstream's timers compare what they write to with the module.
+        """
         return self is other or (isinstance(other, ModuleType) and other.__name__ == "wandb")
 
     def __hash__(self) -> int:
@@ -125,7 +145,7 @@ class Wandb:
 
     @property
     def config(self) -> Wandb:
-        """Return an object with `update`."""
+        """Return an object with the method `update`."""
         return self
 
     @property
@@ -144,15 +164,19 @@ class Wandb:
         return str(self._settings["project"])
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Add `values` to the configuration of the run."""
+        """Add `values` to the configuration of the run. Call it before the first `log`."""
         self._first.append(lambda wandb: wandb.config.update(values, allow_val_change=True))
 
     def use_artifact(self, name: str) -> None:
-        """Note that the run has begun with this artifact."""
+        """Note that the run has begun with this artifact. Call it before the first `log`."""
         self._first.append(lambda wandb: wandb.run.use_artifact(name))
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log `values`; the throughput per GPU is divided by the live replicas."""
+        """Log `values` as the writer; otherwise keep them, in case this replica becomes the writer.
+
+        The throughput per GPU is divided by the number of live replicas: upstream divides that of
+        the whole batch by the ranks of one replica.
+        """
         shares = {"throughput": len(self._driver.roster)}
         plain = {name: _plain(value, shares.get(name, 1)) for name, value in values.items()}
 
@@ -170,18 +194,32 @@ class Wandb:
         return _Artifact(args, kwargs)
 
     def log_artifact(self, artifact: _Artifact, aliases: Sequence[str]) -> None:
-        """Log a checkpoint as an artifact, at the next call of `log` or `finish`.
+        """Log a checkpoint as an artifact, at the next call of `log` or `end` as the writer.
 
-        Upstream calls this while rank 0 names the checkpoint.
+        Not now: upstream calls this while rank 0 still gives the checkpoint its name.
         """
         self._saved.append(lambda wandb: wandb.run.log_artifact(artifact.made(wandb), aliases=aliases))
 
     def flush(self) -> None:
-        """Keep less for a writer that dies: call this when a log line is printed."""
+        """Drop kept values that the writer has logged (`MissedCalls.flush`).
+
+        Call this when a log line is printed or would be.
+        """
         self._missed.flush()
 
     def finish(self) -> None:
-        """End the run; wait at most `finish_s` seconds."""
+        """Do nothing: the last checkpoint may not have its name yet, and the writer may still die.
+
+        Upstream calls this when training is over; `end` follows.
+        """
+
+    # --- The end ----------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End the run as the writer, and wait at most `finish_s` seconds; otherwise do nothing.
+
+        Call this when the job has ended. Nothing can be logged after that.
+        """
         if not self._driver.is_writer():
             return
         self._do([*self._missed.take(), *self._saved])
@@ -203,12 +241,12 @@ class Wandb:
             self._calls.put(call)
 
     def _work(self) -> None:
-        """Begin the run and make all calls; go on after a call that fails."""
+        """Begin the run and make all calls, also those after a call that fails; end the run."""
         try:
             import wandb
 
             self._begin(wandb)
-        except Exception as error:  # whatever the package raises, training goes on
+        except Exception as error:  # whatever the package raises, training continues
             _tell(f"wandb could not begin the run, so nothing is logged there: {type(error).__name__}: {error}")
             return
         told: set[str] = set()
@@ -217,7 +255,7 @@ class Wandb:
         self._make(lambda module: module.finish(), told)
 
     def _make(self, call: _Call, told: set[str]) -> None:
-        """Make a call; tell its error unless `told` has it."""
+        """Make a call. Print its error and add it to `told`, unless `told` has it."""
         import wandb
 
         try:
@@ -231,21 +269,23 @@ class Wandb:
     def _begin(self, wandb: Any) -> None:
         folder = Path(self._settings["dir"])
         if (replica := self._driver.replica) > 0:
-            # Files are named by the second. That of a dead writer may be the one before this one.
+            # The package names its files by the second, and a former writer may have begun in this
+            # one. So no two replicas share a folder.
             folder = folder / f"replica-{replica}"
             folder.mkdir(exist_ok=True)
         wandb.init(**{**self._settings, "dir": str(folder)})
 
 
 class _Artifact:
-    """A description of an artifact, made into one by the thread that calls the package."""
+    """A description of an artifact, from which the thread `wandb` makes the artifact."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
         self._parts: list[Callable[[Any], object]] = []
 
     def add_reference(self, uri: str, **kwargs: Any) -> None:
-        # Upstream knows the name under which the checkpoint was written.
+        # Upstream gives the folder in which the checkpoint was written. When the artifact is
+        # logged, the checkpoint has been renamed.
         named = uri.replace(f"/{PARTIAL}/", "/")
         self._parts.append(lambda artifact: artifact.add_reference(named, **kwargs))
 
@@ -260,7 +300,7 @@ class _Artifact:
 
 
 def _plain(value: Any, share: int) -> Any:
-    """Return a tensor of one element as a number; divide the value by `share`."""
+    """Return `value` divided by `share`, and as a number if it is a tensor of one element."""
     value = value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else value
     return value / share if share != 1 else value
 

@@ -4,7 +4,9 @@ A gap (`trace.Gap`) names the writer of the missing events and a period. It touc
 
 - every step that was under way in that period;
 - the steps from the last one that the writer named before the gap to the first one that it names
-  after the gap, or for a rank that names none, to one after the newest that had begun;
+  after the gap; if it named none before, only the first one after;
+- for a rank that names no step after the gap, the steps from the last one that it named before, or
+  else from the newest that had begun, to one after the newest that had begun;
 - for a gap of the launcher, also the step before each step that was under way, and all steps with
   an event that names a generation whose announcement is missing.
 
@@ -21,6 +23,9 @@ from megatron_recover.observe.history import History
 
 LAUNCHER = -1
 """Replica number of a gap in the events of launcher, coordinator and agent."""
+_ABOUT_A_RANK = (trace.Fault, trace.RankSilent, trace.RankMoved)
+"""Events that do not show which of its events a rank has recorded: faults, and those that the agent
+writes about a rank."""
 
 
 class Gaps:
@@ -60,7 +65,7 @@ class Gaps:
                 open_since.setdefault((event.replica, event.rank), before.get((event.replica, event.rank)))
                 continue
             step = getattr(event, "step", None)
-            if step is None or isinstance(event, trace.Fault):
+            if step is None or isinstance(event, _ABOUT_A_RANK):
                 continue
             generation = getattr(event, "generation", None)
             if launcher and generation is not None and generation not in announced:
@@ -106,7 +111,7 @@ class Gaps:
         )
 
     def fill(self, first: int, last: int) -> bool:
-        """Return whether a gap touches every step from `first` to `last`."""
+        """Return whether gaps touch all steps from `first` to `last`."""
         return bool(self.events) and all(number in self.touched for number in range(first, last + 1))
 
     def by_rank(self) -> dict[tuple[int, int], int]:

@@ -1,16 +1,16 @@
-"""Sums: for each bucket what this rank adds, its counts, and the result.
+"""Holds for each bucket what this rank adds to the sum, its counts, and the result.
 
 Nothing here communicates across replicas or decides whether a result is valid
 (`crossing.Crossing` does).
 
 Note [Results]
     A result is out of place: the local gradient stays as it is until the step is committed (INV-3).
-    A replica that has committed a step needs its result no more once it is applied, and no other
-    replica does: all members held all results before any of them committed, and plans copy only
-    results of a step that nobody has committed (`core/recovery.py`). So on a GPU the result of a
-    gradient bucket has memory from the reduction to `apply`. Between `apply` and the next reduction
-    activations use that memory. On a CPU the result keeps its memory, which the system would
-    otherwise have to clear in each step.
+    Once a replica has applied a committed step, nobody needs the replica's results of that step:
+    all members held all results before any of them committed, and plans copy only results of a step
+    that nobody has committed (`core/recovery.py`). So on a GPU the result of a gradient bucket has
+    memory from the reduction to `apply`. Between `apply` and the next reduction activations use
+    that memory. On a CPU the result keeps its memory, which the system would otherwise have to
+    clear in each step.
 """
 
 from __future__ import annotations
@@ -39,22 +39,24 @@ class BucketSum(abc.ABC):
     """Lanes over which the bucket is summed inside the replica."""
 
     def __init__(self, number: BucketId, chunk: int | None, operand: Operand, device: torch.device) -> None:
-        """Create the sum of bucket `number`, whose result is an `operand` on `device`.
+        """Create the sum of bucket `number`, whose result has type and size `operand`, on `device`.
 
-        `chunk` is the model chunk whose backward passes the bucket; None: no backward does.
+        `chunk` is the model chunk whose backwards the bucket counts; None: the ledger.
         """
         self.id, self.chunk, self.operand, self.device = number, chunk, operand, device
         self.order = (0, -chunk, number) if chunk is not None else (1, 0, number)
-        """Sort key of the order in which backwards usually pass the buckets, the ledger last. The
-        order is equal on all replicas."""
+        """Sort key. First come the buckets that a backward passes, in the order in which backwards
+        usually pass them, then the others, and last the ledger. The order is equal on all
+        replicas."""
         self.counts = Counts(0)
         """Counts of the microbatches in the local gradient."""
         self.provenance = provenance.empty(0, device)
         """Provenance of the result."""
         self.bound = 0.0
-        """Bound of the result, once the host has judged it; see `exact`."""
+        """Bound of the result, from `arrived` on; see `exact`."""
         self.passed_by: Task | None = None
-        """Task whose watched backward has passed the bucket since the last reduction."""
+        """Task whose watched backward has passed the bucket since the last reduction; None: no
+        watched backward has."""
         self._result: Tensor | None = None
 
     @property
@@ -64,7 +66,10 @@ class BucketSum(abc.ABC):
         return self._result
 
     def allocate(self) -> None:
-        """Allocate the result, unless it has memory. Raises DeviceError if none is left."""
+        """Allocate the result, unless it has memory.
+
+        Raises DeviceError if the device has no memory left.
+        """
         if self._result is not None:
             return
         dtype, size = self.operand
@@ -88,11 +93,11 @@ class BucketSum(abc.ABC):
         self.counts, self.passed_by = Counts(num_microbatches), None
 
     def needed_on_host(self) -> list[Tensor]:
-        """Return the tensors of the result that the host needs."""
+        """Return the tensors of the result that the host needs beside its summary."""
         return []
 
     def arrived(self, bound: float, on_host: Sequence[Tensor]) -> None:
-        """Store the bound of the result, and `needed_on_host` in host memory."""
+        """Store the bound of the result, and `on_host`: `needed_on_host` in host memory."""
         self.bound = bound
 
     @abc.abstractmethod
@@ -228,7 +233,7 @@ class LedgerSum(BucketSum):
         [self.on_host] = on_host
 
     def is_finite(self) -> Tensor:
-        """Return whether the losses are finite, as a scalar on their device."""
+        """Return whether the first loss of every row of this rank is finite, as a scalar tensor."""
         return self.ledger.is_finite()
 
     def source(self) -> Tensor:
@@ -249,6 +254,6 @@ def _is_finite(gradient: Tensor) -> Tensor:
     if gradient.device.type != "cpu":
         return torch.isfinite(torch.linalg.vector_norm(gradient, ord=math.inf))
     # Any value that is not finite makes the sum not finite. Finite values may also overflow the
-    # sum, so the largest magnitude decides then. On a CPU it takes 50 times as long.
+    # sum, so the largest magnitude decides then. On a CPU the magnitude takes 50 times as long.
     found = torch.isfinite(gradient.sum())
     return found if found else torch.isfinite(torch.linalg.vector_norm(gradient, ord=math.inf))

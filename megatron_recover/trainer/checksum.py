@@ -82,7 +82,7 @@ class Checksums:
         rows, then the rest of each tensor."""
 
     def values(self, parts: Sequence[Tensor]) -> list[int]:
-        """Return the checksum of each tensor. `parts` are the `parts` in host memory."""
+        """Return the checksum of each tensor. `parts`: the attribute's tensors in host memory."""
         num_sums = len(parts) - len(self._sizes)
         summed, found = iter(parts[:num_sums]), []
         for size, rest in zip(self._sizes, parts[num_sums:], strict=True):

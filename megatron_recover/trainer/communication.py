@@ -6,7 +6,8 @@ some of these errors (`torch.distributed.DistError`). Gloo raises plain RuntimeE
 begins with a place in gloo's sources.
 
 The same holds for a device: after an error nothing can be computed on it any more, whatever was
-computed when it failed. Only an assertion in a kernel is charged, which wrong data cause.
+computed when it failed. Only a failed assertion in a kernel is charged to microbatches: wrong data
+cause it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def is_communication_error(error: BaseException | None) -> bool:
 
 
 def is_device_error(error: BaseException | None) -> bool:
-    """Return whether `error`, or one of its causes, is an error of a device, and no assertion."""
+    """Return whether `error`, or one of its causes, is an error of a device.
+
+    A failed assertion in a kernel is none: a computation causes it.
+    """
     while error is not None:
         if isinstance(error, DeviceError) or (isinstance(error, torch.AcceleratorError) and not is_computed(str(error))):
             return True

@@ -10,10 +10,10 @@ from megatron_recover.progress_page import ProgressPage
 
 
 def show_compilations(page: ProgressPage) -> None:
-    """Enter `Phase.COMPILING` on the page whenever the compiler runs.
+    """Enter `Phase.COMPILING` on the page whenever the compiler runs, then the phase of before.
 
     Call it in the training thread after the model was built, since `torch.compile` imports the
-    compiler. Do nothing if no code has imported it: the import would take seconds.
+    compiler. Do nothing if no code has imported the compiler: the import would take seconds.
     """
     callback = sys.modules.get("torch._dynamo.callback")
     if callback is None:

@@ -9,8 +9,8 @@ Note [Judging behind]
     for a device, the device has nothing to do until the host has enqueued more. So a result is
     judged when its summary has arrived (`ResultSummary.has_arrived`), at the latest when all sums
     are done or one has failed. Then the host waits for the newest summary, and the older ones have
-    arrived as well. So it waits once for the sums of a plan, whatever the number of buckets. The
-    looks at a running sum are not counted: `NcclTransport.sum_into` returns when its own sum is
+    arrived as well. So it waits once for the sums of a plan, whatever the number of buckets. This
+    does not count the wait inside each sum: `NcclTransport.sum_into` returns when its own sum is
     complete. After a fault the host waits once more for each transfer, and for each bucket that is
     left out whose gradient is checked (`Crossing.sum`).
 """
@@ -92,15 +92,18 @@ class Crossing:
             self._report(None, error)
 
     def copy(self, bucket_sum: BucketSum, operation: Operation) -> None:
-        """Carry out this rank's part in the transfer of a result; return when it is done."""
+        """Carry out this rank's part in the transfer of a result.
+
+        Return when the transfer is done or has failed.
+        """
         self._try(None, lambda transport: self._copy(transport, bucket_sum, operation))
 
     def sum(self, bucket_sum: BucketSum, source: Tensor, counts: Tensor, is_finite: Tensor | None) -> None:
         """Sum `source` and its provenance `counts` over the replicas, and judge what has arrived.
 
-        `is_finite` tells whether this rank's gradient is finite, as a scalar on its device; None:
-        it is not checked. Raises NotFinite if a gradient or a loss of this rank is not, as soon as
-        that is known: perhaps in a later call, or in `finish`.
+        `is_finite`: whether this rank's gradient or loss is finite, as a scalar on its device;
+        None: it is not checked. Raises NotFinite if it is not finite, as soon as that is known:
+        perhaps in a later call, or in `finish`.
         """
         is_summed = self._try(bucket_sum.id, lambda transport: self._sum(transport, bucket_sum, source, counts, is_finite))
         if not is_summed and is_finite is not None and not is_finite:  # no sum is begun any more, so the host may wait
@@ -170,7 +173,8 @@ class Crossing:
         """Judge the sums whose summaries have arrived, in their order; with `wait` all of them.
 
         `after_stall`: a later operation has stalled and is reported next, with the peers that it
-        waited for. So a result that a newer generation has overtaken is not the first failure.
+        waited for. Only the first failure is reported, so a result that a newer generation has
+        overtaken does not count as one here.
         """
         if wait and self._unjudged:
             self._unjudged[-1].wait()

@@ -13,9 +13,10 @@ Note [Grid]
     divisor. A grid of 2**-44 = 6e-14 that holds sums below 128 leaves room on both sides. Where
     losses are sums (per-token loss) or scaled, the grid is scaled by the same ratio.
 
-    `bound` shows whether the grid was large enough. It is the sum of the largest gradient
-    magnitudes of all microbatches and lanes. A step that outgrows the grid still has the same sums
-    on all replicas, but may differ from the failure-free run. It is reported as not exact.
+    The bound of a bucket shows whether the grid was large enough. It adds up, over all microbatches
+    and lanes, the largest magnitude in each lane's part of the bucket. A step that outgrows the
+    grid still has the same sums on all replicas, but may differ from the failure-free run. Such a
+    step is reported as not exact.
 """
 
 from __future__ import annotations

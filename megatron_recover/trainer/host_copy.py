@@ -2,8 +2,8 @@
 
 A synchronous copy makes the host wait until the device has done all that its stream has. Then the
 device has nothing to do until the host has enqueued more. So what the host has to know of a
-device's tensors travels in one copy to pinned memory, behind which an event is asked
-(`HostCopy.has_arrived`). Tensors on a CPU are not copied to the host.
+device's tensors travels in one copy to pinned memory. An event behind the copy shows when the copy
+has arrived (`HostCopy.has_arrived`). Tensors on a CPU are not copied.
 
 Note [Who ends a wait]
     `HostCopy.wait` has no deadline of its own. A thread that waits for its device changes nothing,

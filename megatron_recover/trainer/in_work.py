@@ -57,7 +57,7 @@ class InWork:
         return self._unique(self._behind())
 
     def forget(self) -> None:
-        """Call no `then` that is still to come: the journal begins anew (new step, or void)."""
+        """Drop each `then` that was not called yet: the journal begins anew (new step, or void)."""
         self._enqueued = deque((microbatch, mark, _nothing) for microbatch, mark, _ in self._enqueued)
 
     def _behind(self) -> tuple[MicrobatchId, ...]:

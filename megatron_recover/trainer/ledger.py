@@ -41,8 +41,8 @@ class Ledger:
     def write(self, microbatch: int, tokens: Tensor, losses: dict[str, Tensor]) -> None:
         """Fill the microbatch's row, but for its seconds.
 
-        The first of `losses` is the one that is trained (`first_losses`). Raises ValueError for a
-        report that does not fit.
+        The first of `losses` is the one that is trained (`first_losses`). Raises ValueError if
+        names and values do not fit into a row.
         """
         described = tuple((key, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in losses.items())
         head = _encode(described, self._rows.device)
@@ -140,7 +140,10 @@ def _alike(rows: Tensor) -> list[Sequence[int]]:
 
 
 def _columns(rows: Tensor, head: Sequence[float]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
-    """Return what rows that begin with `head` report: key, values in every row, shape."""
+    """Return what rows with the description `head` report: key, values in every row, shape.
+
+    `head` is the description as in a row: its length in bytes, then its bytes.
+    """
     text = b"".join(int(number).to_bytes(_BYTES_A_NUMBER, "little") for number in head[1:])[: int(head[0])]
     at = _HEADER - 1 + len(head)
     columns = []

@@ -55,7 +55,7 @@ class Microbatches:
           when it is issued.
         - `is_first`: the step is one of the process's first, in which everything takes longer.
         - `further_losses()` returns and forgets what a forward has reported elsewhere. It is called
-          after each forward on the last stage.
+          after each forward of the last stage's last chunk.
         """
         self._further_losses = further_losses
         self._page, self._in_work = page or ProgressPage(), in_work or InWork(None)

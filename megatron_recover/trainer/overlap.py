@@ -2,9 +2,10 @@
 
 Decides when a bucket can be reduced: as soon as the last backward of its chunk in the pass has
 added its gradient to every parameter of which the bucket has a part. Upstream starts its own
-buckets by the same rule (`core/distributed/param_and_grad_buffer.py`). The ledger, and a bucket
-with a parameter that gets no gradient, can be reduced when the pass is over. The thread
-`recover-reduce` reduces the buckets in the same order as without overlap.
+buckets by the same rule (`core/distributed/param_and_grad_buffer.py`). All other buckets can be
+reduced when the pass is over: the ledger, those of a region that no backward passes
+(`Region.is_passed`), and those with a parameter that gets no gradient. The thread `recover-reduce`
+reduces the buckets in the same order as without overlap.
 
 Note [Last backward]
     A backward is known to be the last one of the pass only after `Close`. Before `Close` more
@@ -91,6 +92,12 @@ class Overlap:
         self._reduction.finish(self._started, note_finished)
 
     def _has_passed(self, bucket: BucketId) -> None:
+        """Let the reduction use `bucket`, whose gradient is enqueued on the current stream.
+
+        Called by the thread that runs the backward, and at the end of the pass for each bucket that
+        is left, also after an exception; then by the training thread. Does nothing for a bucket
+        that has passed or is not reduced in this pass.
+        """
         if bucket not in self._passed or self._passed[bucket].is_set():
             return
         if self._reduction.stream is not None:

@@ -94,7 +94,10 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
 
     def expect(self, batches: Iterable[Batch]) -> None:
-        """Read these batches ahead, in this order, and drop all others."""
+        """Read these batches ahead, in this order; drop all batches of earlier calls.
+
+        Batches of a source that may not be read ahead, or not yet, are left out.
+        """
         expected: dict[Source, deque[Batch]] = {}
         for batch in batches if self._num_ahead else ():
             if batch.source.may_read_ahead:
@@ -110,7 +113,8 @@ class ReadAhead:
     def take(self, batch: Batch) -> Any:
         """Return a batch that is due: one that was read ahead, or else read it now.
 
-        Raises what reading raises.
+        Raises what reading raises. A batch that is read now can also show that its source must not
+        be read ahead (`Source.read_when_due`), unless nothing is read ahead at all.
         """
         if not self._num_ahead:
             return batch.source.prepared(batch.source.read(batch.indices))
@@ -160,7 +164,10 @@ class ReadAhead:
             return self._reading
 
     def _next(self) -> Batch | None:
-        """Return the batch to read next: of all sources the one that is due first."""
+        """Return the batch to read next: of all sources the one that is due first.
+
+        None: a batch is being read or is due, or enough of each source are ready.
+        """
         if self._reading is not None or self._is_due:
             return None
         for place in range(self._num_ahead):
@@ -196,7 +203,10 @@ class ReadAhead:
         self._end(batch)
 
     def _end(self, batch: Batch) -> None:
-        """End a reading of either thread."""
+        """End a reading of either thread.
+
+        If the source may not be read ahead any more, also drop its batches.
+        """
         with self._changed:
             self._reading = None
             if batch.source.may_read_ahead is False:

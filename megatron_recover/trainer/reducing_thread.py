@@ -2,11 +2,11 @@
 
 Note [One thread]
     Beside a backward the reduction must not make the device allocate (`data_plane/nccl.py`,
-    Note [Overlap]). The first product of matrices of a thread does: torch gives the thread a cuBLAS
-    handle, and the handle a workspace on the stream. Both are the thread's until it ends. So one
-    thread carries out all plans for the life of a rank, also those that overlap with nothing. No
-    plan of a generation overlaps before its buckets have been summed, and their checksums computed,
-    in this thread and on the same stream.
+    Note [Overlap]). The first matrix product of a thread makes it allocate: torch gives the thread
+    a cuBLAS handle, and the handle a workspace on the stream. The thread keeps both until it ends.
+    So one thread carries out all plans for the life of a rank, also those that overlap with
+    nothing. No plan of a generation overlaps before all buckets were summed in that generation, and
+    their checksums computed, in this thread and on the same stream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class ReducingThread:
         self._has_started = False
 
     def begin(self, call: Callable[[], None]) -> Future[None]:
-        """Run `call()` after all earlier calls; the future has its end, or what it raises."""
+        """Run `call()` after all earlier calls.
+
+        The future is done when `call()` has returned, or has what it raised.
+        """
         if not self._has_started:
             threading.Thread(target=_run, args=(self._calls, self._device), name="recover-reduce", daemon=True).start()
             self._has_started = True

@@ -52,9 +52,10 @@ class Reduction:
 
     1. `begin`;
     2. `takes` for the first order;
-    3. any number of passes, with `collect_into` before every forward and backward, and
-       `end_backward` after every backward. `reduce` follows each pass, and each plan without a
-       pass. Where a plan voids, `void` comes first;
+    3. any number of passes, with `collect_into` before every forward and backward, `end_forward`
+       after every forward, and `end_backward` after every backward; on the last stage also
+       `count_ledger` for each microbatch. `reduce` follows each pass, and each plan without a pass.
+       Where a plan voids, `void` comes first;
     4. in a training step that has a result, `apply`. Then the trainer's buffer holds the gradient
        of the step.
 
@@ -127,7 +128,7 @@ class Reduction:
         return self._ledger_sum.ledger if self._ledger_sum is not None else None
 
     def begin(self, step: int, num_microbatches: int, scale: float = 1.0, *, parameters_checksum: int = 0) -> None:
-        """Begin a step with nothing counted. Megatron has zeroed the local gradient.
+        """Begin a step with nothing counted. In training the trainer has zeroed its buffer before.
 
         - `scale`: ratio of the gradient summed over replicas and lanes to the mean-loss gradient,
           for the grid of `exact`.
@@ -239,7 +240,7 @@ class Reduction:
         self._gradients.watch(chunk, count_and_pass)
 
     def end_forward(self, microbatch: int, chunk: int) -> None:
-        """Tell the regions of `chunk` that a forward has ended."""
+        """Call `Region.forward_ended` of the regions of `chunk`, after each forward."""
         for region in self._gradients.regions:
             if region.chunk == chunk:
                 region.forward_ended(microbatch)
@@ -294,7 +295,7 @@ class Reduction:
         `note_finished()` is called in the training thread after each sum and at the end. With
         `--overlap-grad-reduce` it is called once, when the thread `recover-reduce` is done
         (`reducing_thread`, Note [One thread]). Raises NotFinite for a gradient or a loss of this
-        rank that is not finite, if Megatron was set to check. No rank holds a result with one.
+        rank that is not finite, with `Regions.checks_finite`. No rank holds a result with one.
         Raises DeviceError if the device has no memory left.
         """
         if self._gradients.can_watch:
@@ -311,6 +312,7 @@ class Reduction:
 
         `finish` must follow, unless the pass raises. `wait_for(bucket)` is called in that thread
         before the bucket is summed. It returns when no backward of the pass will touch the bucket.
+        Raises DeviceError at once if the device has no memory left for the results.
         """
         self._prepare(plan)
         return self._thread.begin(lambda: self._carry_out(plan, wait_for, lambda: None))
@@ -388,9 +390,9 @@ class Reduction:
     def apply(self, buckets: Sequence[BucketId]) -> None:
         """Make the results of these buckets the gradient, once the step is committed.
 
-        Results are gathered over the lanes if each lane needs all of them. Buckets of other ranks
-        are ignored. On a GPU the results lose their memory. Log a gradient that outgrew the grid of
-        `exact`.
+        Results are gathered over the lanes if each lane needs all of them. The ledger and the
+        buckets of other ranks are ignored. On a GPU the results lose their memory. Log a gradient
+        that outgrew the grid of `exact`.
         """
         for bucket_sum in self._gradient_sums:
             if bucket_sum.id not in buckets:

@@ -14,9 +14,10 @@ Note [Columns]
 
 Note [Local gradient]
     `Region.local` is the trainer's own buffer. Backward accumulates into it, and nothing else
-    writes it until the step is committed (INV-3; the exception is `Reduction.void`). A result is a
-    separate tensor. With `exact` the local gradient is an fp64 accumulator instead
-    (`bucket_sums.GradientSum`). The trainer's buffer then holds one microbatch and is cleared after
+    writes it until the step is committed (INV-3; the exception is `Reduction.void`). A region that
+    fills `local` itself does so when a backward has ended. A result is a separate tensor. With
+    `exact` the local gradient is an fp64 accumulator instead (`bucket_sums.GradientSum`), except
+    where `Region.sums_exactly`. The trainer's buffer then holds one microbatch and is cleared after
     each.
 """
 
@@ -36,7 +37,7 @@ class Regions(Protocol):
     """The gradient buffers of one rank, as its trainer offers them."""
 
     regions: Sequence[Region]
-    """Regions in the order of the model chunks; equal on the same rank of all replicas."""
+    """Regions, in an order that is equal on the same rank of all replicas."""
     num_chunks: int
     """Model chunks of this rank; more than one with virtual pipeline stages."""
     checks_finite: bool
@@ -59,7 +60,7 @@ class Regions(Protocol):
         """
 
     def end_watch(self) -> None:
-        """Stop watching: the backward is over, or has failed."""
+        """Stop watching, if a backward was watched. Called after every backward if `can_watch`."""
 
 
 class Bucket:
@@ -73,7 +74,7 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Number of elements in this rank's result."""
+        """Return the number of elements in this rank's result: those of one lane."""
         return self.stop - self.start
 
     def slices(self) -> list[slice]:
@@ -156,7 +157,10 @@ class Region:
         """Note that a forward of this region's chunk has ended."""
 
     def backward_ended(self, microbatch: int, into: Collection[BucketId]) -> None:
-        """Note that a backward of this region's chunk has ended, which the buckets `into` count."""
+        """Note that a backward of this region's chunk has ended.
+
+        The buckets `into`, of any region, count its microbatch.
+        """
 
     def applied(self) -> None:
         """Note that the results of all buckets of a committed step are in `local`."""

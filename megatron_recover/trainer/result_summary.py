@@ -1,7 +1,7 @@
-"""Brings from the device what the host has to know of a result before it holds it.
+"""Brings from the device what the host has to know of a result before the rank holds the result.
 
-Decides nothing; `crossing.Crossing` judges. The device works the summary out behind the sum, and
-one copy brings it to the host. The sum of the next bucket begins meanwhile. On a CPU all of it is
+Decides nothing; `crossing.Crossing` judges. The device computes the summary after the sum, and one
+copy brings it to the host. The sum of the next bucket begins meanwhile. On a CPU the summary is
 there at once.
 """
 
@@ -19,7 +19,7 @@ class ResultSummary:
     """The summary of one result that a sum or a copy has completed. `read` sets the attributes."""
 
     own_is_finite: bool
-    """True if this rank's gradient is finite, or is not checked."""
+    """True if this rank's gradient (of the ledger: its losses) is finite, or is not checked."""
     all_finite: bool
     """True if that holds on all ranks that took part in the sum."""
     is_once: bool
@@ -30,8 +30,8 @@ class ResultSummary:
     def __init__(self, bucket_sum: BucketSum, is_finite: Tensor | None = None, *, seconds: float = 0.0) -> None:
         """Enqueue the work of the device.
 
-        - `is_finite`: whether this rank's gradient is finite, as a scalar on the device; None: it
-          is not checked.
+        - `is_finite`: whether this rank's gradient or loss is finite, as a scalar on the device;
+          None: it is not checked.
         - `seconds`: how long the sum took.
         """
         self.bucket_sum, self.seconds = bucket_sum, seconds
@@ -50,7 +50,7 @@ class ResultSummary:
         self._copy.wait()
 
     def read(self) -> None:
-        """Wait for the copy, set the attributes, and give the bucket what it needs."""
+        """Wait for the copy, set the attributes, and call `BucketSum.arrived`."""
         summary, own, *parts = self._copy.tensors()
         is_once, bound, num_not_finite = summary.tolist()
         self.is_once, self.all_finite, self.own_is_finite = bool(is_once), num_not_finite == 0, bool(own)

@@ -51,7 +51,7 @@ class StateTensor(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """Return a description of this tensor without its contents, equal on each replica."""
+        """Return a description without the contents, equal on the same rank of all replicas."""
         return f"{self.name} {self.data.dtype} {self.shape} {self.data.numel()}"
 
 
@@ -95,7 +95,7 @@ class State(Protocol):
 
 
 def beside_parameters(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Tensor | Scalar]]:
-    """Yield the persistent buffers and extra state of a module."""
+    """Yield the persistent buffers and extra state of a module and of all modules in it."""
     for path, each in module.named_modules():
         for name, buffer in each._buffers.items():
             if buffer is not None and name not in each._non_persistent_buffers_set:
@@ -108,10 +108,10 @@ def beside_parameters(prefix: str, module: torch.nn.Module) -> Iterator[tuple[st
 
 
 def of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor | Scalar]]:
-    """Yield the state of an optimizer of torch's or with its interface.
+    """Yield the state of an optimizer of torch, or of one with the same interface.
 
-    Such are Transformer Engine's and Apex's FusedAdam. A group's parameters are the master weights,
-    or the model's parameters, or shards of either.
+    FusedAdam of Transformer Engine and of Apex has that interface. The parameters of the groups are
+    yielded as well: the master weights, or the model's parameters, or shards of either.
     """
     scales: Mapping[Any, Any] = getattr(optimizer, "_scales", {})  # scales of Transformer Engine's moments below fp32
     seen = set()

@@ -1,8 +1,9 @@
 """The state window: the time in which the state of a rank does not change.
 
-It opens when a training step is applied, and closes before the next one changes anything. Forward
-and backward of that step, evaluations and steps without microbatches run while it is open. So what
-is read in an open window is the state of one iteration, and nobody stops for it.
+The window opens when a training step is applied, and closes before the next training step changes
+anything. Forward and backward of that next step, evaluations and steps without microbatches run
+while the window is open. So what is read in an open window is the state of one iteration, and
+nobody stops for the reading.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 class StateWindow:
-    """The state window of one rank. Its main thread calls all methods."""
+    """The state window of one rank. The training thread calls all methods."""
 
     def __init__(self) -> None:
         """Begin with an open window: before the first step nothing changes."""
@@ -26,10 +27,10 @@ class StateWindow:
         self._is_open = True
 
     def close(self) -> None:
-        """Have whatever comes next wait for the copies that have begun; let no other begin.
+        """Have what comes next on the current streams wait for the copies; let no other begin.
 
-        Call this before a committed step changes the state. On a GPU the current stream waits and
-        the thread does not.
+        Call this before a committed step changes the state. The thread does not wait: the streams
+        of a GPU do, and copies of tensors on a CPU are complete by now.
         """
         self._is_open = False
         for copy in self._reading:

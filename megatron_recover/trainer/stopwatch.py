@@ -33,9 +33,9 @@ class Stopwatch:
             self._ended, self._begun = (num_microbatches, self._begun, self._now()), None
 
     def take(self) -> tuple[int, int] | None:
-        """Return (microbatches, nanoseconds) of the last pass, once.
+        """Return (microbatches, nanoseconds) of the last pass that was measured, once.
 
-        None: they are not known yet, were returned already, or there was no pass.
+        None: they are not known yet, were returned already, or no pass was measured.
         """
         if self._ended is None:
             return None

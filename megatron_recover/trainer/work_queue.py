@@ -43,8 +43,9 @@ class WorkQueue:
     def prepare(self) -> None:
         """Request the end of the pass, unless more microbatches are already known.
 
-        The schedule calls it one forward before `next`, so that the answer is there when needed. An
-        earlier request would exclude microbatches that are dealt in the meantime.
+        Never waits. Raises what `next` raises. The schedule calls it one forward before `next`, so
+        that the answer is there when needed. An earlier request would exclude microbatches that are
+        dealt in the meantime.
         """
         if not self.has_ended() and not self._waiting:
             self._driver.ask_close()

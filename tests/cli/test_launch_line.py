@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from argparse import REMAINDER, Action
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_recover.cli import launch_line, run
-from megatron_recover.cluster.job import claim_log_links
+from megatron_recover.cluster.job import Job, claim_log_links, create_run_dir
+from megatron_recover.config import RecoverConfig
 from megatron_recover.flags import split
+from megatron_recover.trace import Layout
 
 FLAGS = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2 --mock-data"
 
@@ -194,3 +197,25 @@ def test_a_folder_for_logs_that_cannot_be_used_is_refused(tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--log-dir .*file cannot be used .*; give another folder"):
         claim_log_links(tmp_path / "file", "none")
+
+
+@pytest.mark.parametrize("kind", [errno.EPERM, errno.ENOSPC], ids=["a file system without links", "a full disk"])
+def test_where_no_links_can_be_made_nothing_is_left_and_the_folder_of_the_links_is_named(
+    kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(
+        argv=("train.py",), num_replicas=2, layout=Layout(tp=1, pp=1), config=RecoverConfig(),
+        run_dir=create_run_dir(tmp_path / "run"), log_links=claim_log_links(tmp_path / "logs", "none"),
+    )  # fmt: skip
+    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, ""))
+
+    def symlink_to(self: Path, target: Path) -> None:
+        raise OSError(kind, os.strerror(kind), str(target), None, str(self))
+
+    monkeypatch.setattr(Path, "symlink_to", symlink_to)
+    with pytest.raises(SystemExit) as end:
+        run.main(["--", "train.py"])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert f"--log-dir {tmp_path / 'logs'} cannot have links to the logs ({os.strerror(kind)}); give another folder" in told
+    assert not (tmp_path / "run").exists() and not list((tmp_path / "logs").iterdir())

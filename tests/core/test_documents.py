@@ -56,3 +56,13 @@ def test_every_module_is_in_one_row_of_who_owns_what() -> None:
     package = DOCS.parents[1] / "megatron_recover"
     modules = [str(path.relative_to(package)) for path in package.rglob("*.py") if not path.name.startswith("__")]
     assert sorted(listed) == sorted(modules)
+
+
+def test_every_thread_is_in_the_page_of_threads() -> None:
+    package = DOCS.parents[1] / "megatron_recover"
+    threads = {
+        (name, path.name) for path in package.rglob("*.py")
+        for name in re.findall(r"Thread\(.*name=\"([\w-]+)\"", path.read_text())
+    }  # fmt: skip
+    page = (DOCS / "threads_and_buffers.md").read_text()
+    assert len(threads) > 10 and [each for each in sorted(threads) if f"`{each[0]}`" not in page] == []

@@ -181,6 +181,21 @@ def test_an_event_without_a_generation_is_not_one_of_a_generation_whose_announce
     assert 5 not in Gaps(History(enumerate(with_digest, start=1))).touched
 
 
+def test_what_the_agent_writes_about_a_rank_is_not_what_the_rank_has_recorded() -> None:
+    """The last event of a step is lost; before the gap is stored the agent finds the rank silent in the next step."""
+    events = list(traces.quiet_run().events)
+    index = max(i for i, event in enumerate(events) if isinstance(event, trace.Applied) and event.step == 1)
+    lost = events[index]
+    assert isinstance(lost, trace.Applied) and all(getattr(event, "step", 2) > 1 for event in events[index + 1 :])
+    silent = trace.RankSilent(
+        t=lost.t, replica=lost.replica, rank=lost.rank, verdict="slow", phase="between", seconds=2.0, step=2, label="train 3"
+    )
+    gap = trace.Gap(t=lost.t, replica=lost.replica, rank=lost.rank, num_events=1, since=lost.t)
+    left = [*events[:index], silent, gap, *events[index + 1 :]]
+    assert 1 in Gaps(History(enumerate(left, start=1))).touched
+    assert judged(left) == ()
+
+
 def test_the_exit_code_and_json_tell_that_a_part_was_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = traces.write(tmp_path / "whole", traces.faulty_run().events)
     assert verb.main([str(whole)]) == ExitCode.OK

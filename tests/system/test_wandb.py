@@ -29,22 +29,25 @@ def records(log: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def logged(folder: pathlib.Path) -> tuple[set[str], dict[int, float]]:
-    """Run ids, and the loss of each iteration, in all files of offline runs."""
+def logged(folder: pathlib.Path) -> tuple[set[str], dict[int, float], set[str]]:
+    """Run ids, the loss of each iteration, and the names of artifacts, in all files of offline runs."""
     from wandb.proto import wandb_internal_pb2
 
     ids: set[str] = set()
     losses: dict[int, float] = {}
+    artifacts: set[str] = set()
     for file in sorted(folder.rglob("*.wandb")):
         for data in records(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
+            elif record.WhichOneof("record_type") == "artifact":
+                artifacts.update(record.artifact.aliases)
             for item in record.history.item:
                 if "lm loss" in (item.key, *item.nested_key):
                     losses.setdefault(record.history.step.num, json.loads(item.value_json))
-    return ids, losses
+    return ids, losses, artifacts
 
 
 def test_a_job_is_one_run_whoever_dies_and_also_once_it_is_resumed(
@@ -59,12 +62,13 @@ def test_a_job_is_one_run_whoever_dies_and_also_once_it_is_resumed(
     outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text("0 1 optimizer step=2"), save=save).expect()
     verdict, report = check(outcome.run_dir)
     assert verdict == 0, report
-    ids, losses = logged(save / "wandb")
+    ids, losses, artifacts = logged(save / "wandb")
     assert sorted(losses) == [1, 2, 3, 4, 5] and len(ids) == 1, (ids, losses)
+    assert artifacts >= {"iter_0000005"}, "the last checkpoint gets its name when training is over"
     assert "of wandb failed" not in "".join(file.read_text() for file in outcome.run_dir.rglob("*.log"))
     longer = Job(pp=2, steps=7, extra=(*job.extra, "--override-opt-param-scheduler"))
     run_job(longer, tmp_path / "again", data, save=save).expect()
-    resumed, losses = logged(save / "wandb")
+    resumed, losses, _ = logged(save / "wandb")
     assert resumed == ids and sorted(losses) == [1, 2, 3, 4, 5, 6, 7], (resumed, losses)
 
 

@@ -3,7 +3,8 @@
 Upstream's asynchronous save (`dist_checkpointing/strategies/async_utils.py`) plans a checkpoint and
 makes a request of it: tensors to write, a function that writes them, and functions that complete
 the checkpoint once all ranks have written. Upstream gives the request to a process that inherits
-the tensors. Here a thread of the rank writes copies from the state window. It ends with the rank.
+the tensors. Here a thread of the rank writes copies from the state window. The thread ends with the
+rank.
 """
 
 from __future__ import annotations
@@ -20,17 +21,25 @@ _BUCKETS, _RESULTS = 1, 2
 Each bucket is (path, key, (items with bytes, items with tensors)), each item a pair."""
 
 
+def write_results(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
+    """Return a queue for the results of one save, which this process writes and reads.
+
+    Replaces `get_write_results_queue` (seam `write_results`). `mp_mode` does not matter.
+    """
+    return queue.SimpleQueue()
+
+
 class BackgroundSave:
     """One checkpoint that is being written."""
 
     def __init__(self, request: Any, window: StateWindow) -> None:
         """Begin to copy what upstream's `request` (`AsyncRequest`) is to write; start the thread.
 
-        Upstream's own references to the tensors are dropped. If the host has no memory for the
-        copies, that is the `failure`.
+        Upstream's own references to the tensors are dropped. If no copy can be made, such as for
+        want of host memory, nothing is raised or written: `failure` has the reason.
         """
         self.failure = ""
-        """Reason why this rank could not write its part; empty if it could. Known once written."""
+        """Reason why this rank could not write its part, once `is_written`; empty if it could."""
         self._request = request
         self._thread: threading.Thread | None = None
         if request.async_fn is None:  # other ranks write all that this one has
@@ -66,7 +75,7 @@ class BackgroundSave:
             complete()
 
     def _write(self, parts: Sequence[tuple[str, str, Any, Sequence[Any], StateCopy]]) -> None:
-        """Write the copies; store the reason if that fails."""
+        """Write the copies by upstream's function; store the reason in `failure` if that fails."""
         request = self._request
         arguments = list(request.async_fn_args)
         results, arguments[_RESULTS] = arguments[_RESULTS], queue.SimpleQueue()

@@ -2,8 +2,9 @@
 
 Names, parameters and attributes (`seams`, `anchors`) do not show what a function does. So for each
 function that is replaced or called, `patches/bodies.toml` has digests of the bodies that were read.
-A Megatron with another body is refused, unless its user accepts it. A digest covers the tokens of a
-function, without comments, docstring and layout, so it changes with the code alone.
+A Megatron with another body is refused, unless its user accepts it. A digest covers all tokens of a
+function, its signature and decorators included, without comments, docstrings and layout. So it
+changes with the code alone.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ def load(folder: Traversable) -> Mapping[str, tuple[str, ...]]:
 def relied_on(seams: Sequence[Seam], anchors: Anchors) -> dict[str, Callable[..., Any]]:
     """Return the functions of Megatron that are replaced or called, by ``module:qualified.name``.
 
-    These are the targets of seams, the functions among the anchored names, and the methods among
-    the anchored attributes. Imports the modules concerned.
+    These are the targets of seams, the functions among the anchored names, the methods among the
+    anchored attributes, and the functions with anchored parameters. A name that is missing or no
+    function is left out. Each function is named by the place that defines it. Imports the modules
+    concerned.
     """
     found: dict[str, Callable[..., Any]] = {}
     for place in _places(seams, anchors):
@@ -85,7 +88,7 @@ def _places(seams: Sequence[Seam], anchors: Anchors) -> Iterator[str]:
 
 
 def _is_docstring(tokens: Sequence[tokenize.TokenInfo], number: int) -> bool:
-    """Return whether a string is a statement of its own, and so has no effect."""
+    """Return whether the token is a string that is a statement of its own, and so has no effect."""
     if tokens[number].type != tokenize.STRING:
         return False
     before = next((each for each in reversed(tokens[:number]) if each.type not in (tokenize.COMMENT, tokenize.NL)), None)
