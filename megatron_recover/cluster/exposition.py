@@ -2,7 +2,9 @@
 
 The package `prometheus_client` makes the text and answers requests. This module bounds what a
 client can cost: at most `MAX_CONNECTIONS` at once, each closed after `scrape_s` seconds however
-slowly it reads or writes. The monitor imports this module only if metrics are wanted.
+slowly it reads or writes. A further connection ends the oldest one, which is more likely to stall
+than to be answered: an answer takes milliseconds. The monitor imports this module only if metrics
+are wanted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from prometheus_client.registry import Collector
 from megatron_recover.observe.follow.metrics import PREFIX, Histogram, Metric, RunMetrics
 
 MAX_CONNECTIONS = 8
-"""Connections that are answered at once; further ones are closed unanswered."""
+"""Connections that are answered at once."""
+MAX_THREADS = 4 * MAX_CONNECTIONS
+"""Threads that answer, or are about to end as their connection was ended. With so many a new
+connection is closed unanswered."""
 
 _Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 _FAMILIES: dict[str, type[_Family]] = {
@@ -83,14 +88,19 @@ class MetricsServer(WSGIServer):
         self._scrape_s = scrape_s
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
-        """Connections that are answered, and the time of `time.monotonic()` at which they end."""
+        """Connections that are answered, the oldest first, and the time of `time.monotonic()` at
+        which they end."""
+        self._num_threads = 0
         threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own, or close it if there are too many."""
+        """Answer a connection in a thread of its own; end the oldest if there are too many."""
         with self._lock:
-            is_full = len(self._open) >= MAX_CONNECTIONS
+            is_full = self._num_threads >= MAX_THREADS
             if not is_full:
+                self._num_threads += 1
+                if len(self._open) >= MAX_CONNECTIONS:
+                    self._end(next(iter(self._open)))
                 self._open[request] = time.monotonic() + self._scrape_s
         if is_full:
             self.shutdown_request(request)
@@ -105,8 +115,13 @@ class MetricsServer(WSGIServer):
         now = time.monotonic()
         with self._lock:
             for request in [each for each, end in self._open.items() if end < now]:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)  # its thread then closes it
+                self._end(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """End a connection; its thread then closes it. The caller holds the lock."""
+        del self._open[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing about a client that hung up or sent garbage."""
@@ -122,4 +137,5 @@ class MetricsServer(WSGIServer):
     def _close(self, request: socket.socket) -> None:
         with self._lock:
             self._open.pop(request, None)
+            self._num_threads -= 1
         self.shutdown_request(request)

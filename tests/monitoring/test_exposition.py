@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_recover.cluster.exposition import MAX_CONNECTIONS, MetricsServer, RunCollector
+from megatron_recover.cluster.exposition import MAX_CONNECTIONS, MAX_THREADS, MetricsServer, RunCollector
 from megatron_recover.cluster.monitoring import BACKLOG
 from megatron_recover.observe.follow.metrics import METRICS, PREFIX, RunMetrics
 from tests.observe import traces
@@ -91,25 +91,55 @@ def test_clients_that_stall_send_garbage_or_come_by_the_hundred_cost_a_few_threa
                 client.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")  # and no more
             clients.append(client)
         most = max(most, threading.active_count())
-    trickle = time.monotonic() + 2 * SCRAPE_S  # the server looks twice a second
+    trickle = time.monotonic() + 2 * SCRAPE_S
     while time.monotonic() < trickle:  # each byte is in time, and the request as a whole is not
         for client in clients[-30:]:
             with contextlib.suppress(OSError):
                 client.sendall(b"x")
         most = max(most, threading.active_count())
         time.sleep(0.05)
-    assert most <= before + MAX_CONNECTIONS, "a thread for each client that is answered"
-    end = time.monotonic() + 10.0
-    while (served := _try(place)) is None:
-        assert time.monotonic() < end, "whoever stalls loses its place, though it is still connected"
-        time.sleep(0.1)
-    assert values(served)["ended"] == 1
+    assert most <= before + MAX_THREADS, "a thread for each client that is answered, and a few that are about to end"
+    assert values(scrape(place))["ended"] == 1
+    for client in clients:  # also the last ones, which no newer one has ended
+        with contextlib.suppress(ConnectionError):
+            while client.recv(4096):
+                pass
+        client.close()
+
+
+def test_clients_that_hold_all_places_give_way_to_one_that_asks(collector: RunCollector) -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    server = MetricsServer(listener, collector, scrape_s=1000.0)
+    clients = [socket.create_connection(listener.getsockname(), timeout=5) for _ in range(3 * MAX_CONNECTIONS)]
+    assert values(scrape(listener.getsockname()))["ended"] == 1
+    for client in clients[:MAX_CONNECTIONS]:
+        assert client.recv(1) == b"", "the oldest were ended"
+    server.shutdown()
+    server.server_close()
     for client in clients:
         client.close()
 
 
-def _try(place: tuple[str, int]) -> str | None:
-    """What is served; None if all places are taken."""
-    with contextlib.suppress(OSError):
-        return scrape(place)
-    return None
+def test_while_no_answer_can_be_made_threads_do_not_pile_up() -> None:
+    """The lock stands for whatever holds an answer up; ending a connection does not help then."""
+    lock = threading.Lock()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    server = MetricsServer(listener, RunCollector(faulty(), lock, "20261126-1"), scrape_s=SCRAPE_S)
+    before = threading.active_count()
+    clients = []
+    with lock:
+        for _ in range(2 * MAX_THREADS):
+            clients.append(socket.create_connection(listener.getsockname(), timeout=5))
+            clients[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        for client in clients[MAX_THREADS + 1 :]:
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b"", "those above the limit are closed"
+        assert threading.active_count() <= before + MAX_THREADS
+    end = time.monotonic() + 10.0
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert values(scrape(listener.getsockname()))["ended"] == 1
+    server.shutdown()
+    server.server_close()
+    for client in clients:
+        client.close()
