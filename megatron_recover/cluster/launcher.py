@@ -1,8 +1,9 @@
 """The run in the launcher's process: dry run, start of all ranks, watch over them, exit code.
 
-The launcher joins the agent (processes), the membership (decisions) and the recording (trace and
-console, which have a process of their own). At its end it kills every process that is left. The
-core decides what a loss does to the job. The launcher itself decides about:
+The launcher joins the agent (processes), the membership (decisions), the recording (trace and
+console) and the monitoring (metrics and events). The last two have a process of their own each. At
+its end the launcher kills every process of a rank that is left. The core decides what a loss does
+to the job. The launcher itself decides about:
 
 - imports and a dry run that fail, take too long or are interrupted;
 - bad input, found in the dry run or by a rank before generation 1;
