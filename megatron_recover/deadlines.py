@@ -192,6 +192,22 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     the rest is lost, and the recorder reports it. Fixed: the exit code is known by then, and a
     scheduler that asked for the end kills soon (Slurm after 30 s). With `terminal_s` this is over
     before."""
+    scrape_s: float
+    """Longest time that a connection to the port of `--metrics-port` is kept. Then the monitor
+    closes it. Fixed: Prometheus itself waits for 10 s by default, and an answer takes
+    milliseconds."""
+    last_events_s: float
+    """Longest wait of the monitor, at the end, for the end of the run in the trace, which the
+    recorder has written by then. Then the monitor gives the end without the trace. Fixed: see
+    `trace_s`."""
+    command_s: float
+    """Longest time that the command of `--on-event` may take. Then the monitor kills the command.
+    At the end of a run the end itself is given to the command after this time, and what came before
+    it is dropped. Fixed: see `trace_s`."""
+    monitor_s: float
+    """Longest wait of the launcher, at the end, for the monitor to have given the end of the run to
+    the command of `--on-event`. Then the launcher kills the monitor. Without a command the monitor
+    ends at once. Fixed: see `trace_s`."""
     report_s: float
     """Longest wait of the launcher for the process that makes summary and plot. Then the launcher
     ends that process, and prints how to make them."""
@@ -233,6 +249,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         end_s = _between(6.0, deadline_s / 3, 60.0)
         slowest_s, sum_s = 0.8 * stall_s, 0.6 * stall_s
         store_s, orphan_s, replies_s, screen_s, trace_s = 0.5, 1.0, 2.0, 5.0, 10.0
+        last_events_s, command_s = 2.0, 7.0
         shown_s = 2 * store_s + screen_s + 1.0  # the last is to spare
         return Deadlines(
             gap_s=0.25,
@@ -275,6 +292,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             screen_s=screen_s,
             terminal_s=shown_s + replies_s,
             trace_s=trace_s,
+            scrape_s=5.0,
+            last_events_s=last_events_s,
+            command_s=command_s,
+            monitor_s=last_events_s + store_s + 2 * command_s + 1.0,  # the last is to spare
             report_s=max(15.0, deadline_s / 2),
             build_s=deadline_s / 3,
             start_s=deadline_s / 2,
@@ -362,6 +383,10 @@ ORDER = (
     Below("slow_disk_s", "trace_s", "people hear of a slow disk before events are given up"),
     Below("terminal_s", "report_s", "the end of the run is shown before anyone waits for its plot"),
     Below("trace_s", "report_s", "summary and plot take longer than the trace that they are made from"),
+    Below("scrape_s", "deadline_s", "a client that stalls gives its place to the next one"),
+    Below("last_events_s", "monitor_s", "the end of a run is given without its trace before the launcher gives the monitor up"),
+    Below("command_s", "monitor_s", "a command that hangs is killed, and the end is given, before the monitor is given up"),
+    Below("monitor_s", "deadline_s", "an end is shorter than a run's longest wait"),
     Below("report_s", "deadline_s", "an end is shorter than a run's longest wait"),
     Below("build_s", "start_s", "a replica that waits for the data index builds it itself before it is late for the start"),
     Below("start_s", "leader_s", "the coordinator goes on without a replica before its ranks give up on their own leader"),

@@ -20,6 +20,7 @@ MODULES = (
     "megatron_recover.cli.check",
     "megatron_recover.cli.finish",
     "megatron_recover.cluster.forkserver",
+    "megatron_recover.cluster.monitor",
     "megatron_recover.cluster.recorder",
     "megatron_recover.data_plane.direct",
     "megatron_recover.data_plane.gloo",

@@ -14,7 +14,7 @@ from typing import get_args
 
 import megatron_recover
 from megatron_recover import packages, trace
-from megatron_recover.cli import command_line, finish, launch_line
+from megatron_recover.cli import command_line, finish, launch_line, monitor_flags
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir, link_logs
@@ -116,6 +116,7 @@ def _parser() -> Parser:
         "0: never (default: 256MiB)",
     )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
+    monitor_flags.add_flags(parser)
     launch_line.add_flags(parser)
     return parser
 
@@ -283,6 +284,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(ours)
     existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
     try:
+        wanted = monitor_flags.read(arguments)
         job, chaos_text = _job(arguments, command)
     except ValueError as error:
         parser.error(str(error))
@@ -304,7 +306,7 @@ def main(argv: list[str]) -> int:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
             if not arguments.quiet and not Path(arguments.chaos).is_file():
                 print(chaos_text)
-        launcher = Launcher(job, quiet=arguments.quiet)
+        launcher = Launcher(job, quiet=arguments.quiet, wanted=wanted)
         exit_code = _run(launcher)
     except OSError as error:
         if error.errno not in _NO_ROOM:

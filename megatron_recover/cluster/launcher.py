@@ -1,8 +1,9 @@
 """The run in the launcher's process: dry run, start of all ranks, watch over them, exit code.
 
-The launcher joins the agent (processes), the membership (decisions) and the recording (trace and
-console, which have a process of their own). At its end it kills every process that is left. The
-core decides what a loss does to the job. The launcher itself decides about:
+The launcher joins the agent (processes), the membership (decisions), the recording (trace and
+console) and the monitoring (metrics and events). The last two have a process of their own each. At
+its end the launcher kills every process of a rank that is left. The core decides what a loss does
+to the job. The launcher itself decides about:
 
 - imports and a dry run that fail, take too long or are interrupted;
 - bad input, found in the dry run or by a rank before generation 1;
@@ -30,6 +31,7 @@ from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.agent import Agent, descriptors_needed
 from megatron_recover.cluster.environment import environment_of_workers, environment_warnings
 from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
+from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
@@ -69,11 +71,13 @@ _CALLS_PRETRAIN = (
 class Launcher:
     """One run. The main thread calls `run` and does everything."""
 
-    def __init__(self, job: Job, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self, job: Job, *, quiet: bool = False, deadlines: Deadlines | None = None, wanted: Wanted | None = None
+    ) -> None:
         """Prepare the run of `job`; `run` starts it.
 
         `quiet`: show only the end of the run, and only if its exit code is not 0. `deadlines`: for
-        tests, replaces the job's.
+        tests, replaces the job's. `wanted`: metrics and notices; None: there is no monitor.
         """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines
@@ -98,6 +102,8 @@ class Launcher:
         self.is_recorded = False
         """True if the recorder has confirmed that the whole trace is written. Known after `run`."""
         self._recording: Recording
+        self._wanted = wanted
+        self._monitoring: Monitoring | None = None
         self._node: Node
         self._ranks: Watch
         self._membership: CoordinatorDriver
@@ -125,13 +131,21 @@ class Launcher:
             )  # fmt: skip
         )
         try:
+            if self._wanted is not None:
+                self._monitoring = Monitoring(
+                    self._wanted, job.run_dir, self._started_at, self._deadlines, says=self._recording.says
+                )  # fmt: skip
             with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()
             reason = self._ending[1] if self._ending else ""
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
             self.is_recorded = self._recording.finish(exit_code, reason)
+            if self._monitoring is not None:
+                self._monitoring.finish(exit_code, reason, self.is_hurried)
         finally:
             self._recording.close()  # so that a traceback comes after the console's lines, on a restored terminal
+            if self._monitoring is not None:
+                self._monitoring.close()
         return exit_code
 
     def release_signals(self) -> None:
@@ -212,7 +226,7 @@ class Launcher:
             if found := answer():
                 return found
             self._wake_server()
-            self._recording.poll()
+            self._poll_helpers()
             if self._loop.time() > deadline:
                 self._end(ExitCode.FAILED, late())
                 return None
@@ -366,7 +380,7 @@ class Launcher:
             self._say_if_it_stood_still()
             self._kill_if_late()
             self._wake_server()
-            self._recording.poll()
+            self._poll_helpers()
             ends = self._node.poll()
             if ends:
                 # A dying rank's messages arrived before its end was seen, so they are processed
@@ -429,6 +443,12 @@ class Launcher:
             if failing is not None:
                 self._membership.failing(failing)
             self._membership.lost(loss)
+
+    def _poll_helpers(self) -> None:
+        """Exchange messages with recorder and monitor, and start another one where one has died."""
+        self._recording.poll()
+        if self._monitoring is not None:
+            self._monitoring.poll()
 
     def _wake_server(self) -> None:
         if self._node.wake_server():

@@ -102,7 +102,8 @@ def test_every_package_that_is_imported_is_declared_and_explained() -> None:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     packages = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"megatron_recover"}
-    imported = {{"megatron": "megatron-core", "nccl": "nccl4py"}.get(name, name) for name in packages}
+    others = {"megatron": "megatron-core", "nccl": "nccl4py", "prometheus_client": "prometheus-client"}
+    imported = {others.get(name, name) for name in packages}
     project = tomllib.loads(_text("pyproject.toml"))["project"]
     extras = project["optional-dependencies"]
     required = [*project["dependencies"], *(each for extra, wanted in extras.items() if extra != "dev" for each in wanted)]

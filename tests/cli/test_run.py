@@ -124,7 +124,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool =
     launcher = SimpleNamespace(
         has_begun=True, run=end, is_recorded=is_recorded, is_hurried=lambda: request.is_hurried, release_signals=request.release
     )  # fmt: skip
-    monkeypatch.setattr(run, "Launcher", lambda job, quiet: launcher)
+    monkeypatch.setattr(run, "Launcher", lambda job, **others: launcher)
 
 
 COMMAND = ["--replicas", "2", "--", "script.py"]

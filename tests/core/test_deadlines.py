@@ -45,6 +45,8 @@ def test_waits_that_follow_each_other_are_together_within_the_outer_one(deadline
     orphan_s = each.orphan_s + each.trace_s + 2 * each.store_s + each.screen_s
     assert orphan_s < each.abandoned_s < 30.0, "so does one that was not asked for the end, whose launcher raised"
     assert each.trace_s + each.terminal_s < min(30.0, each.deadline_s), "the end is shown before a scheduler kills"
+    monitor_s = each.last_events_s + each.store_s + 2 * each.command_s
+    assert monitor_s < each.monitor_s, "the monitor has given the end, behind a command that hangs, before it is given up"
     assert each.close_s + each.stop_s < each.deadline_s
 
 
