@@ -5,7 +5,7 @@ TIMED := tests/cluster
 # Those in the same folder that only wait.
 UNTIMED := $(patsubst %,$(TIMED)/test_%.py,agent warm endings undying chaos coordinator_driver memory_file)
 # What a wheelhouse has beside what every verb needs.
-EXTRAS ?= train,plot,tensorboard
+EXTRAS ?= train,plot,tensorboard,metrics
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 

@@ -23,7 +23,10 @@ TORCH = "torch>=2.11"
 TRAINING = (TORCH, "megatron-core>=0.19,<0.20", "numpy>=1.26")
 PLOT = ("matplotlib>=3.8",)
 TENSORBOARD = ("tensorboard>=2.16",)
-EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType({"train": TRAINING, "plot": PLOT, "tensorboard": TENSORBOARD})
+METRICS = ("prometheus-client>=0.20",)
+EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"train": TRAINING, "plot": PLOT, "tensorboard": TENSORBOARD, "metrics": METRICS}
+)
 """Requirements of what not everybody does, by the name of the extra."""
 
 _MEGATRON = "megatron-core"

@@ -75,7 +75,7 @@ fi
 # The constraints hold in the environment in which packages are built, too: by the first name before pip 25.3, by the second since.
 export PIP_CONSTRAINT=$PWD/requirements.lock PIP_BUILD_CONSTRAINT=$PWD/requirements.lock
 # Of what pip says, the packages of a megabyte and more: they are what takes the time.
-.venv/bin/python -m pip install --progress-bar off --disable-pip-version-check -e '.[train,plot,tensorboard,dev]' 2>.venv/pip.log |
+.venv/bin/python -m pip install --progress-bar off --disable-pip-version-check -e '.[train,plot,tensorboard,metrics,dev]' 2>.venv/pip.log |
     sed -un -e 's/^ *\(Downloading\|Using cached\) \([^ ]*\) (\([0-9.]* [MG]B\)).*/  \1 \2 (\3)/p' \
         -e 's/^Installing collected packages.*/  installing all packages/p' ||
     failed "a package could not be installed (pip's words are above)"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib.util
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from megatron_recover import packages
 from megatron_recover.cluster.monitoring import BACKLOG, Wanted
 from megatron_recover.host.addresses import HOST
 
@@ -59,10 +59,8 @@ def read(arguments: argparse.Namespace) -> Wanted | None:
             raise ValueError(
                 f"{flag} needs the steps of the trace, which --trace-level faults leaves out; give --trace-level steps"
             )
-        if importlib.util.find_spec("prometheus_client") is None:
-            raise ValueError(
-                f"{flag} needs the package prometheus-client, which is not installed; `pip install prometheus-client`"
-            )
+        if lacking := packages.mistakes(packages.METRICS):
+            raise ValueError(f"{flag}: {lacking[0]}, or leave the flag out")
     if textfile is not None:
         textfile = _textfile(textfile)
     listener = _listener(arguments.metrics_address or HOST, port) if port is not None else None

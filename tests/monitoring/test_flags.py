@@ -83,7 +83,7 @@ def test_without_the_package_metrics_are_refused_and_events_are_not(
 ) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "prometheus_client" else there(name))
-    assert "`pip install prometheus-client`" in refused(capsys, tmp_path / "run", "--metrics-port", "0")
+    assert "--metrics-port: prometheus-client is not installed; " in refused(capsys, tmp_path / "run", "--metrics-port", "0")
     assert "--train-iters is missing" in refused(capsys, tmp_path / "run", "--on-event", "true"), (
         "Megatron's flags are judged next"
     )
