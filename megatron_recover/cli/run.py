@@ -31,7 +31,6 @@ from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflig
 from megatron_recover.observe import summary
 
 PRELOAD = (
-    "megatron_recover.config:leave_working_directory",
     "torch",
     "megatron_recover.megatron.cpu:leave_out_the_compiler",
     "torch._dynamo",

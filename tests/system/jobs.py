@@ -135,10 +135,9 @@ def run_job(
 
 
 def _run(command: Sequence[str], deadline_s: float, line: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # scripts of tests import tests
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": path} | dict(environment or {}),
+        env=os.environ | dict(environment or {}),
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=deadline_s)
