@@ -287,8 +287,8 @@ class RankDriver:
     def blocked(self, generation: int, error: BaseException) -> None:
         """Report to the leader that a reduction or transfer of `generation` failed.
 
-        Report nothing if that generation is over and nothing had stalled. The caller leaves the
-        rest of the plan undone.
+        Report nothing if nothing had stalled and a newer generation is promised or the job stops.
+        The caller leaves the rest of the plan undone.
         """
         known = error if isinstance(error, TransportError) else TransportError()
         failed = machine.Block(

@@ -498,10 +498,11 @@ class DirectTransport:
     def _suspects(self, exchange: Exchange, peers: Sequence[int]) -> list[int]:
         """Return the peers that keep this member waiting.
 
-        These are the peers that are not connected. If all are, they are the peers that have not
-        sent their own data. If all have, it is the one peer that does not receive this member's
-        data, or else the one that has not sent a sum. Several such peers are themselves waiting for
-        a third, so none is returned.
+        These are the peers that are not connected. If all are, they are the peers whose next
+        segment of their own data this member can store but does not get. (A peer that is `SLOTS`
+        segments ahead waits for others, and is not one of them.) If there are none, it is the one
+        peer that does not receive this member's data, or else the one that has not sent a sum.
+        Several such peers are themselves waiting for a third, so none is returned.
         """
         connected = [peer for peer in peers if peer in self._connections and self._connections[peer].ready]
         first_hand = [peer for peer in peers if peer not in connected] or [

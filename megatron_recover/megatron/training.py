@@ -383,6 +383,7 @@ class _Training:
     def _install(self, args: Namespace, config: RecoverConfig, driver: RankDriver) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
+        from megatron_recover.megatron.checkpoint.background import write_results
         from megatron_recover.megatron.checkpoint.boundary import Boundary
         from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
         from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
@@ -427,6 +428,7 @@ class _Training:
                 "checkpoint_name": checkpoints.checkpoint_name,
                 "schedule_save": checkpoints.schedule_save,
                 "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming),
+                "write_results": write_results,
                 "exit": boundary.decide,
             }
         )

@@ -263,7 +263,7 @@ def _recovery(
         seconds["detect"] = round(announced.t - struck, 6)
     step = told.step if told else None
     total = None
-    if told is not None and told.committed_at is not None:
+    if told is not None and told.committed_at is not None and "detect" in seconds:  # a trace may have gaps
         total = round(told.committed_at - announced.t + seconds["detect"], 6)
     return RecoverySummary(
         generation=announced.generation,

@@ -92,6 +92,12 @@ class Overlap:
         self._reduction.finish(self._started, note_finished)
 
     def _has_passed(self, bucket: BucketId) -> None:
+        """Let the reduction use `bucket`, whose gradient is enqueued on the current stream.
+
+        Called by the thread that runs the backward, and at the end of the pass for each bucket that
+        is left, also after an exception; then by the training thread. Does nothing for a bucket
+        that has passed or is not reduced in this pass.
+        """
         if bucket not in self._passed or self._passed[bucket].is_set():
             return
         if self._reduction.stream is not None:

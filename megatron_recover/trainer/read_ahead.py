@@ -113,7 +113,8 @@ class ReadAhead:
     def take(self, batch: Batch) -> Any:
         """Return a batch that is due: one that was read ahead, or else read it now.
 
-        Raises what reading raises.
+        Raises what reading raises. A batch that is read now can also show that its source must not
+        be read ahead (`Source.read_when_due`), unless nothing is read ahead at all.
         """
         if not self._num_ahead:
             return batch.source.prepared(batch.source.read(batch.indices))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,7 @@ def start() -> Iterator[Start]:
     """Starts a job that is killed at the end of the test, whatever becomes of that."""
     started: list[Running] = []
 
-    def starting(spec: Spec, *, at_terminal: bool = False, **settings: signal.Handlers) -> Running:
+    def starting(spec: Spec, *, at_terminal: bool = False, **settings: Any) -> Running:
         started.append(AtTerminal(spec) if at_terminal else Running(spec, **settings))
         started[-1].until_training()
         return started[-1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatron_recover.core.values import Loss, LossKind
 from megatron_recover.faults import Fault
 from megatron_recover.observe.follow.tail import Tail
 from megatron_recover.observe.verify.check import check, describe
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy.py")
@@ -120,12 +120,9 @@ def command(spec: Spec) -> list[str]:
 def run(spec: Spec, deadline_s: float = 120.0) -> Outcome:
     """Run a toy job to its end. On the deadline its launcher is killed, which ends all its processes, and the test fails."""
     print(f"cd {ROOT} && {shlex.join(command(spec))}")
-    done = subprocess.run(
-        command(spec), cwd=ROOT, timeout=deadline_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    print(done.stdout)
-    return Outcome(spec, done.returncode, done.stdout)
+    exit_code, output = forks.run(command(spec), cwd=ROOT, deadline_s=deadline_s)
+    print(output)
+    return Outcome(spec, exit_code, output)
 
 
 class _Hasty(Launcher):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import forks
 from tests.cluster.jobs import ROOT, Outcome, Spec, command
 from tests.cluster.waiting import until_ended, until_files
 
@@ -24,15 +25,14 @@ FOR_EVER = 10_000_000
 class Running:
     """A toy job that goes on until it is told to end, seen from outside."""
 
-    def __init__(self, spec: Spec, *, hangup: signal.Handlers = signal.SIG_DFL) -> None:
-        """`hangup`: what its launcher finds SIGHUP set to."""
+    def __init__(self, spec: Spec, *, hangup: signal.Handlers = signal.SIG_DFL, is_fresh: bool = False) -> None:
+        """`hangup`: what its launcher finds SIGHUP set to. `is_fresh`: it is no fork (`tests/forks.py`)."""
         self.spec = spec
         self.output = Path(spec.sums_dir or spec.run_dir).with_suffix(".out")
         with open(self.output, "wb") as output:
-            self.launcher = subprocess.Popen(
-                command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
-            )  # fmt: skip
+            self.launcher = forks.start(
+                command(spec), cwd=ROOT, environment=os.environ, output=output.fileno(), hangup=hangup, is_fresh=is_fresh
+            )
 
     def until_training(self) -> None:
         self.until(lambda: self.num_applied() > 20, "training")

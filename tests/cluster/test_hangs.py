@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.observe.verify.check import check
+from tests import forks
 from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_files
@@ -98,7 +99,7 @@ def test_the_last_replica_is_named_when_it_hangs_and_is_not_ended(tmp_path: Path
     spec = Spec(run_dir=str(tmp_path / "run"), steps=STEP + 8, replicas=1, config=PATIENT, deadlines={}, faults=(loop,))
     events = tmp_path / "run" / trace.EVENTS_FILE
     with open(tmp_path / "output", "wb") as output:
-        launcher = subprocess.Popen(command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        launcher = forks.start(command(spec), cwd=ROOT, environment=os.environ, output=output.fileno())
     try:
 
         def is_named() -> bool:

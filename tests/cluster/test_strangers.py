@@ -34,7 +34,8 @@ def keys_of(process: psutil.Process) -> set[bytes]:
 
 
 def test_the_key_reaches_ranks_and_is_shown_nowhere(start: Start, tmp_path: Path) -> None:
-    job = start(Spec(run_dir=str(tmp_path / "run"), replicas=2, ranks=2, steps=FOR_EVER))
+    # A fork would show the command line and the environment of its parent.
+    job = start(Spec(run_dir=str(tmp_path / "run"), replicas=2, ranks=2, steps=FOR_EVER), is_fresh=True)
     ranks = [each for each in job.processes if each.name().startswith("replica-")]
     assert len(ranks) == 4
     logs = tmp_path / "run" / "logs"

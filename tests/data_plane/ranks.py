@@ -7,7 +7,6 @@ Replica r contributes pattern * 2^r, so that a sum says who is in it, and how of
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import queue
 import signal
@@ -24,8 +23,8 @@ from megatron_recover.data_plane.endpoints import open_endpoint
 from megatron_recover.data_plane.transport import Transport, TransportError
 from megatron_recover.deadlines import Deadlines
 from tests.control_plane.partners import KEY, within
+from tests.forks import CONTEXT
 
-PRELOAD = ["pytest", "torch", "megatron_recover.data_plane.direct", "megatron_recover.data_plane.gloo", __name__]
 DEADLINE_S = 30.0
 """How long each part of a call may last."""
 PATIENCE_S = 120.0
@@ -145,14 +144,12 @@ class Ranks:
     def __init__(
         self, kind: str, num_ranks: int, device: str, environment: Callable[[int], Mapping[str, str]], deadlines: Deadlines
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self.processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
         for rank in range(num_ranks):
-            self._pipes[rank], theirs = context.Pipe()
+            self._pipes[rank], theirs = CONTEXT.Pipe()
             arguments = (theirs, kind, rank, device, environment(rank), deadlines)
-            self.processes[rank] = context.Process(target=rank_main, args=arguments, daemon=True)
+            self.processes[rank] = CONTEXT.Process(target=rank_main, args=arguments, daemon=True)
             self.processes[rank].start()
             theirs.close()
         self.addresses: dict[int, str] = {rank: self.receive(rank) for rank in range(num_ranks)}

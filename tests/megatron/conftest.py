@@ -8,10 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from megatron_recover.megatron.cpu import enable_cpu
-from tests.megatron.toy import Threads, start_world
+from megatron_recover.megatron.cpu import enable_cpu, leave_out_the_compiler
+
+leave_out_the_compiler()  # before anything imports Megatron, as in every process of a run
+
+from megatron.core import parallel_state  # noqa: E402
+
+from tests.megatron.toy import Threads, start_world  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -24,6 +23,7 @@ from torch import Tensor
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Apply, BucketVersion, Compute, Held, Plan, Record, Shape, Work
 from megatron_recover.data_plane.transport import Revoked
+from tests.forks import CONTEXT
 from tests.megatron.split_attention import SplitAttention, part
 
 DEADLINE_S = 120.0
@@ -326,11 +326,9 @@ def run(layout: Layout, *jobs: tuple[Callable[..., Any], tuple[Any, ...]]) -> li
 
     Raises AssertionError with a rank's traceback, or when a rank does not end in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.megatron.preload"])
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(layout, rank, folder, jobs), daemon=True) for rank in range(layout.num_ranks)
+            CONTEXT.Process(target=_rank, args=(layout, rank, folder, jobs), daemon=True) for rank in range(layout.num_ranks)
         ]
         for process in ranks:
             process.start()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_recover.megatron.checkpoint.background import BackgroundSave
+from megatron_recover.megatron.checkpoint.background import BackgroundSave, write_results
+from megatron_recover.megatron.seams import seams
 from megatron_recover.trainer.state_window import StateWindow
 
 
@@ -51,3 +55,16 @@ def test_an_error_of_the_write_is_the_failure() -> None:
     save = BackgroundSave(asked, StateWindow())
     save.wait()
     assert save.failure == "RuntimeError: a disk"
+
+
+def test_each_save_has_a_queue_of_its_own_and_no_process_for_it() -> None:
+    installation = seams.Installation([seam for seam in seams.load() if seam.name == "write_results"])
+    installation.install({"write_results": write_results})
+    try:
+        failed, again = filesystem_async.get_write_results_queue(), filesystem_async.get_write_results_queue()
+    finally:
+        installation.remove()
+    failed.put("what the save that failed has written")
+    with pytest.raises(queue.Empty):
+        again.get_nowait()
+    assert not multiprocessing.active_children()

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import multiprocessing
 import operator
 import os
 import shutil
@@ -31,9 +30,7 @@ from megatron_recover.megatron.checkpoint import save_folder
 from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder, samples_of
 from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.megatron.preload"])
+from tests.forks import CONTEXT
 
 
 class Files:
@@ -66,7 +63,7 @@ def test_tracker_names_the_old_or_the_new_checkpoint_at_every_instant(
 ) -> None:
     tracker = tmp_path / TRACKER
     tracker.write_text("10")
-    process = PROCESSES.Process(target=save_and_die, args=(tracker, instant, ours))
+    process = CONTEXT.Process(target=save_and_die, args=(tracker, instant, ours))
     process.start()
     process.join(60)
     assert process.exitcode == (0 if instant == "never" else -signal.SIGKILL)
@@ -858,9 +855,9 @@ def save_with_a_failing_rank(rank: int, store: str, folder: Path, failing: int, 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("failing", "at_naming"), [(0, False), (1, False), (0, True)], ids=["rank 0", "rank 1", "naming"])
 def test_ranks_of_a_replica_give_a_save_up_together(failing: int, at_naming: bool, tmp_path: Path) -> None:
-    results = PROCESSES.Queue()
+    results = CONTEXT.Queue()
     ranks = [
-        PROCESSES.Process(
+        CONTEXT.Process(
             target=save_with_a_failing_rank, args=(rank, str(tmp_path / "store"), tmp_path, failing, at_naming, results)
         )
         for rank in (0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ import torch
 
 from megatron_recover.megatron.data.index_cache import building_cache, cache_directory
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
+from tests.forks import CONTEXT
 
 
 class Numbers:
@@ -98,13 +98,6 @@ def test_end_of_the_data_is_no_wrong_sample() -> None:
 
 # --- The index cache -----------------------------------------------------------------------------------------------------
 
-PROCESSES = multiprocessing.get_context("forkserver")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def preloaded() -> None:
-    PROCESSES.set_forkserver_preload(["megatron.core.datasets.gpt_dataset", "tests.megatron.test_data"])
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -158,8 +151,8 @@ def build_index(prefix: str, cache: str, die_in: int | None, guarded: bool, answ
 
 def build(text: str, cache: Path, *, die_in: int | None = None, guarded: bool = True) -> list[list[int]] | int:
     """What a builder process read, or how it ended."""
-    ours, theirs = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=build_index, args=(text, str(cache), die_in, guarded, theirs))
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=build_index, args=(text, str(cache), die_in, guarded, theirs))
     process.start()
     theirs.close()
     try:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import multiprocessing
 import random
 from typing import Any
 
 import pytest
 
 from megatron_recover.megatron.data.randomness import microbatch_seed
+from tests.forks import CONTEXT
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.megatron.preload"])
 MICROBATCHES = [(iteration, microbatch) for iteration in (1, 2) for microbatch in range(3)]
 
 
@@ -67,8 +65,8 @@ def gradients(order: list[tuple[int, int]], recompute: bool, answers: Any) -> No
 
 
 def compute(order: list[tuple[int, int]], *, recompute: bool = False) -> dict[tuple[int, int], list[str]]:
-    ours, theirs = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=gradients, args=(order, recompute, theirs))
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=gradients, args=(order, recompute, theirs))
     process.start()
     theirs.close()
     try:

@@ -306,3 +306,10 @@ def test_a_file_that_is_made_again_through_a_link_leaves_the_link(tmp_path: Path
 def test_the_plot_of_a_run_without_any_step_is_empty_but_there(tmp_path: Path) -> None:
     report.write(traces.write(tmp_path, traces.Run().finish(1).events))
     assert (tmp_path / plot.PLOT_FILE).exists()
+
+
+def test_a_recovery_whose_detection_no_event_tells_has_no_total() -> None:
+    run = traces.faulty_run()
+    untold = [each for each in run.events if not isinstance(each, trace.Fault) and getattr(each, "phase", "") != "detect"]
+    for one in summary.summarize(History(enumerate(untold, start=1))).recoveries:
+        assert (one.total_s, one.detect_s) == (None, None) and one.commit_s is not None

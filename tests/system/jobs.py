@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from tests import forks
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
 
@@ -135,10 +137,7 @@ def run_job(
 
 
 def _run(command: Sequence[str], deadline_s: float, line: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env=os.environ | dict(environment or {}),
-    )  # fmt: skip
+    process = forks.start(command, cwd=ROOT, environment=os.environ | dict(environment or {}))
     try:
         output, _ = process.communicate(timeout=deadline_s)
     except KeyboardInterrupt:
@@ -164,18 +163,16 @@ def check(run_dir: pathlib.Path, against: pathlib.Path | None = None) -> tuple[i
     command = [sys.executable, "-m", "megatron_recover", "check", str(run_dir)]
     if against is not None:
         command += ["--against", str(against)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout + done.stderr
+    return forks.run(command, cwd=ROOT, deadline_s=120.0)
 
 
 def text_data(folder: pathlib.Path) -> pathlib.Path:
     """A small byte-level data set made from Python's own sources; returns the prefix for `--data-path`."""
     prefix = folder / "text"
     sources = sorted(pathlib.Path(json.__file__).parents[1].glob("[a-c]*.py"))
-    subprocess.run(
-        [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), *map(str, sources)],
-        cwd=ROOT, check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), *map(str, sources)]
+    exit_code, output = forks.run(command, cwd=ROOT, deadline_s=120.0)
+    assert exit_code == 0, output
     return prefix
 
 

@@ -80,6 +80,7 @@ def _missing(cls: type, attributes: Sequence[str]) -> list[str]:
     for base in cls.__mro__:
         left -= vars(base).keys() | inspect.get_annotations(base).keys()
     functions = (inspect.unwrap(each) for base in cls.__mro__ for each in vars(base).values() if inspect.isfunction(each))
-    for function in functions if left else ():
-        left -= {each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR"}
+    for function in functions:
+        if left.intersection(function.__code__.co_names):  # reading all bytecode takes 0.1 s in every rank
+            left -= {each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR"}
     return [name for name in attributes if name in left]
