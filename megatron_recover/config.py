@@ -276,15 +276,6 @@ def import_first(folder: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
 
 
-def leave_working_directory() -> None:
-    """Have this process, which `python -m` started, import nothing from the working directory.
-
-    A rank of torchrun's does not either. Call it once in a process.
-    """
-    if not sys.flags.safe_path:
-        del sys.path[0]
-
-
 def inherited_environment() -> dict[str, str]:
     """Return the environment of this process, for the processes that it starts."""
     return dict(os.environ)

@@ -32,7 +32,6 @@ from megatron_recover.observe import summary
 from megatron_recover.observe.report import plot
 
 PRELOAD = (
-    "megatron_recover.config:leave_working_directory",
     "torch",
     "megatron_recover.megatron.cpu:leave_out_the_compiler",
     "torch._dynamo",

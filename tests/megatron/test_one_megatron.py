@@ -13,13 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEEL = "the wheel"
 CHOOSE = """
 import subprocess, sys
-from megatron_recover.config import leave_working_directory
 from megatron_recover.megatron.launch import one_megatron
-leave_working_directory()
+sys.path.remove("")
 one_megatron.choose(sys.argv[1], is_module=sys.argv[1] == "module")
 ask = "from importlib.util import find_spec; print(*(find_spec(f'megatron.{part}').origin for part in ('core', 'training')))"
 exec(ask)
-print(subprocess.check_output([sys.executable, "-P", "-c", ask], text=True), end="")
+print(subprocess.check_output([sys.executable, "-c", ask], text=True), end="")
 """
 
 
@@ -50,15 +49,21 @@ WHOLE = "core", "training"
 
 
 def test_the_scripts_own_checkout_comes_first_then_pythonpath_then_the_wheel(tmp_path: Path) -> None:
-    """The working directory counts for a module only, as for torchrun."""
+    """The processes of a run are started by `python -m`, so the working directory may have no other."""
     checkout, other = megatron(tmp_path / "checkout", *WHOLE), megatron(tmp_path / "other", *WHOLE)
     (empty := tmp_path / "empty").mkdir()
     (link := empty / "linked.py").symlink_to(checkout / "script.py")
-    assert chosen(checkout / "script.py", other, other) == (str(checkout), "")
-    assert chosen(link, other) == (str(checkout), ""), "as Python does, from the folder of the file and not of the link"
+    assert chosen(checkout / "script.py", empty, other) == (str(checkout), "")
+    assert chosen(checkout / "script.py", checkout, other) == (str(checkout), "")
+    assert chosen(link, empty) == (str(checkout), ""), "as Python does, from the folder of the file and not of the link"
     assert chosen("module", checkout, other) == (str(checkout), "")
-    assert chosen(empty / "script.py", checkout, other) == (str(other), "")
-    assert chosen(empty / "script.py", checkout) == (WHEEL, "")
+    assert chosen(empty / "script.py", empty, other) == (str(other), "")
+    assert chosen(empty / "script.py", checkout, other) == (str(checkout), "")
+    assert chosen(empty / "script.py", empty) == (WHEEL, "")
+    assert chosen(checkout / "script.py", other)[1] == (
+        f"ValueError: two Megatrons would be imported: that of the working directory {other} and that beside the script in "
+        f"{checkout}; start in {checkout}"
+    )
 
 
 @pytest.mark.parametrize("part", WHOLE)

@@ -141,8 +141,6 @@ def test_a_line_of_upstreams_examples_runs_with_one_word_changed_survives_a_kill
     example: Example, tmp_path: pathlib.Path, data: pathlib.Path
 ) -> None:
     (tmp_path / "pretrain_gpt.py").symlink_to(upstream.script("pretrain_gpt.py"))  # the root of a checkout
-    (tmp_path / "megatron" / "core").mkdir(parents=True)  # nobody imports from the working directory
-    (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise RuntimeError('from the working directory')")
     places = {"DATA": str(data), "SAVE": "save", "TENSORBOARD": "board"}
     line = words(example, tmp_path, *(places.get(each, each) for each in example.arguments))
     port = {"--master_port": Change(free_port(), "another job of this machine may have upstream's")}

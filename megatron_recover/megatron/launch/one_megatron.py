@@ -1,9 +1,10 @@
 """Which Megatron a job imports: that of the script's own checkout, of PYTHONPATH, or the wheel.
 
 This is the order in which `python SCRIPT` looks. It is decided once, before anything is imported:
-the launcher puts the script's checkout first for all processes that it starts. `megatron` is a
-namespace package, of which Python takes each part from the first folder that has it. So a folder
-with a part of a Megatron in front of a whole one makes two Megatrons of one, which is refused.
+the launcher puts the script's checkout first for all processes that it starts. These are started by
+`python -m`, so they look in the working directory before all others. `megatron` is a namespace
+package, of which Python takes each part from the first folder that has it. So a folder with a part
+of a Megatron in front of a whole one makes two Megatrons of one, which is refused.
 
 Imports no Megatron.
 """
@@ -27,12 +28,18 @@ def import_folder(script: str, *, is_module: bool) -> str:
 def choose(script: str, *, is_module: bool) -> None:
     """Have this process and those that it starts import the Megatron of the script's checkout.
 
-    Does nothing if the script is in none. Raises ValueError if parts of different Megatrons would
-    be imported. Call it before Megatron is imported.
+    If the script is in none, one in the working directory comes first. Raises ValueError if parts
+    of different Megatrons would be imported. Call it before Megatron is imported.
     """
-    folder = import_folder(script, is_module=is_module)
-    if os.path.isdir(os.path.join(folder, "megatron")):
-        import_first(folder)
+    folder, here = import_folder(script, is_module=is_module), os.getcwd()
+    has_own, has_here = (os.path.isdir(os.path.join(each, "megatron")) for each in (folder, here))
+    if has_own and has_here and not os.path.samefile(folder, here):
+        raise ValueError(
+            f"two Megatrons would be imported: that of the working directory {here} and that beside the script in {folder}; "
+            f"start in {folder}"
+        )
+    if has_own or has_here:
+        import_first(folder if has_own else here)
     importlib.invalidate_caches()
     folders = {part: found for part in _PARTS if (found := _folder_of(part)) is not None}
     if len({*map(os.path.realpath, folders.values())}) > 1:
