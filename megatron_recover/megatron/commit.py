@@ -47,6 +47,7 @@ from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
+from megatron_recover.megatron.large_gradients import warn_of_large
 from megatron_recover.megatron.losses import gradient_scale, mean_loss
 from megatron_recover.megatron.parameter_digest import ParameterDigest
 from megatron_recover.megatron.schedule.passes import run_pass
@@ -415,6 +416,8 @@ class CommitLoop:
         if arguments.get("forward_only"):
             self.stepped(trained=False)
             return losses
+        if any(chunk.ddp_config.check_for_large_grads for chunk in chunks):
+            warn_of_large(reduction.mean_norms(), iteration=self._iteration())
         self._window.close()
         reduction.apply(tuple(version.bucket for version in order.record.versions))
         config = get_model_config(chunks[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import importlib
 import logging
@@ -116,6 +117,28 @@ def _keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return config_from
 
 
+def _with_sequence_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `WrappedTorchNorm.__new__`, changed to accept `--sequence-parallel`.
+
+    A norm works on each token by itself, so torch's norms need no change. Their parameters get the
+    mark of those whose gradient upstream sums over the tensor-parallel ranks, since each of these
+    ranks sees a part of the tokens. Apex and Transformer Engine set the same mark.
+    """
+
+    @functools.wraps(original)
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        without = copy.copy(config)
+        without.sequence_parallel = False
+        norm = original(cls, without, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return new
+
+
 # Note [Adam of torch]
 # Without Transformer Engine and Apex the optimizer is torch's Adam, which counts its steps in one
 # tensor per parameter (`step`). Loading a checkpoint into Megatron's distributed optimizer fails on
@@ -203,6 +226,7 @@ MEGATRON: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] =
     # The wheel has the compiled index builder, but not the Makefile that `compile_helpers` would
     # run.
     "megatron.core.datasets.utils:compile_helpers": lambda original: lambda: None,
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": _with_sequence_parallel,
     "megatron.training.argument_utils:core_transformer_config_from_args": _keep_outputs,
     f"{_ZERO}.sharded_state_dict": _with_adam_state,
     f"{_ZERO}._set_main_param_and_optimizer_states": _without_step,

@@ -53,6 +53,7 @@ from megatron_recover.megatron.launch.arguments import (
     cpu_refusals,
     flag_of,
     gpu_refusals,
+    provider_refusals,
     recover_config,
     refusals,
 )
@@ -271,6 +272,7 @@ class _Training:
                 raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
             if arguments.pop("store", None) is not None:
                 raise ValueError("store is not supported: each replica has a store of its own; leave it out")
+            _refuse(provider_refusals(self._settings[0], arguments["train_valid_test_dataset_provider"]))
         sys.exit(self._run(*self._settings, arguments))
 
     def is_writer(self) -> bool:
@@ -350,7 +352,7 @@ class _Training:
             )
             self._saves_in_background = args.async_save
             args.async_strategy = "mcore"  # the other is for processes of a package that nothing here starts
-            adapted = adapt(args, lanes=lanes)
+            adapted = adapt(args, lanes=lanes, replica=self._context.replica, replicas=self._context.num_replicas)
             args.align_param_gather = False  # upstream's schedules align; here hooks gather
             found = refusals(args, lanes=lanes)
             config = recover_config(args)
@@ -389,7 +391,7 @@ class _Training:
         from megatron_recover.megatron.commit import CommitLoop
         from megatron_recover.megatron.data import alike as parts
         from megatron_recover.megatron.data.index_builder import IndexBuilder
-        from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor
+        from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
         from megatron_recover.megatron.reporting import LogLine
         from megatron_recover.trainer.state_window import StateWindow
 
@@ -420,6 +422,7 @@ class _Training:
             {
                 **loop.replacements(),
                 "compile_helpers": IndexBuilder(originals["compile_helpers"], config.deadlines.build_s).compile,
+                "cyclic": never_ends,
                 "data_loader": Loaders(cursor, get_args).build,
                 "log_line": LogLine(driver, self._context.num_replicas, originals["log_line"], flush).print_rank_last,
                 "save_checkpoint": checkpoints.save_checkpoint_and_time,

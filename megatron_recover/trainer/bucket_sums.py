@@ -198,9 +198,24 @@ class GradientSum(BucketSum):
     def fits_grid(self, exponent: int) -> bool:
         """Return False if the result outgrew the grid of `exact`, 2**`exponent`.
 
-        It may then depend on which replica computed what. Without `exact` always return True.
+        It may then depend on which replica computed what. Without `exact` always return True, and
+        also for a result that is not finite: no order of additions makes it finite, so a loss
+        scaler skips the step in every run.
         """
-        return self._accumulator is None or exact.fits(self.bound, exponent)
+        return self._accumulator is None or not math.isfinite(self.bound) or exact.fits(self.bound, exponent)
+
+    def mean_norm(self) -> Tensor | None:
+        """Return the norm of the local gradient, as if its microbatches were the whole step.
+
+        So a replica that computes more microbatches has no larger norm. The result is a scalar on
+        the device; None for a local gradient without microbatches.
+        """
+        counted = len(self.counts.counted())
+        if not counted:
+            return None
+        norms = [torch.linalg.vector_norm(self._local[part]) for part in self._bucket.slices()]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return whole * (len(self.counts.each()) / counted)
 
     @property
     def _local(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.plan import operations
-from megatron_recover.core.values import Apply, BucketId, Generation, Pipeline, Plan, Shape
+from megatron_recover.core.values import Apply, BucketId, Generation, MicrobatchId, Pipeline, Plan, Shape
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer import exact
 from megatron_recover.trainer.bucket_sums import BucketSum, GradientSum, LedgerSum
@@ -386,6 +386,15 @@ class Reduction:
             )  # fmt: skip
 
     # --- the committed step -----------------------------------------------------------------------
+
+    def mean_norms(self) -> Iterator[tuple[BucketId, list[MicrobatchId], float]]:
+        """Yield each bucket with microbatches here, their ids, and `GradientSum.mean_norm`.
+
+        Call it before `apply`. Waits for the device.
+        """
+        for bucket_sum in self._gradient_sums:
+            if (norm := bucket_sum.mean_norm()) is not None:
+                yield bucket_sum.id, bucket_sum.counts.counted(), float(norm)
 
     def apply(self, buckets: Sequence[BucketId]) -> None:
         """Make the results of these buckets the gradient, once the step is committed.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_recover.megatron.data.index_cache import building_cache, cache_directory
-from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
+from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator, Shuffled, never_ends
 from tests.forks import CONTEXT
 
 
@@ -72,6 +72,35 @@ def test_ids_are_upstreams_samples_in_any_order(replicas: int, lanes: int, micro
     plain = [upstream_samples(consumed, micro, rank, replicas * lanes, steps * quota) for rank in range(replicas * lanes)]
     for step in range(steps):
         assert ours[step] == {i for rank in plain for batch in rank[step * quota : (step + 1) * quota] for i in batch}
+
+
+@pytest.mark.parametrize(("replicas", "lanes", "micro"), [(1, 1, 1), (3, 1, 4), (2, 2, 2), (1, 3, 3)])
+def test_cyclic_samples_are_upstreams_of_one_rank_over_the_ends_of_epochs(replicas: int, lanes: int, micro: int) -> None:
+    """Also from the middle of an epoch; 50 samples, of which an epoch leaves out what fills no microbatch."""
+    from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
+    from megatron.training.training import cyclic_iter
+
+    num, steps, consumed = 2 * replicas, 9, 5 * micro
+    sampler = cyclic_iter(MegatronPretrainingRandomSampler(None, 50, consumed, micro, 0, 1, True))
+    wanted = [next(sampler) for _ in range(steps * num * lanes)]
+    cursor = MicrobatchCursor()
+    iterators = [
+        MicrobatchIterator(
+            Shuffled(Numbers(50), micro), cursor, consumed_samples=consumed, micro_batch_size=micro, lane=lane, num_lanes=lanes
+        )
+        for lane in range(lanes)
+    ]
+    for step in range(steps):
+        cursor.begin([never_ends(iterator) for iterator in iterators], num)
+        for microbatch in random.Random(step).sample(range(num), num):
+            cursor.microbatch = microbatch
+            for lane, iterator in enumerate(iterators):
+                assert samples(next(iterator)) == wanted[(step * num + microbatch) * lanes + lane]
+
+
+def test_a_data_set_below_a_microbatch_is_no_epoch() -> None:
+    with pytest.raises(ValueError, match="the dataset has 3 samples, fewer than a microbatch of 4"):
+        Shuffled(Numbers(3), 4)
 
 
 def test_steps_count_for_a_rank_that_reads_nothing_of_them() -> None:

@@ -168,7 +168,6 @@ VALUES = {
     "--fp4-format": "e2m1",
     "--ckpt-convert-format": "torch",
     "--cuda-graph-impl": "local",
-    "--dataloader-type": "cyclic",
     "--dataloader-inter-document-masking": "",
     "--rampup-batch-size": "2 2 100",
     "--num-workers": "-1",
@@ -210,6 +209,7 @@ def test_a_flag_that_the_installed_megatron_has_dropped_is_no_defect_and_not_pas
         "--no-overlap-p2p-communication",
         "--context-parallel-size 2 --seq-length 64",
         "--dataloader-type single --ckpt-format torch --cuda-graph-impl none",
+        "--dataloader-type cyclic --tp-comm-overlap --check-for-large-grads --profile --use-pytorch-profiler",
         "--use-distributed-optimizer --calculate-per-token-loss --bf16 --log-throughput --swiglu",
     ],
 )
@@ -227,6 +227,8 @@ def test_what_is_supported_is_taken(flags: str, data: str) -> None:
         ({"distributed_timeout_minutes": 60}, 1, {"distributed_timeout_minutes": 10}),
         ({"log_energy": True, "log_progress": True}, 1, {"log_energy": False, "log_progress": False}),
         ({"check_weight_hash_across_dp_replicas_interval": 5}, 2, {"check_weight_hash_across_dp_replicas_interval": None}),
+        ({"tp_comm_overlap": True}, 1, {"tp_comm_overlap": False}),
+        ({"dataloader_type": "cyclic", "data_sharding": False}, 1, {"dataloader_type": "cyclic", "data_sharding": True}),
         ({}, 2, {}),
     ],
 )
@@ -240,10 +242,25 @@ def test_what_means_nothing_in_a_replica_has_no_effect_and_is_told(
         "rerun_mode": "disabled"
     }
     args = argparse.Namespace(**plain | given)
-    lines = adapt(args, lanes=lanes)
+    lines = adapt(args, lanes=lanes, replica=1, replicas=2)
     assert vars(args) == plain | expected
     assert len(lines) == sum(plain[name] != given[name] and expected[name] != given[name] for name in given)
     assert all(" has no effect with replicas: " in line for line in lines)
+
+
+@pytest.mark.parametrize(("replica", "replicas", "kept"), [(0, 2, True), (1, 2, False), (0, 1, True)])
+def test_one_replica_is_profiled_and_one_replica_alone_overlaps_what_tensor_parallel_ranks_send(
+    replica: int, replicas: int, kept: bool
+) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    given = ["--profile", "--tp-comm-overlap", "--rerun-mode", "disabled"]
+    args = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(given)
+    lines = adapt(args, lanes=1, replica=replica, replicas=replicas)
+    assert (args.profile, args.tp_comm_overlap) == (kept, replicas == 1)
+    assert lines == [] if replicas == 1 else [line.split(":")[0] for line in lines] == [
+        "--tp-comm-overlap has no effect with replicas", "--profile has no effect in other replicas than 0",
+    ]  # fmt: skip
 
 
 def test_flags_are_declared_as_megatron_declares_them() -> None:

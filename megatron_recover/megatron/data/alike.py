@@ -19,7 +19,7 @@ import torch
 from megatron_recover.config import nccl_order
 from megatron_recover.megatron.launch.preflight_data import is_number
 
-_OF_ONE_RANK = frozenset({"rank", "local_rank", "flight_recorder_dump_path"})
+_OF_ONE_RANK = frozenset({"rank", "local_rank", "flight_recorder_dump_path", "profile"})
 _PACKAGES = ("torch", "megatron-core", "numpy", "megatron-recover")
 _DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Arguments that name indexed data."""
@@ -74,9 +74,10 @@ def data(args: Namespace) -> dict[str, str]:
 def samples(args: Namespace) -> dict[str, str]:
     """Return what decides which samples a run reads, by name. Compared when a run resumes.
 
-    That is digests as in `data`, weights, `--split` and `--seed`; nothing if there are no indexed
-    data sets and no weights. Names data sets by their position and not, as `data` does, by their
-    paths: the files may have moved before a run resumes.
+    That is digests as in `data`, weights, `--split` and `--seed`, and with `--dataloader-type
+    cyclic` what decides its order; nothing if there are no indexed data sets and no weights. Names
+    data sets by their position and not, as `data` does, by their paths: the files may have moved
+    before a run resumes.
     """
     found: dict[str, str] = {}
     for name in _DATA_PATHS:
@@ -85,7 +86,11 @@ def samples(args: Namespace) -> dict[str, str]:
         found |= {f"data set {number} of {flag}": _digest_of_data(each) for number, each in enumerate(prefixes, 1)}
         if weights := [word for word in words if is_number(word)]:
             found[f"the weights of {flag}"] = _cut(" ".join(weights))
-    return found | {f"--{name}": str(getattr(args, name)) for name in ("split", "seed") if found and hasattr(args, name)}
+    names = ["split", "seed"]
+    if getattr(args, "dataloader_type", None) == "cyclic":
+        names += ["dataloader_type", "micro_batch_size"]  # an epoch is a multiple of the microbatch
+    flags = {f"--{name.replace('_', '-')}": str(getattr(args, name)) for name in names if hasattr(args, name)}
+    return found | flags if found else {}
 
 
 def _is_indexed(prefix: str) -> bool:

@@ -3,7 +3,9 @@
 The samples of a lane are a pure function of two numbers: how many samples the job has consumed, and
 the microbatch's id. So every replica reads the same samples for an id. All ids of a step have
 exactly the samples that upstream's `MegatronPretrainingSampler` gives to a data-parallel job of the
-same global batch. Which replica computes a microbatch is decided elsewhere.
+same global batch; with `--dataloader-type cyclic` those of its `MegatronPretrainingRandomSampler`
+in a job of one data-parallel rank (`Shuffled`). Which replica computes a microbatch is decided
+elsewhere.
 
 Note [Workers]
     Upstream reads ahead in forked worker processes, each of which knows its samples for the whole
@@ -25,7 +27,9 @@ Note [Generators]
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -182,6 +186,42 @@ class MicrobatchIterator:
         return batch
 
 
+class Shuffled:
+    """A data set without an end: all samples of another one, in a new order in each epoch.
+
+    The order of an epoch is that of upstream's cyclic loader in a job of one data-parallel rank: a
+    function of the number of the epoch and of the length. So it depends neither on replicas nor on
+    lanes. An epoch leaves out the last samples, with which no microbatch is full.
+    """
+
+    def __init__(self, dataset: Dataset, micro_batch_size: int) -> None:
+        """Shuffle `dataset`. Raises ValueError if it has less than one microbatch."""
+        self._dataset, self._length = dataset, len(dataset) // micro_batch_size * micro_batch_size
+        if not self._length:
+            raise ValueError(f"the dataset has {len(dataset)} samples, fewer than a microbatch of {micro_batch_size}")
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        epoch, place = divmod(position, self._length)
+        return self._dataset[int(_order(self._length, epoch)[place])]
+
+
+@functools.lru_cache(maxsize=4)
+def _order(length: int, epoch: int) -> Tensor:
+    """Return the order of the samples in an epoch.
+
+    Some are kept: of two epochs where a step begins in one and ends in another, for two splits.
+    """
+    return torch.randperm(length, generator=torch.Generator().manual_seed(epoch))
+
+
+def never_ends(iterator: MicrobatchIterator) -> MicrobatchIterator:
+    """Return `iterator`, which a `Shuffled` data set never ends (seam `cyclic`)."""
+    return iterator
+
+
 class Loaders:
     """Replaces `build_pretraining_data_loader` (seam `data_loader`)."""
 
@@ -195,7 +235,8 @@ class Loaders:
         """Return the iterator of one split, which begins after `consumed_samples` samples.
 
         Fill the dataset's caches of masks first. The validation and test splits get the microbatch
-        size of evaluation. Returns None without a dataset: ranks that read no data have none.
+        size of evaluation. With `--dataloader-type cyclic` the samples are shuffled (`Shuffled`).
+        Returns None without a dataset: ranks that read no data have none.
         """
         from megatron.core import parallel_state
         from megatron.core.datasets.utils import Split
@@ -205,11 +246,12 @@ class Loaders:
         fill_mask_caches(dataset, self._masks)
         args = self._get_args()
         split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
+        micro_batch_size = args.eval_micro_batch_size if split in (Split.valid, Split.test) else args.micro_batch_size
         return MicrobatchIterator(
-            dataset,
+            Shuffled(dataset, micro_batch_size) if args.dataloader_type == "cyclic" else dataset,
             self._cursor,
             consumed_samples=consumed_samples,
-            micro_batch_size=args.eval_micro_batch_size if split in (Split.valid, Split.test) else args.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             lane=parallel_state.get_data_parallel_rank(),
             num_lanes=parallel_state.get_data_parallel_world_size(),
         )

@@ -19,6 +19,8 @@ import msgspec
 from megatron_recover.config import VISIBLE_GPUS, RecoverConfig, visible_gpus
 from megatron_recover.deadlines import NCCL_CONNECTS_S, figure, shortest_on_gpu_s
 
+SAMPLES_BY_ID = "samples_by_id"
+"""Attribute by which the provider of external data sets declares that they are read by index."""
 _PREFIX = "recover_"
 
 
@@ -155,8 +157,6 @@ REFUSALS = (
             "it needs the rerun mode", "use --chaos of megatron-recover run"),
     Refusal("--inprocess-restart", _set("inprocess_restart"), "two systems would watch and restart the same ranks", _DROP),
     Refusal("--enable-ft-package", _set("enable_ft_package"), "two systems would watch and restart the same ranks", _DROP),
-    Refusal("--tp-comm-overlap", _set("tp_comm_overlap"),
-            "Transformer Engine's sockets have the same names in every replica of a node", _DROP),
     Refusal("--log-straggler", _set("log_straggler"), "every replica would open the same port", _DROP),
     Refusal("--run-workload-inspector-server", _set("run_workload_inspector_server"),
             "every replica would open the same port", _DROP),
@@ -164,8 +164,6 @@ REFUSALS = (
             "every replica would inject the same faults", "use --chaos of megatron-recover run"),
     Refusal("--fault-injector-num-ranks", _not("fault_injector_num_ranks"),
             "every replica would inject the same faults", "use --chaos of megatron-recover run"),
-    Refusal("--check-for-large-grads", _set("check_for_large_grads"),
-            "it is a part of upstream's gradient reduction, which replicas replace", _DROP),
     Refusal("--result-rejected-tracker-filename", _set("result_rejected_tracker_filename"),
             "it skips iterations by what one replica has seen", _DROP),
     Refusal("--adlr-autoresume", _set("adlr_autoresume"),
@@ -174,8 +172,6 @@ REFUSALS = (
             "each replica would stop by itself", "send SIGTERM to megatron-recover run"),
     # Choice of samples.
     Refusal("--rampup-batch-size", _not("rampup_batch_size"), "Megatron no longer obeys it", "use --step-batch-size-schedule"),
-    Refusal("--dataloader-type", _not("dataloader_type", "single"),
-            "a microbatch's samples must follow from its id", "use single"),
     Refusal("--dataloader-inter-document-masking", _set("dataloader_inter_document_masking"),
             "this script's data sets and batches carry no document boundaries", _DROP),
     Refusal("--num-workers", lambda args: args.num_workers < 0,
@@ -217,8 +213,6 @@ REFUSALS = (
     Refusal("--moe-use-upcycling", _set("moe_use_upcycling"),
             "every replica would write the upcycled checkpoint", "upcycle it in plain Megatron"),
     Refusal("--record-memory-history", _set("record_memory_history"), "every replica would write the same files", _DROP),
-    Refusal("--use-pytorch-profiler", _set("use_pytorch_profiler"),
-            "every replica would write the same files", "use --profile alone, under nsys"),
     Refusal("--moe-routing-trace-path", _set("moe_routing_trace_path"), "every replica would write the same files", _DROP),
     Refusal("--config-logger-dir", _set("config_logger_dir"), "every replica would write the same files", _DROP),
     Refusal("--dump-param-to-param-group-map", _set("dump_param_to_param_group_map"),
@@ -235,13 +229,15 @@ class Adaptation(msgspec.Struct, frozen=True):
     flag: str
     """The flag as the user writes it."""
     when: Callable[[Namespace], object]
-    """Returns a true value if the arguments request it. The arguments include `lanes`."""
+    """Returns a true value if the arguments request it. They include `lanes` and `replicas`."""
     name: str
     """Name of the argument that is changed."""
     value: object
     """Its new value."""
     because: str
     """The reason, as a clause of the message."""
+    but_in_one: bool = False
+    """True if replica 0 keeps the argument as it is."""
 
 
 ADAPTATIONS = (
@@ -262,22 +258,31 @@ ADAPTATIONS = (
                "rerun_mode", "disabled", "it repeats a step in one replica alone; what is not finite still ends the job"),
     Adaptation("--distributed-timeout-minutes", _not("distributed_timeout_minutes", 10), "distributed_timeout_minutes", 10,
                "--recover-deadline-s bounds every wait"),
+    Adaptation("--tp-comm-overlap", lambda args: args.tp_comm_overlap and args.replicas > 1, "tp_comm_overlap", False,
+               "Transformer Engine's sockets have the same names in every replica of a node; it changes speed only"),
+    Adaptation("--profile", lambda args: args.profile and args.replicas > 1, "profile", False,
+               "every replica would write the same files", but_in_one=True),
+    Adaptation("--no-data-sharding", lambda args: args.dataloader_type == "cyclic" and not args.data_sharding,
+               "data_sharding", True, "samples come in the order of one data-parallel rank, to which it makes no difference"),
     Adaptation("--log-energy", _set("log_energy"), "log_energy", False, "it is the energy of one replica"),
     Adaptation("--log-progress", _set("log_progress"), "log_progress", False,
                "every replica would write the file; events.jsonl of the run directory has every step"),
 )  # fmt: skip
 
 
-def adapt(args: Namespace, *, lanes: int) -> list[str]:
+def adapt(args: Namespace, *, lanes: int, replica: int, replicas: int) -> list[str]:
     """Change arguments that mean nothing, or something wrong, in a replica; return a line for each.
 
-    Call it before `refusals`, which accepts these flags.
+    `replica` is the one of these arguments, of `replicas` at the start. Call it before `refusals`,
+    which accepts these flags.
     """
-    judged = Namespace(**vars(args), lanes=lanes)
+    judged = Namespace(**vars(args), lanes=lanes, replicas=replicas)
     requested = [each for each in ADAPTATIONS if each.when(judged)]
     for each in requested:
-        setattr(args, each.name, each.value)
-    return [f"{each.flag} has no effect with replicas: {each.because}" for each in requested]
+        if replica or not each.but_in_one:
+            setattr(args, each.name, each.value)
+    where = {False: "with replicas", True: "in other replicas than 0"}
+    return [f"{each.flag} has no effect {where[each.but_in_one]}: {each.because}" for each in requested]
 
 
 _WITHOUT_KITCHEN = {"kitchen_config_file": None, "kitchen_recipe_number": None}
@@ -307,12 +312,25 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
 def cpu_refusals(args: Namespace) -> list[str]:
     """Return one line for each argument that is refused without CUDA; call it only there.
 
-    torch's layers, which Megatron uses there, get these arguments wrong.
+    Megatron would fail there in the middle of its start, or of the training.
     """
-    found = []
-    if args.sequence_parallel:
-        found.append("--sequence-parallel needs CUDA: torch's LayerNorm does not know it; leave it out on a CPU")
-    return found
+    if args.profile and not args.use_pytorch_profiler:
+        return ["--profile needs CUDA: it marks steps for nsys; add --use-pytorch-profiler on a CPU"]
+    return []
+
+
+def provider_refusals(args: Namespace, provider: object) -> list[str]:
+    """Return one line if the data sets of `provider` cannot be read by the microbatch's id.
+
+    `provider` is the training script's `train_valid_test_datasets_provider`.
+    """
+    if args.dataloader_type != "external" or getattr(provider, SAMPLES_BY_ID, False):
+        return []
+    return [
+        "--dataloader-type external is not supported with a loader that hands out samples in an order of its own: a "
+        "microbatch's samples must follow from its id; return data sets that are read by index, and set "
+        f"{SAMPLES_BY_ID} = True on the provider, or use single or cyclic"
+    ]
 
 
 def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, deterministic: bool) -> list[str]:
