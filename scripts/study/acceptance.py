@@ -3,15 +3,18 @@
     python -m scripts.study.acceptance CHECKOUT
 
 CHECKOUT is a clone of Megatron-LM, or of the part that has `tests/functional_tests`. Each
-`model_config.yaml` below it that trains is judged as `run` would judge its flags (`REFUSALS`).
+`model_config.yaml` below it that trains is judged as `run` would judge its flags (`REFUSALS`), and
+so is each launch line of training that a shell script below `examples` has (`launch_lines.py`).
 Data, folders and the number of GPUs are not judged. Inference and reinforcement learning are left
-out.
+out; upstream's performance tests are of inference only.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import itertools
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +24,15 @@ from typing import Any
 import msgspec
 
 from megatron_recover.megatron.launch import preflight
+from scripts.study import launch_lines
 
 OTHERS = ("inference", "rl")
 """Modes of upstream's tests that are no pre-training."""
+
+
+LOADER = "--dataloader-type"
+"""Flag that is refused with `external` later, when the script runs: none of upstream's declares
+that its samples follow from an index."""
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -31,7 +40,7 @@ class Judged(msgspec.Struct, frozen=True):
 
     name: str
     kind: str
-    """`release` or `functional`."""
+    """`release`, `functional` or `example`."""
     refused: tuple[str, ...]
 
 
@@ -46,23 +55,34 @@ def judged(checkout: Path) -> Iterator[Judged]:
         described = yaml.safe_load(file.read_text())
         if described.get("MODEL_ARGS") and described.get("MODE") not in OTHERS:
             kind = "release" if described.get("TEST_TYPE") == "release" else "functional"
-            lines = preflight.unsupported(words(described["MODEL_ARGS"]))
-            yield Judged(file.parent.name, kind, tuple(line.split()[0] for line in lines))
+            yield _judge(file.parent.name, kind, words(described["MODEL_ARGS"]))
+    for name, line in launch_lines.below(checkout / "examples", [*checkout.glob("pretrain_*.py")]):
+        yield _judge(name, "example", line)
+
+
+def _judge(name: str, kind: str, line: Sequence[str]) -> Judged:
+    flags = [each.split()[0].removesuffix(":") for each in preflight.unsupported(line)]
+    if (LOADER, "external") in itertools.pairwise(line):
+        flags.append(LOADER)
+    return Judged(name, kind, tuple(dict.fromkeys(flags)))
 
 
 def words(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags with values as words of a command line, as upstream's test runner does."""
+    """Return flags with values as words of a command line, as upstream's test runner does.
+
+    A variable that the runner sets counts as 1.
+    """
     found: list[str] = []
     for flag, value in flags.items():
         if value is True:
             found.append(flag)
         elif value is not None and value is not False:
-            found += [flag, *shlex.split(str(value))]
+            found += [flag, *shlex.split(re.sub(r"\$\{\w+\}", "1", str(value)))]
     return found
 
 
 def table(configurations: Sequence[Judged]) -> str:
-    """Return the counts by kind, and below them the flags with how many each refuses."""
+    """Return the counts by kind, the flags with how many each refuses, and what is refused."""
     kinds = sorted({each.kind for each in configurations})
     refused = {kind: [each for each in configurations if each.kind == kind and each.refused] for kind in kinds}
     lines = [
@@ -73,6 +93,9 @@ def table(configurations: Sequence[Judged]) -> str:
         alone = collections.Counter(each.refused[0] for each in refused[kind] if len({*each.refused}) == 1)
         lines += [f"\n{kind}, by flag (for it alone):"]
         lines += [f"{number:5} ({alone[flag]:3})  {flag}" for flag, number in flags.most_common()]
+    for kind in kinds:
+        lines += [f"\n{kind}, by name:"]
+        lines += [f"  {each.name}: {' '.join(dict.fromkeys(each.refused))}" for each in refused[kind]]
     return "\n".join(lines)
 
 
