@@ -139,8 +139,9 @@ _POINTS_WITH = {
 def never_passed(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield each key of a fault that does not fit its point, with a text that has the remedy.
 
-    `table` is the fault as written in a file. Such a fault would strike nowhere. Yield nothing for
-    an unknown point or for `compute`.
+    `table` is the fault as written in a file. Such a fault would strike nowhere. The keys are
+    `step`, `microbatch` and `bucket`, which not every point is passed with, and a `rank` above 0
+    where only rank 0 passes the point. Yield nothing for an unknown point or for `compute`.
     """
     point = next((point for point in FaultPoint if point.value == table.get("point")), None)
     if point in (None, FaultPoint.COMPUTE):

@@ -324,7 +324,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty: Verdict, seconds: float) -> str:
-    """Return the text of the last screen."""
+    """Return the text of the last screen.
+
+    These are what happened, each claim with its evidence, and where to look. If a claim does not
+    hold, the text also has what `check` says of both runs.
+    """
     lines = ["", *(f"     {line}" for line in story(faulty.summary)), ""]
     for claim in found:
         lines += [f"  [{'yes' if claim.holds else ' NO'}] {claim.text}", f"        {claim.evidence}"]

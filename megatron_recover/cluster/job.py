@@ -136,9 +136,9 @@ def link_logs(job: Job) -> None:
 
 
 def new_folder(prefix: str = "") -> Path:
-    """Create and return `runs/<prefix><time>`, with a number appended if that name is taken.
+    """Create and return `runs/<prefix><time>`; if that name is taken, with `-2`, `-3` and so on.
 
-    Raises ValueError with the remedy.
+    Raises ValueError with the remedy if no folder can be made.
     """
     runs = Path("runs")
     name = prefix + time.strftime("%Y%m%d-%H%M%S")

@@ -416,7 +416,7 @@ def _blame(state: CoordinatorState) -> Step:
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
-    """Record that a member entered, its unexcused waits and its step. A new one drops evidence."""
+    """Record a member's entry, its unexcused waits and its step. A newer step drops evidence."""
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     state = _reached(state, entered.step)

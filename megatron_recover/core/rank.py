@@ -233,11 +233,12 @@ def may_run(state: RankState, generation: Generation) -> bool:
 
 
 def _on_promise(state: RankState, order: Promise) -> Step:
-    """Retire older transports, report what is not reported yet, and acknowledge, in this order."""
+    """Retire older transports, send unreported results, acknowledge; ignore an older promise."""
     if order.generation <= state.promised:
         return state, ()
     state, effects = _flush(replace(state, promised=order.generation))
-    # What a plan voids stops counting with the order, whenever the training thread takes it.
+    # The leader must not get the journal of an attempt that a queued plan voids. The rank's own is
+    # emptied when the training thread takes that plan.
     voided = any(isinstance(queued, Plan) and queued.voids for queued in state.queue)
     journal = Journal() if voided else state.journal
     return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation, journal)))

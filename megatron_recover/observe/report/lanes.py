@@ -1,8 +1,8 @@
 """Lay out the picture of an episode: a lane for each rank, bars for its work, lines for events.
 
 Like `charts` this module places things and leaves things out; it does not decide how they look. A
-picture stays small for runs of any size: some ranks represent all, and bars too narrow to be
-distinguished are drawn as one.
+picture stays small for runs of any size: some ranks represent all, and above `MAX_BARS` bars of
+work, narrow neighbours are drawn as one.
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ class Picture:
 
 
 def picture(history: History, timeline: Timeline, episode: Episode) -> Picture:
-    """Draw an episode."""
+    """Return the picture of an episode.
+
+    Above `MAX_BARS` bars of computing and reducing, narrow neighbours become one, and wider ones
+    too, until at most so many are left.
+    """
     chosen, num_ranks = _chosen(history, timeline, episode)
     x = charts.Scale(episode.begin_shown, episode.end_shown)
     groups = tuple(_group(timeline, episode, x, replica, ranks) for replica, ranks in chosen.items())

@@ -162,9 +162,11 @@ class Space:
         return world
 
     def coordinate(self, world: JobState, message: coordinator.Input) -> JobState:
-        """Feed an input to the coordinator, or to its inbox while it is stopped.
+        """Return the state after an input to the coordinator, or to its inbox while it is stopped.
 
-        A grace ends at once, unless operations take time to fail. `faults` fires the follow timers.
+        Of the effects, only announcements reach the network. A grace ends at once, unless
+        operations take time to fail. `Moves.faults` fires all other timers. Raises
+        InvariantViolation for a removal that is wrong (`judging.py`).
         """
         if world.stopped:
             return world._replace(inbox=(*world.inbox, self.inputs.number(message)))
