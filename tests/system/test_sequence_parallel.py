@@ -20,7 +20,7 @@ PROFILE = ("--profile", "--use-pytorch-profiler", "--profile-step-start", "1", "
 
 
 def test_a_job_with_a_death_is_one_replica_and_nearly_one_without_the_flag(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
-    """Each rank's norms see half of the tokens: without the sum over both, parameters drift apart and losses differ.
+    """Each rank's norms see half of the tokens: without the sum over both, their parameters drift apart, which `check` finds.
 
     All go on from one checkpoint: before it builds a model, upstream draws other random numbers with the flag.
     """
