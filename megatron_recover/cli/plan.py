@@ -55,6 +55,7 @@ _OF_RUN = {
     **dict.fromkeys(
         ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet"), "plan starts no rank"
     ),
+    **dict.fromkeys(("--metrics-port", "--metrics-address", "--metrics-textfile", "--on-event"), "plan starts no run"),
     **dict.fromkeys((name for flag in TORCHRUN for name in flag.names), "plan starts no rank"),
 }
 """Flags of `run`, with the reason why `plan` has no use for them."""

@@ -60,7 +60,7 @@ class OutputAdded(msgspec.Struct, frozen=True, tag=True):
     is_on_console: bool = True
     """False: these lines are for `train.log` only."""
     tee: Tee | None = None
-    """How all lines of the output are shown on the console; None: they are not."""
+    """The way in which the console shows all lines of the output; None: it does not."""
 
 
 TRAIN_LOG, LAUNCHER_LOG, FILTERED_STDOUT, FILTERED_STDERR = -1, -2, -3, -4

@@ -1,4 +1,4 @@
-"""Which Megatron a job imports: that of the script's own checkout, of PYTHONPATH, or the wheel.
+"""The Megatron that a job imports: that of the script's own checkout, of PYTHONPATH, or the wheel.
 
 This is the order in which `python SCRIPT` looks. It is decided once, before anything is imported:
 the launcher puts the script's checkout first for all processes that it starts. These are started by
