@@ -25,7 +25,7 @@ from megatron_recover.flags import split
 from megatron_recover.trace import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2 --mock-data"
+FLAGS = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2 --eval-interval 9 --mock-data"
 
 
 def test_the_table_has_every_flag_of_torchrun_and_no_other() -> None:
@@ -294,7 +294,7 @@ def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told(
     ]  # fmt: skip
     jobs: list[Job] = []
 
-    def start(job: Job, *, quiet: bool) -> NoReturn:
+    def start(job: Job, **_: object) -> NoReturn:
         jobs.append(job)
         raise KeyboardInterrupt
 

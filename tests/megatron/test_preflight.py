@@ -28,7 +28,7 @@ def data(tmp_path: Path) -> str:
 
 def judge(data: str, flags: str = "", *, replicas: int = 2, lanes: int = 1) -> Preflight:
     base = f"--num-layers 4 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 16 --data-path {data} "
-    base += "--train-iters 10 "
+    base += "--train-iters 10 --eval-interval 10 "
     return preflight((base + flags).split(), num_replicas=replicas, lanes=lanes)
 
 
@@ -70,6 +70,7 @@ def test_layout_of_a_job(data: str) -> None:
         ("--data-path {data}.idx", {}, "text.idx: name the data without .idx, as "),
         ("--data-path", {}, "--data-path is missing"),
         ("--train-iters 0", {}, "--train-iters is 0; it must be at least 1"),
+        ("--eval-interval 0", {}, "--eval-interval is missing or below 1; Megatron divides by it even with --eval-iters 0"),
         ("--split 9999,1,0", {}, "--split 9999,1,0 leaves none of the 1000 documents"),
         ("--split 90,0,10", {}, "--split 90,0,10 has nothing for validation, and --eval-iters is 100; give it a share, or set"),
         ("--split 0,5,5", {}, "--split 0,5,5 has nothing for training; give it a share"),
@@ -297,7 +298,7 @@ def test_data_of_one_split_is_not_empty(data: str, tmp_path: Path) -> None:
     preflight(flags.format(data, empty, 0).split(), num_replicas=2)
 
 
-PLAIN = "--micro-batch-size 2 --global-batch-size 16 --train-iters 10 "
+PLAIN = "--micro-batch-size 2 --global-batch-size 16 --train-iters 10 --eval-interval 10 "
 
 
 def _refused_data(flags: str) -> str:
@@ -409,4 +410,4 @@ def test_the_length_of_training_is_needed(data: str) -> None:
     flags = f"--num-layers 4 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 16 --data-path {data}"
     with pytest.raises(ValueError, match="--train-iters is missing; say how many iterations to train"):
         preflight(flags.split(), num_replicas=2)
-    preflight([*flags.split(), "--train-samples", "160"], num_replicas=2)
+    preflight([*flags.split(), "--train-samples", "160", "--eval-interval", "9"], num_replicas=2)

@@ -72,6 +72,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--mock-data": _ON,
     "--split": _TEXT,
     "--eval-iters": {"type": int, "default": 100},
+    "--eval-interval": _INT,
     "--seed": {"type": int, "default": 1234},
     # Folders.
     "--save": _TEXT,
@@ -189,7 +190,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         raise ValueError("\n".join(found))
     layout, wrong = _layout(args, lanes)
     num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
-    found += [*wrong, *too_few, *_length(args), *data.mistakes(args), *_saving(args), *_unwritable(args)]
+    found += [*wrong, *too_few, *_length(args), *_evaluating(args), *data.mistakes(args), *_saving(args), *_unwritable(args)]
     found += _without_package(args)
     if found:
         raise ValueError("\n".join(found))
@@ -469,6 +470,17 @@ def _length(args: Namespace) -> list[str]:
     if args.train_iters is None and args.train_samples is None:
         return ["--train-iters is missing; say how many iterations to train (or how many samples, with --train-samples)"]
     return below_one({"--train-iters": args.train_iters, "--train-samples": args.train_samples})
+
+
+def _evaluating(args: Namespace) -> list[str]:
+    # Upstream counts the samples of all evaluations before it looks whether there are any
+    # (training.py, get_train_valid_test_num_samples): a TypeError in every rank.
+    if args.eval_interval is not None and args.eval_interval > 0:
+        return []
+    return [
+        "--eval-interval is missing or below 1; Megatron divides by it even with --eval-iters 0: say every how many iterations to "
+        "evaluate"
+    ]
 
 
 def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
