@@ -15,7 +15,8 @@ from megatron_recover.megatron.layout.memory import memory
 from megatron_recover.megatron.layout.sizes import Layout, Sizes
 from tests.megatron.test_layout import eight_billion
 
-FLAGS = "--tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 64 --train-iters 2 --eval-interval 9 --mock-data"
+FLAGS = "--tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 64 --train-iters 2 --mock-data "
+FLAGS += "--eval-interval 9"
 
 
 @pytest.fixture

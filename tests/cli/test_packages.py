@@ -128,8 +128,8 @@ def test_check_asks_for_torch_only_to_compare_checkpoints(
 def test_tensorboard_is_asked_for_only_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = shlex.split(
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-        "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 257 "
-        "--eval-interval 9"
+        "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --eval-interval 9 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 257"
     )
     _with(monkeypatch, tensorboard=None)
     preflight(flags, num_replicas=2)

@@ -97,7 +97,8 @@ def test_what_only_its_owner_may_read_is_refused_before_there_is_a_job(locked: s
     for file in ("script/script.py", "script.py", "data/text.bin", "data/text.idx"):
         (tmp_path / file).touch()
     run_dir, script = tmp_path / "run" / "a", tmp_path / ("script/script.py" if locked == "script" else "script.py")
-    flags = "--num-layers 2 --num-attention-heads 2 --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --eval-interval 9"
+    flags = "--num-layers 2 --num-attention-heads 2 --micro-batch-size 1 --global-batch-size 2 --train-iters 1"
+    flags += " --eval-interval 9"
     data = ["--data-path", str(tmp_path / "data" / "text")] if "data" in locked else ["--mock-data"]
     logs = ["--log-dir", str(tmp_path / "logs")] if locked == "logs" else []
     place = tmp_path / locked

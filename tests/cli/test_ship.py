@@ -27,7 +27,8 @@ SMALL = ("msgspec", "rich", "jinja2", "psutil", "markupsafe", "markdown_it", "ma
 """What the wheel asks for, and what that asks for."""
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
-    "--global-batch-size 4 --train-iters 2 --eval-interval 9 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 257 --mock-data"
+    "--global-batch-size 4 --train-iters 2 --eval-interval 9 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 257 "
+    "--mock-data"
 )
 FAKE_BUILD = """\
 #!/bin/sh

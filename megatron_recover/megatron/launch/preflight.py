@@ -478,8 +478,8 @@ def _evaluating(args: Namespace) -> list[str]:
     if args.eval_interval is not None and args.eval_interval > 0:
         return []
     return [
-        "--eval-interval is missing or below 1; Megatron divides by it even with --eval-iters 0: say every how many iterations to "
-        "evaluate"
+        "--eval-interval is missing or below 1; Megatron divides by it even with --eval-iters 0: say every how many iterations "
+        "to evaluate"
     ]
 
 
