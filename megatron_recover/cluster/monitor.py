@@ -147,7 +147,7 @@ class Monitor:
 
     def _take(self, line: bytes) -> None:
         """Take a line of the trace. Lines without an effect here are not decoded."""
-        if line[10:].partition(b'"')[0].decode(errors="replace") not in _WANTED:
+        if trace.name_in(line) not in _WANTED:
             return
         try:
             event, _ = trace.parse(line)
