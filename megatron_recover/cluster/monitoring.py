@@ -10,18 +10,17 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from megatron_recover.cluster import event_command
+from megatron_recover.cluster import event_command, renewed
 from megatron_recover.cluster.monitor_messages import MAX_PACKET_BYTES, MonitorSays, MonitorSettings, RunEnds
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
-from megatron_recover.cluster.recording import Pauses
+from megatron_recover.cluster.renewed import Pauses
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.host.process_stat import cause_of
@@ -130,16 +129,9 @@ class Monitoring:
         self._hang_up()
         self._began_at, self._start_at = time.monotonic(), float("inf")
         listener = self._wanted.listener.fileno() if self._wanted.listener is not None else -1
+        inherited = (self._memory, listener)
         try:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._control.setblocking(False)
-            with theirs:
-                command = [
-                    sys.executable, "-m", "megatron_recover.cluster.monitor", str(theirs.fileno()), str(self._memory),
-                    str(listener), msgspec.json.encode(self._settings).decode(),
-                ]  # fmt: skip
-                inherited = [each for each in (theirs.fileno(), self._memory, listener) if each >= 0]
-                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
+            self._process, self._control = renewed.start("megatron_recover.cluster.monitor", inherited, self._settings)
         except OSError as error:  # no process or no descriptor is available
             self._start_later(f"no monitor can be started ({error.strerror})")
 
