@@ -60,11 +60,13 @@ class Flag(msgspec.Struct, frozen=True):
 _CAN_END = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """Signals that may end a job. Others have another use here, or cannot be handled."""
 _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_NUM_PROCESSES = "--nproc-per-node"
 _ONE_NODE = "all processes are on this node, and they meet without an address"
 _SIGNALS = ",".join(signal.Signals(number).name for number in TOLD_TO_ALL)
 TORCHRUN = (
     Flag("--nnodes", "taken", "number of nodes; 1 for now"),
-    Flag("--nproc-per-node", "taken", "number of processes on this node: a number, gpu, cpu or auto (default: 1)"),
+    Flag(_NUM_PROCESSES, "taken", "number of processes on this node: a number, gpu, cpu or auto (needed, unless --replicas is "
+         "given)"),
     Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node"),
     Flag("--rdzv-endpoint", "noted", _ONE_NODE),
     Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks (default: none)"),
@@ -304,11 +306,12 @@ def _num_processes(text: str) -> int:
 
 
 def behind_script(command: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Return the launcher's own flags among the script's words, without torchrun's; once each.
+    """Return the launcher's own flags among the script's words, and `--nproc-per-node`; once each.
 
-    A value that follows as a word of its own is part of the text.
+    A value that follows as a word of its own is part of the text. Other flags of torchrun are left
+    out, since scripts have flags of such names.
     """
-    theirs = {name for flag in TORCHRUN for name in flag.names} | {"-h", "--help"}
+    theirs = {name for flag in TORCHRUN if flag.name != _NUM_PROCESSES for name in flag.names} | {"-h", "--help"}
     ours = {name: action for action in parser._actions for name in action.option_strings if name not in theirs}
     found: dict[str, str] = {}
     for word, following in itertools.pairwise([*command[1:], ""]):

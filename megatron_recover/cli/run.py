@@ -282,19 +282,20 @@ def main(argv: list[str]) -> int:
         parser.error("\n".join(found))
     arguments = parser.parse_args(ours)
     existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
+    behind = [
+        f"{words} behind {command[0]} is the script's; if it is for the launcher, write: megatron-recover run {words} ... "
+        f"{command[0]} ..."
+        for words in launch_line.behind_script(command, parser)
+    ]
     try:
         wanted = monitor_flags.read(arguments)
         job, chaos_text = _job(arguments, command)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error("\n".join([*str(error).splitlines(), *behind]))
     except OSError as error:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
-    for words in launch_line.behind_script(command, parser):
-        print(
-            f"megatron-recover run: {words} behind {job.script} is the script's; if it is for the launcher, write: "
-            f"megatron-recover run {words} ... {job.script} ...",
-            file=sys.stderr,
-        )
+    for line in behind:
+        print(f"megatron-recover run: {line}", file=sys.stderr)
     try:
         link_logs(job)
     except ValueError as error:

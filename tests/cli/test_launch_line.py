@@ -285,12 +285,30 @@ def test_what_follows_from_other_flags_is_told_and_so_is_a_lack_of_protection(
     ]
 
 
+def test_where_processes_are_missing_the_flag_behind_the_script_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script := tmp_path / "train.py").touch()
+    with pytest.raises(SystemExit) as end:
+        run.main(["--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split(), "--nproc-per-node", "2"])
+    missing, behind = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and "the number of processes is missing" in missing
+    assert behind.endswith(f"write: megatron-recover run --nproc-per-node 2 ... {script} ...")
+
+
+def test_a_short_flag_and_its_value_may_be_one_word() -> None:
+    ours, command = split(["-t3", "-r", "1:2", "--nproc-per-node", "2", "train.py", "-t3"], run._parser())
+    assert command == ["train.py", "-t3"]
+    arguments = run._parser().parse_args(ours)
+    assert (arguments.tee, arguments.redirects, arguments.nproc_per_node) == ("3", "1:2", "2")
+
+
 def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--quiet", "--replicas"]
+    command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--nproc_per_node", "8", "--replicas"]
     assert launch_line.behind_script(command, run._parser()) == [
-        "--run-dir x", "--chaos=rate=0.1,seed=1", "--quiet", "--replicas",
+        "--run-dir x", "--chaos=rate=0.1,seed=1", "--nproc_per_node 8", "--replicas",
     ]  # fmt: skip
     jobs: list[Job] = []
 

@@ -173,7 +173,7 @@ REFUSALS = (
     # Choice of samples.
     Refusal("--rampup-batch-size", _not("rampup_batch_size"), "Megatron no longer obeys it", "use --step-batch-size-schedule"),
     Refusal("--dataloader-inter-document-masking", _set("dataloader_inter_document_masking"),
-            "this script's data sets and batches carry no document boundaries", _DROP),
+            "its batches need attention of Transformer Engine, and were never tried with replicas", _DROP),
     Refusal("--num-workers", lambda args: args.num_workers < 0,
             "it is the number of microbatches that are read ahead", "use 0 or more"),
     Refusal("--iterations-to-skip", _set("iterations_to_skip"), "a step that is skipped is not voted on", _DROP),
@@ -348,8 +348,8 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
         visible = visible_gpus()
         why = "" if visible is None else f" ({VISIBLE_GPUS} is {visible})"
         found.append(
-            f"--replicas and the shape of a replica make {num_ranks} ranks, which need {needed} GPUs, and there are "
-            f"{num_gpus}{why}; use fewer, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
+            f"the job has {num_ranks} ranks, which need {needed} GPUs, and there are {num_gpus}{why}; use "
+            "fewer replicas, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
         )
     if config.determinism == "exact" and not deterministic:
         found.append(
