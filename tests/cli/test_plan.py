@@ -203,13 +203,15 @@ def test_the_megatron_of_the_scripts_own_checkout_is_judged_as_run_judges_it(tmp
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 18\nPATCH = 0\nPRE_RELEASE = ''\n")
     (script := tmp_path / "train.py").touch()
     megatron = f"megatron-core is 0.18.0 in {tmp_path}, but 0.19 or newer is needed, and older than 0.20; check out a release "
-    for verb in (["run", "--replicas", "2"], ["plan"]):
-        for cwd, command in ((Path.cwd(), [str(script)]), (tmp_path, ["-m", "train"])):
-            refused = subprocess.run(
-                [sys.executable, "-m", "megatron_recover", *verb, *command, *BATCH.split()], cwd=cwd, capture_output=True,
-                text=True, timeout=60, env={**os.environ, "PYTHONPATH": os.getcwd()},
-            )  # fmt: skip
-            assert refused.returncode == 2 and refused.stderr.startswith(f"megatron-recover {verb[0]}: {megatron}"), refused
+    for command, cwd in (
+        (["run", "--replicas", "2", str(script)], Path.cwd()), (["plan", str(script)], Path.cwd()),
+        (["plan", "-m", "train"], tmp_path),
+    ):  # fmt: skip
+        refused = subprocess.run(
+            [sys.executable, "-m", "megatron_recover", *command, *BATCH.split()], cwd=cwd, capture_output=True, text=True,
+            timeout=60, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )  # fmt: skip
+        assert refused.returncode == 2 and refused.stderr.startswith(f"megatron-recover {command[0]}: {megatron}"), refused
 
 
 def test_a_module_is_planned_like_a_file(

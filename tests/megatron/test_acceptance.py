@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from scripts.study import acceptance, launch_lines
 from tests.system import upstream
@@ -35,7 +34,7 @@ def test_at_most_so_many_of_upstreams_configurations_are_refused() -> None:
 
 def test_the_reasons_why_so_many_files_are_not_counted_are_those_of_the_document() -> None:
     checkout = upstream.script("pretrain_gpt.py").parent
-    described = [yaml.safe_load(file.read_text()) for file in checkout.rglob("model_config.yaml")]
+    described = [each for _, each in acceptance.configurations(checkout)]
     scripts = [file.read_text() for file in (checkout / "examples").rglob("*.sh")]
     modes = [each.get("MODE") for each in described if each.get("MODEL_ARGS")]
     found = [len(described), modes.count("inference"), modes.count("rl"), len(described) - len(modes), len(scripts)]
