@@ -77,6 +77,8 @@ def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], list[
             return [*argv[:position]], [*argv[position + 1 :]]
         if not word.startswith("-"):
             return [*argv[:position]], [*argv[position:]]
+        if not word.startswith("--") and len(word) > 2 and has_value.get(word[:2], False):
+            continue  # a short flag and its value in one word, such as -t3
         if word.partition("=")[0] not in has_value:
             end = [*argv, "--"].index("--", position) if "--" in argv else position + 1
             return [*argv[:end]], [*argv[end:]]

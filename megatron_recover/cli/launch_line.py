@@ -15,6 +15,7 @@ import operator
 import os
 import re
 import signal
+import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,14 +61,16 @@ class Flag(msgspec.Struct, frozen=True):
 _CAN_END = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """Signals that may end a job. Others have another use here, or cannot be handled."""
 _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_NUM_PROCESSES = "--nproc-per-node"
 _ONE_NODE = "all processes are on this node, and they meet without an address"
 _SIGNALS = ",".join(signal.Signals(number).name for number in TOLD_TO_ALL)
 TORCHRUN = (
     Flag("--nnodes", "taken", "number of nodes; 1 for now"),
-    Flag("--nproc-per-node", "taken", "number of processes on this node: a number, gpu, cpu or auto (default: 1)"),
+    Flag(_NUM_PROCESSES, "taken", "number of processes on this node: a number, gpu, cpu or auto (needed, unless --replicas is "
+         "given)"),
     Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node"),
     Flag("--rdzv-endpoint", "noted", _ONE_NODE),
-    Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks (default: none)"),
+    Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks (default: a new one)"),
     Flag("--rdzv-conf", "noted", _ONE_NODE),
     Flag("--standalone", "taken", "there is one node", takes_value=False),
     Flag("--max-restarts", "noted", "survivors go on, so nothing is restarted"),
@@ -145,6 +148,10 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     given = dict(_given(arguments, environment))
     if _SHUTDOWN_VARIABLE in environment:
         given.setdefault("shutdown_timeout", environment[_SHUTDOWN_VARIABLE])
+    if not given.get("local_ranks_filter", "all"):  # a script's "${FILTER}" that is empty: for torchrun, all ranks
+        del given["local_ranks_filter"]
+    if given.get("log_dir") == os.devnull:  # for torchrun: no logs
+        del given["log_dir"]
     found = [f"{each.name} is not supported: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "refused"]
     nodes = given.get("nnodes", "1")
     if not re.fullmatch(r"1(:1)?", nodes):
@@ -158,7 +165,7 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     reader = _Reader(given, found)
     choice = Choice(
         num_processes=reader.read("nproc_per_node", _num_processes),
-        run_id=given.get("rdzv_id", "none"), is_module="module" in given,
+        run_id=given.get("rdzv_id") or _own_id(given), is_module="module" in given,
         log_dir=Path(given["log_dir"]) if "log_dir" in given else None,
         streams=_streams(reader, environment),
         signals=reader.read("signals_to_handle", _signals) or TOLD_TO_ALL,
@@ -171,6 +178,16 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     if found:
         raise ValueError("\n".join(found))
     return choice
+
+
+def _own_id(given: Mapping[str, str]) -> str:
+    """Return the id of a run without --rdzv-id: a new one, unless a flag says where nodes meet.
+
+    Scripts name their files by it, so torchrun makes one where it can (torch/distributed/run.py,
+    `config_from_args`).
+    """
+    meets = {"rdzv_endpoint", "master_port"} & given.keys() or given.get("rdzv_backend", "static") != "static"
+    return "none" if meets and "standalone" not in given else str(uuid.uuid4())
 
 
 def judge(line: Choice, num_processes: int, deadline_s: float) -> None:
@@ -186,8 +203,8 @@ def judge(line: Choice, num_processes: int, deadline_s: float) -> None:
         )
     if line.shutdown_timeout_s is not None and line.shutdown_timeout_s > deadline_s:
         found.append(
-            f"--shutdown-timeout is {line.shutdown_timeout_s}; it must be at most --recover-deadline-s ({deadline_s:g}), after "
-            "which a job that does not end is ended in any case"
+            f"--shutdown-timeout (or {_SHUTDOWN_VARIABLE} of the environment) is {line.shutdown_timeout_s}; it must be at most "
+            f"--recover-deadline-s ({deadline_s:g}), after which a job that does not end is ended in any case"
         )
     if found:
         raise ValueError("\n".join(found))
@@ -304,11 +321,12 @@ def _num_processes(text: str) -> int:
 
 
 def behind_script(command: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Return the launcher's own flags among the script's words, without torchrun's; once each.
+    """Return the launcher's own flags among the script's words, and `--nproc-per-node`; once each.
 
-    A value that follows as a word of its own is part of the text.
+    A value that follows as a word of its own is part of the text. Other flags of torchrun are left
+    out, since scripts have flags of such names.
     """
-    theirs = {name for flag in TORCHRUN for name in flag.names} | {"-h", "--help"}
+    theirs = {name for flag in TORCHRUN if flag.name != _NUM_PROCESSES for name in flag.names} | {"-h", "--help"}
     ours = {name: action for action in parser._actions for name in action.option_strings if name not in theirs}
     found: dict[str, str] = {}
     for word, following in itertools.pairwise([*command[1:], ""]):

@@ -176,14 +176,16 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
 def _folders(line: launch_line.Choice, wanted: Path | None) -> tuple[Path | None, Path]:
     """Create the folder for links to the logs, if there is to be one, and the run directory.
 
-    Returns both. Raises ValueError with the remedy, after removing the first if the second fails.
+    Returns both. Raises ValueError with the remedy, and leaves neither then.
     """
-    log_links = None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id)
+    existed = wanted is not None and wanted.exists()
+    run_dir = create_run_dir(wanted)  # first: the other may be inside it, and it has to be empty
     try:
-        return log_links, create_run_dir(wanted)
+        return None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id), run_dir
     except ValueError:
-        if log_links is not None:
-            log_links.rmdir()
+        _empty(run_dir)
+        if not existed:
+            run_dir.rmdir()
         raise
 
 
@@ -282,19 +284,20 @@ def main(argv: list[str]) -> int:
         parser.error("\n".join(found))
     arguments = parser.parse_args(ours)
     existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
+    behind = [
+        f"{words} behind {command[0]} is the script's; if it is for the launcher, write: megatron-recover run {words} ... "
+        f"{command[0]} ..."
+        for words in launch_line.behind_script(command, parser)
+    ]
     try:
         wanted = monitor_flags.read(arguments)
         job, chaos_text = _job(arguments, command)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error("\n".join([*str(error).splitlines(), *behind]))
     except OSError as error:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
-    for words in launch_line.behind_script(command, parser):
-        print(
-            f"megatron-recover run: {words} behind {job.script} is the script's; if it is for the launcher, write: "
-            f"megatron-recover run {words} ... {job.script} ...",
-            file=sys.stderr,
-        )
+    for line in behind:
+        print(f"megatron-recover run: {line}", file=sys.stderr)
     try:
         link_logs(job)
     except ValueError as error:

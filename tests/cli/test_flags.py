@@ -33,7 +33,10 @@ NO_NUMBER = "run: the number of processes is missing; give --nproc-per-node, as 
         ]),
         ("run --replicas three -- script.py", ["run: --replicas: invalid int value: 'three'"]),
         ("run setup.py", [NO_NUMBER]),
-        ("run -- setup.py --nproc-per-node 4", [NO_NUMBER]),
+        ("run -- setup.py --nproc-per-node 4", [
+            NO_NUMBER, "run: --nproc-per-node 4 behind setup.py is the script's; if it is for the launcher, write: "
+            "megatron-recover run --nproc-per-node 4 ... setup.py ...",
+        ]),
         ("run --replicas 3 x -- script.py", [NO_PATH.format("x")]),
         ("run --replicas 3 script.py --num-layers 4", [NO_PATH.format("script.py")]),
         ("run", [NO_SCRIPT]),

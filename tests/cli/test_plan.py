@@ -154,8 +154,8 @@ NO_SCRIPT = (
          "--replicas is a flag of run; plan compares all numbers of replicas: leave it out"),
         (f"-- {SCRIPT} --micro-batch-size 1 --global-batch-size 1 --train-iters 1",
          "run would refuse every layout; that of --replicas 2 --lanes 1, since\n"
-         "--global-batch-size 1 is 1 microbatches of --micro-batch-size 1, fewer than --replicas 2; raise it to at least 2, or "
-         "use fewer replicas"),
+         "--global-batch-size 1 is 1 microbatches of --micro-batch-size 1, fewer than the 2 replicas; raise it to at least 2, "
+         "or use fewer replicas"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_the_remedy(
@@ -268,7 +268,8 @@ def test_no_layout_is_listed_that_run_refuses(
     assert sorted(chosen) == sorted(tuple(each[name] for name in names) for each in everything if eval(shape, {}, each))
     for replicas, tp, pp, lanes in chosen:
         layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --mock-data"
-        preflight([*BATCH.split(), *flags.split(), *layout.split()], num_replicas=replicas, lanes=lanes)
+        given = [*BATCH.split(), "--eval-interval", "9", *flags.split(), *layout.split()]
+        preflight(given, num_replicas=replicas, lanes=lanes)
 
 
 def test_the_batch_of_a_schedule_is_that_of_its_first_step(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_layout_of_a_job(data: str) -> None:
         ("--group-query-attention --num-query-groups 3", {}, "--num-query-groups 3 does not divide --num-attention-heads 4"),
         ("--step-batch-size-schedule few", {}, "--step-batch-size-schedule is missing or no number"),
         ("--recover-min-replica 1", {}, "did you mean --recover-min-replicas?"),
-        ("--recover-min-replicas 3", {}, "--recover-min-replicas is 3, but the job starts with --replicas 2"),
+        ("--recover-min-replicas 3", {}, "--recover-min-replicas is 3, but the job starts with 2 replicas; lower it"),
         ("--recover-deadline-s 0", {}, "--recover-deadline-s is 0; it must be at least 20 and below 1000000 seconds"),
         ("--recover-deadline-s nan", {}, "--recover-deadline-s is nan; it must be at least 20 and below 1000000 seconds"),
         ("--recover-deadline-s inf", {}, "--recover-deadline-s is inf"),
@@ -375,7 +375,7 @@ def on_gpus(
 def test_ranks_need_gpus() -> None:
     assert on_gpus(1, num_gpus=0) == on_gpus(1, num_gpus=6) == on_gpus(4, num_gpus=2) == []
     [line] = on_gpus(4, num_ranks=9, num_gpus=2)
-    assert "make 9 ranks, which need 3 GPUs, and there are 2" in line
+    assert "the job has 9 ranks, which need 3 GPUs, and there are 2" in line
     [line] = on_gpus(2, num_gpus=0)
     assert "--recover-ranks-per-gpu needs CUDA" in line
 

@@ -117,6 +117,9 @@ REFUSALS = (
             "it rescales weights by a maximum over one replica's samples, so the replicas drift apart", _DROP),
     Refusal("--log-max-attention-logit", _set("log_max_attention_logit"),
             "the maximum would be over one replica's samples", _DROP),
+    Refusal("--ddp-reduce-scatter-with-fp32-accumulation",
+            lambda args: args.ddp_reduce_scatter_with_fp32_accumulation and args.lanes > 1,
+            "the lanes of a replica are summed in the type of the buffer", "leave out --grad-reduce-in-bf16 instead"),
     Refusal("--ddp-average-in-collective", lambda args: args.ddp_average_in_collective and args.lanes > 1,
             "gradients are summed over lanes and replicas and divided once", _DROP),
     # Gradients, and the schedule that decides when they are reduced.
@@ -172,8 +175,10 @@ REFUSALS = (
             "each replica would stop by itself", "send SIGTERM to megatron-recover run"),
     # Choice of samples.
     Refusal("--rampup-batch-size", _not("rampup_batch_size"), "Megatron no longer obeys it", "use --step-batch-size-schedule"),
+    Refusal("--decrease-batch-size-if-needed", _set("decrease_batch_size_if_needed"),
+            "it rounds by the data-parallel size, which is the number of lanes here", "give the rounded --global-batch-size"),
     Refusal("--dataloader-inter-document-masking", _set("dataloader_inter_document_masking"),
-            "this script's data sets and batches carry no document boundaries", _DROP),
+            "its batches need attention of Transformer Engine, and were never tried with replicas", _DROP),
     Refusal("--num-workers", lambda args: args.num_workers < 0,
             "it is the number of microbatches that are read ahead", "use 0 or more"),
     Refusal("--iterations-to-skip", _set("iterations_to_skip"), "a step that is skipped is not voted on", _DROP),
@@ -348,8 +353,8 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
         visible = visible_gpus()
         why = "" if visible is None else f" ({VISIBLE_GPUS} is {visible})"
         found.append(
-            f"--replicas and the shape of a replica make {num_ranks} ranks, which need {needed} GPUs, and there are "
-            f"{num_gpus}{why}; use fewer, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
+            f"the job has {num_ranks} ranks, which need {needed} GPUs, and there are {num_gpus}{why}; use "
+            "fewer replicas, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
         )
     if config.determinism == "exact" and not deterministic:
         found.append(

@@ -107,6 +107,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--dump-param-to-param-group-map": _TEXT,
     "--log-world-size-to-tensorboard": _ON,
     "--ddp-average-in-collective": _ON,
+    "--ddp-reduce-scatter-with-fp32-accumulation": _ON,
+    "--decrease-batch-size-if-needed": _ON,
     "--overlap-param-gather-with-optimizer-step": _ON,
     "--use-megatron-fsdp": _ON,
     "--use-torch-fsdp2": _ON,
@@ -183,7 +185,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         found += str(error).splitlines()
     if settings.min_replicas > num_replicas:
         found.append(
-            f"--recover-min-replicas is {settings.min_replicas}, but the job starts with --replicas {num_replicas}; lower it"
+            f"--recover-min-replicas is {settings.min_replicas}, but the job starts with {num_replicas} replicas; lower it"
         )
     # A flag without a readable value cannot be compared with the others.
     if not unreadable.keys() <= {*recover_flags()}:
@@ -490,7 +492,7 @@ def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int
         return 0, [f"{flag} {batch} is not a multiple of {of} = {one}, the samples of a microbatch; change one of them"]
     if batch // one < num_replicas:
         return 0, [
-            f"{flag} {batch} is {batch // one} microbatches of {of}, fewer than --replicas {num_replicas}; "
+            f"{flag} {batch} is {batch // one} microbatches of {of}, fewer than the {num_replicas} replicas; "
             f"raise it to at least {num_replicas * one}, or use fewer replicas"
         ]
     return batch // one, []
