@@ -1,8 +1,8 @@
-"""The launch line: torchrun's flags, what becomes of each, and where the script begins.
+"""The launch line: torchrun's flags, and what becomes of each.
 
-`torchrun FLAGS SCRIPT ...` becomes `megatron-recover run FLAGS SCRIPT ...`. The first word that is
-no flag of the launcher is the script. All words behind it are the script's, whatever their
-spelling. As for torchrun, a variable PET_NAME stands for a flag that is not given.
+`torchrun FLAGS SCRIPT ...` becomes `megatron-recover run FLAGS SCRIPT ...`. `flags.split` has
+separated the script and all words behind it, which are the script's, whatever their spelling. As
+for torchrun, a variable PET_NAME stands for a flag that is not given.
 
 `TORCHRUN` lists every flag of torch/distributed/run.py (`get_args_parser`); a test compares them.
 """
