@@ -319,7 +319,8 @@ def cpu_refusals(args: Namespace) -> list[str]:
 
     Megatron would fail there in the middle of its start, or of the training.
     """
-    if args.profile and not args.use_pytorch_profiler:
+    is_reached = args.train_iters is None or args.profile_step_start < args.train_iters
+    if args.profile and not args.use_pytorch_profiler and is_reached:
         return ["--profile needs CUDA: it marks steps for nsys; add --use-pytorch-profiler on a CPU"]
     return []
 
