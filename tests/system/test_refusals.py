@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megatron_recover.core.values import ExitCode
-from tests.system.jobs import ROOT, Job, run_job
+from tests.system.jobs import Job, run_job
 
 SCRIPT = """\
 from megatron_recover import megatron as recover
