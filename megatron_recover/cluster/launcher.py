@@ -43,6 +43,7 @@ from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import address_of, listen
+from megatron_recover.core import policy
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
@@ -494,7 +495,8 @@ class Launcher:
         began = self._membership.generation > 0
         timeout_s = self._job.shutdown_s
         stop_s = self._deadlines.stop_s if timeout_s is None else timeout_s
-        self._end_by = self._loop.time() + (self._deadlines.end_s if exit_code == ExitCode.OK else stop_s * began)
+        patience_s = self._deadlines.end_s if exit_code in policy.ENDED_TOGETHER else stop_s
+        self._end_by = self._loop.time() + patience_s * (began or exit_code == ExitCode.OK)
 
     # --- Signals ----------------------------------------------------------------------------------
 
