@@ -56,7 +56,7 @@ GPT3 = Example(
         "--num-attention-heads": Change("4", SIZE),
         "--seq-length": Change("32", SIZE),
         "--max-position-embeddings": Change("32", SIZE),
-        "--step-batch-size-schedule": Change("0:4,0.128K:8", "size; without quotes in the script it is six words besides"),
+        "--step-batch-size-schedule": Change("0:8,0.768K:16", "size; without quotes in the script it is six words besides"),
         "--global-batch-size": Change(None, "Megatron 0.19 refuses it beside --step-batch-size-schedule"),
         "--train-iters": Change("4", SIZE),
         "--lr-decay-iters": Change("40", SIZE),

@@ -1,4 +1,4 @@
-"""Jobs whose batch grows by `--step-batch-size-schedule`, and so have no `--global-batch-size`."""
+"""Jobs whose batch changes by `--step-batch-size-schedule`, and so have no `--global-batch-size`."""
 
 from __future__ import annotations
 
