@@ -153,9 +153,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of the launcher for stderr to take one of its own lines. Then the launcher
     continues. Fixed: see `trace_s`."""
     renew_s: float
-    """Longest wait of the launcher before it starts another recorder where one has died. The first
-    starts at once, each next one after twice as long. After a recorder that lived so long the next
-    starts at once again. The launcher never gives up."""
+    """Longest wait of the launcher before it starts another recorder or monitor where one has died.
+    The first starts at once, each next one after twice as long. After one that lived so long the
+    next starts at once again. The launcher gives up only at the end of the run."""
     store_s: float
     """Longest wait of the recorder for the files of the trace to close, and for those of the logs.
     Then the recorder ends all the same. Fixed: see `trace_s`."""

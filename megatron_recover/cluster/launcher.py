@@ -133,7 +133,8 @@ class Launcher:
         try:
             if self._wanted is not None:
                 self._monitoring = Monitoring(
-                    self._wanted, job.run_dir, self._started_at, self._deadlines, says=self._recording.says
+                    self._wanted, job.run_dir, self._started_at, self._deadlines,
+                    signals=job.signals, says=self._recording.says,
                 )  # fmt: skip
             with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()

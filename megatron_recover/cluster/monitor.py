@@ -147,7 +147,7 @@ class Monitor:
 
     def _take(self, line: bytes) -> None:
         """Take a line of the trace. Lines without an effect here are not decoded."""
-        if line[10:].partition(b'"')[0].decode(errors="replace") not in _WANTED:
+        if trace.name_in(line) not in _WANTED:
             return
         try:
             event, _ = trace.parse(line)
@@ -179,7 +179,7 @@ def keep_textfile(
     while not is_last:
         is_last, pause_s = is_over.wait(pause_s), interval_s
         try:
-            with replacing(path) as file:
+            with replacing(path, partial=path.with_name(f".{path.name}.{os.getpid()}")) as file:  # follows no link
                 file.write(text())
         except OSError as error:
             if not is_in_trouble:
@@ -191,16 +191,25 @@ def keep_textfile(
             is_in_trouble = False
 
 
+def _end(raised: threading.ExceptHookArgs) -> None:
+    """End this process for the error of one of its threads: the launcher starts another one."""
+    threading.__excepthook__(raised)
+    os._exit(1)
+
+
 def main() -> None:
     """Monitor a run, as the command line describes it."""
-    for number in TOLD_TO_ALL:  # as for the recorder; handlers, since a command would inherit SIG_IGN
+    threading.excepthook = _end
+    settings = msgspec.json.decode(sys.argv[4], type=MonitorSettings)
+    # As for the recorder. Handlers, since a command would inherit SIG_IGN.
+    for number in {*TOLD_TO_ALL, *settings.signals}:
         signal.signal(number, lambda *_: None)
     set_parent_death_signal(signal.SIGCONT)  # somebody may have stopped this process
     set_process_name("monitor")
     os.nice(_NICENESS)
     control, memory = socket.socket(fileno=int(sys.argv[1])), Memory(int(sys.argv[2]))
     listener = socket.socket(fileno=int(sys.argv[3])) if int(sys.argv[3]) >= 0 else None
-    Monitor(control, memory, listener, msgspec.json.decode(sys.argv[4], type=MonitorSettings)).run()
+    Monitor(control, memory, listener, settings).run()
     os._exit(0)  # do not wait for threads that a disk or a client blocks
 
 

@@ -25,6 +25,8 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     textfile: str | None
     on_event: tuple[str, ...]
     """Words of the command that gets notices; empty: there is none."""
+    signals: tuple[int, ...]
+    """Signals that the launcher handles."""
     deadlines: Deadlines
 
 

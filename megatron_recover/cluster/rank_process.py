@@ -34,9 +34,10 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Signal at which a rank writes the stacks of all its threads into its log, which may end the rank
 (Note [Stacks])."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that request the end of a job by default. The launcher reacts to them; fork server and
-recorder ignore them. A rank ignores them until it sets handlers: before training for SIGTERM, and
-for `--exit-signal` with `--exit-signal-handler` (`megatron/checkpoint/boundary.py`)."""
+"""Signals that request the end of a job by default. The launcher reacts to them; fork server,
+recorder and monitor outlive them. A rank ignores them until it sets handlers: before training for
+SIGTERM, and for `--exit-signal` with `--exit-signal-handler`
+(`megatron/checkpoint/boundary.py`)."""
 _IOLBF = 1
 """Mode of setvbuf(3): print line by line."""
 

@@ -302,8 +302,7 @@ class Recorder:
         # The process that records leaves the time at 0.0 in `{"event":"voted","v":2,"t":0.0,...`;
         # the stamp has the time.
         line = item.what.replace(b'"t":0.0', b'"t":%.6f' % seconds, 1) + b"\n"
-        name = line[10:].partition(b'"')[0].decode(errors="replace")
-        if name in Narrator.WANTED:
+        if trace.name_in(line) in Narrator.WANTED:
             with contextlib.suppress(msgspec.DecodeError):  # the line is only not shown; `check` will name it
                 self._narrator.take(self._decode_event(line))
         return line

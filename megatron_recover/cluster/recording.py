@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -19,12 +18,13 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.cluster import event_store, output
+from megatron_recover.cluster import event_store, output, renewed
 from megatron_recover.cluster import recorder_messages as messages
 from megatron_recover.cluster.job import LAUNCHER_LOG, TRAIN_LOG, Job
 from megatron_recover.cluster.output import Output, Reader, Who
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
+from megatron_recover.cluster.renewed import Pauses
 from megatron_recover.cluster.streams import Stream, Tee
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
@@ -36,8 +36,6 @@ from megatron_recover.trace import ring
 
 _LAUNCHER = -1
 """Replica number of the launcher in the trace."""
-_SHORTEST_PAUSE = 1 / 32
-"""Pause after the second death in a row, as a fraction of `renew_s`."""
 _MAX_WAITING = 10_000
 """Maximum of messages that wait for a recorder. Beyond it a line drops the oldest message, if that
 is a line as well."""
@@ -51,23 +49,6 @@ class _Ring(msgspec.Struct):
     descriptor: int
     place: tuple[int, int]
     has_ended: bool = False
-
-
-class Pauses:
-    """The pauses before another recorder is started.
-
-    The first restart is at once. Each further pause is twice as long as the one before, at most
-    `longest_s` seconds. After a recorder that lived so long the sequence begins anew.
-    """
-
-    def __init__(self, longest_s: float) -> None:
-        self._longest_s, self._next_s = longest_s, 0.0
-
-    def after(self, lived_s: float) -> float:
-        """Return the seconds to wait after the death of a recorder that lived `lived_s` seconds."""
-        pause_s = 0.0 if lived_s >= self._longest_s else self._next_s
-        self._next_s = min(self._longest_s, max(_SHORTEST_PAUSE * self._longest_s, 2 * pause_s))
-        return pause_s
 
 
 class Recording:
@@ -151,11 +132,12 @@ class Recording:
     def output_of_rank(self, replica: int, rank: int) -> Output:
         """Return a new output for a rank that is about to be started; its streams may be two."""
         job, place, streams = self._job, self._job.place_of(replica, rank), self._job.streams
+        alike = [job.place_of(each, rank) for each in range(job.num_replicas)]
         # Megatron prints in the first and in the last rank of a replica.
         shown_of = replica if rank in (0, job.num_ranks - 1) else None
 
         def of(log: Path, stream: Stream) -> Output:
-            is_on_console = streams.is_on_console(place, stream)
+            is_on_console = streams.is_on_console(place, stream, alike)
             return self.output(log, shown_of=shown_of, is_on_console=is_on_console, tee=streams.tee_of(place, stream))
 
         if not streams.are_split(place):
@@ -310,23 +292,12 @@ class Recording:
         self._outbox.extend(others)
         if self._finish is not None:
             self._outbox.append(self._finish)
+        settings = msgspec.structs.replace(self._settings, num_rings=len(self._rings), roster=self._roster)
+        inherited = (self._bookmark, self._output_bookmark)
         try:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._control.setblocking(False)
-            with theirs:
-                self._process = self._spawn(theirs.fileno())
+            self._process, self._control = renewed.start("megatron_recover.cluster.recorder", inherited, settings)
         except OSError as error:  # no process or no descriptor is available
             self._start_later(f"no recorder can be started ({error.strerror})")
-
-    def _spawn(self, control: int) -> subprocess.Popen[bytes]:
-        """Start the process of a recorder, with the end `control` of the socket. Raises OSError."""
-        settings = msgspec.structs.replace(self._settings, num_rings=len(self._rings), roster=self._roster)
-        command = [
-            sys.executable, "-m", "megatron_recover.cluster.recorder", str(control), str(self._bookmark),
-            str(self._output_bookmark), msgspec.json.encode(settings).decode(),
-        ]  # fmt: skip
-        inherited = (control, self._bookmark, self._output_bookmark)
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
 
     def _start_later(self, why: str) -> None:
         """Plan the start of another recorder, and report `why`; `poll` starts it after a pause.

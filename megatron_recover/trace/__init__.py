@@ -36,5 +36,5 @@ from megatron_recover.trace.failure import Failure, Fault, Fenced, MAX_REASON, P
 from megatron_recover.trace.event import Event
 from megatron_recover.trace.catalog import LEFT_OUT, LEVELS, NAMES, AnyEvent, name_of
 from megatron_recover.trace.log import EventLog, Log, RankTrace
-from megatron_recover.trace.reading import parse, read
+from megatron_recover.trace.reading import name_in, parse, read
 # fmt: on

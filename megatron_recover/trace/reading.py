@@ -24,6 +24,14 @@ _OURS = Event().v
 _decode = msgspec.json.Decoder(AnyEvent).decode
 
 
+def name_in(line: bytes) -> str:
+    """Return the name of the event in a line of a log, without decoding the line.
+
+    For a line that is no event it returns any text, mostly none of `NAMES`.
+    """
+    return line[len(_START_OF_EVENT) :].partition(b'"')[0].decode(errors="replace")
+
+
 def parse(line: bytes) -> tuple[AnyEvent | None, str]:
     """Return the event of one line of a log, and the fragment before the event or in its place.
 

@@ -17,6 +17,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.cluster.job import Job, RankStart, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Loss, LossKind
@@ -66,6 +67,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank_start: RankStart = "fork"
     signals: tuple[int, ...] = TOLD_TO_ALL
     shutdown_timeout_s: int | None = None
+    on_event: tuple[str, ...] = ()
+    """Words of the command that gets notices; empty: the job has no monitor."""
     hasty: bool = False
     """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
 
@@ -199,7 +202,8 @@ def main() -> int:
     )  # fmt: skip
     others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time
     deadlines = msgspec.structs.replace(spec.config.deadlines, **others)
-    return (_Hasty if spec.hasty else Launcher)(job, deadlines=deadlines).run()
+    wanted = Wanted(on_event=spec.on_event) if spec.on_event else None
+    return (_Hasty if spec.hasty else Launcher)(job, deadlines=deadlines, wanted=wanted).run()
 
 
 if __name__ == "__main__":

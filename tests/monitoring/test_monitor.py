@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.monitor import keep_textfile
@@ -30,7 +33,7 @@ DEADLINE_S = 40.0
 class Watched:
     """A trace that this test writes, and its monitor. The test stands for the launcher."""
 
-    def __init__(self, folder: Path, command: str = "") -> None:
+    def __init__(self, folder: Path, command: str = "", **deadlines: float) -> None:
         self.run_dir, self.textfile, self.events_file = folder / RUN, folder / "run.prom", folder / "events"
         self.run_dir.mkdir()
         self.said: list[str] = []
@@ -39,7 +42,8 @@ class Watched:
         on_event = ("sh", "-c", command or f"cat >> {self.events_file}")
         self.monitoring = Monitoring(
             Wanted(listener=listener, textfile=self.textfile, on_event=on_event), self.run_dir, time.monotonic(),
-            msgspec.structs.replace(Deadlines.of(20.0), command_s=1.0, last_events_s=1.0), self.said.append,
+            msgspec.structs.replace(Deadlines.of(20.0), command_s=1.0, last_events_s=1.0, **deadlines),
+            signals=(signal.SIGQUIT,), says=self.said.append,
         )  # fmt: skip
 
     def write(self, events: Iterable[trace.Event]) -> None:
@@ -74,7 +78,10 @@ def test_a_killed_monitor_is_started_again_with_the_same_counts_and_repeats_no_e
     watched.until(lambda: len(watched.events()) == 4, "both losses are told")
     first, old = watched.metrics(), watched.process
     assert (first["replicas_live"], first["microbatches_lost_total"] > 0, first["ended"]) == (1, True, 0)
-    old.send_signal(signal.SIGTERM)  # as Slurm sends it to every process of a job
+    for number in (signal.SIGTERM, signal.SIGQUIT):  # as Slurm sends them; one is a request by default, one here
+        old.send_signal(number)
+    time.sleep(0.2)
+    assert old.status() != psutil.STATUS_ZOMBIE, "it outlives what the launcher handles"
     old.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     watched.monitoring.poll()
@@ -92,17 +99,84 @@ def test_a_killed_monitor_is_started_again_with_the_same_counts_and_repeats_no_e
     assert (last["ended"], last["exit_code"], last["replicas_live"]) == (1, 0, 1)
 
 
-def test_the_end_is_told_where_the_trace_lacks_it_and_a_stopped_monitor_goes_on_for_it(tmp_path: Path) -> None:
+def test_the_end_is_told_where_the_trace_lacks_it_and_a_stopped_monitor_goes_on_for_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     watched = Watched(tmp_path)
     watched.write([*traces.quiet_run(2).events[:-1]])
     with open(watched.run_dir / trace.EVENTS_FILE, "ab") as file:
         file.write(b'{"event":"committed","v":2,"t":garbage\n{"event":"generat')  # a line that is none, and a fragment
     watched.until(lambda: watched.metrics()["last_committed_iteration"] == 2, "two steps")
     watched.process.suspend()
-    watched.monitoring.finish(1, "a defect", lambda: False)
+
+    def is_hurried() -> bool:
+        """Called between two looks at the monitor, which thus ends between them."""
+        assert watched.monitoring._process is not None
+        return watched.monitoring._process.wait(DEADLINE_S) != 0
+
+    watched.monitoring.finish(1, "a defect", is_hurried)
+    assert capfd.readouterr().err == "", "one that has ended well is not started again"
     assert watched.events() == [(1, "ended")]
     event = json.loads(watched.events_file.read_text())
     assert (event["exit_code"], event["reason"], event["last_committed_iteration"]) == (1, "a defect", 2)
+
+
+def kill_monitors_at_the_end(watched: Watched, num_monitors: int) -> None:
+    """Kill so many monitors, one after the other, while `finish` waits for them."""
+
+    def run() -> None:
+        killed: set[int] = set()
+        while watched.monitoring._memory >= 0 and len(killed) < num_monitors:  # not closed
+            process = watched.monitoring._process
+            if watched.monitoring._ends is not None and process is not None and process.pid not in killed:
+                killed.add(process.pid)
+                process.kill()
+            time.sleep(0.005)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def test_the_end_is_told_once_although_the_monitor_is_killed_while_the_launcher_waits_for_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watched = Watched(tmp_path)
+    watched.write(traces.quiet_run(2).events[:-1])
+    watched.until(lambda: watched.metrics()["last_committed_iteration"] == 2, "two steps")
+    kill_monitors_at_the_end(watched, 2)  # each waits a second for the end in the trace
+    watched.monitoring.finish(1, "a defect", lambda: False)
+    assert watched.events() == [(1, "ended")]
+    assert json.loads(watched.events_file.read_text())["reason"] == "a defect"
+    assert capfd.readouterr().err.count("megatron-recover run: the monitor ended by SIGKILL: ") == 2
+
+
+def test_monitors_that_die_again_and_again_hold_the_end_up_for_no_longer_than_its_deadline(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watched = Watched(tmp_path, monitor_s=1.0)
+    kill_monitors_at_the_end(watched, 1000)
+    began = time.monotonic()
+    watched.monitoring.finish(0, "", lambda: False)
+    assert time.monotonic() - began < 1.0 + watched.monitoring._deadlines.notice_s + 1.0
+    assert watched.events() == []
+    err = capfd.readouterr().err
+    assert err.count("; the end of the run may not have been told") == 1, err
+    assert "the monitor ended by SIGKILL: in " in err, "pauses come between them"
+
+
+def test_a_launcher_that_can_start_no_monitor_at_the_end_reports_that(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monitor_s=0.5)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    kill_monitors_at_the_end(watched, 1)
+    watched.monitoring.finish(0, "", lambda: False)
+    err = capfd.readouterr().err
+    assert "no monitor can be started (Resource temporarily unavailable)" in err
+    assert "megatron-recover run: no monitor runs; the end of the run may not have been told" in err
 
 
 def test_a_text_file_that_cannot_be_written_any_more_is_one_warning_and_is_tried_again(tmp_path: Path) -> None:
@@ -147,7 +221,7 @@ from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.deadlines import Deadlines
 folder = Path(sys.argv[1])
 wanted = Wanted(on_event=("sh", "-c", f"cat >> {folder}/events"))
-monitoring = Monitoring(wanted, folder, time.monotonic(), Deadlines.of(20.0), print)
+monitoring = Monitoring(wanted, folder, time.monotonic(), Deadlines.of(20.0), signals=(), says=print)
 print(monitoring._process.pid, flush=True)
 time.sleep(1000)
 """

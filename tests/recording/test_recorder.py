@@ -29,7 +29,8 @@ from megatron_recover.cluster import recorder_messages as messages
 from megatron_recover.cluster.event_store import Batch, Bookmark, EventStore, Keeper, create_bookmark
 from megatron_recover.cluster.output import OutputBookmark, create_output_bookmark
 from megatron_recover.cluster.readiness import is_readable
-from megatron_recover.cluster.recording import Pauses, Recording
+from megatron_recover.cluster.recording import Recording
+from megatron_recover.cluster.renewed import Pauses
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account

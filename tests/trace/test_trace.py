@@ -11,6 +11,7 @@ import time
 import typing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_recover import trace
@@ -58,6 +59,13 @@ def test_events_read_back_as_they_were_recorded(tmp_path: Path) -> None:
     assert [event.t for _, event in read] == sorted(event.t for _, event in read)
     line = (tmp_path / "events.jsonl").read_text().splitlines()[0]
     assert line.startswith('{"event":"run_started","v":2,"t":')
+
+
+def test_the_name_of_an_event_is_read_without_decoding_its_line() -> None:
+    for event in traces.faulty_run().events:
+        assert trace.name_in(msgspec.json.encode(event) + b"\n") == trace.name_of(event)  # type: ignore[arg-type]
+    for line in (b"", b'{"event":"vo', b"\xff" * 20 + b"\n", b'{"event":"\xff","v":2}\n'):
+        assert trace.name_in(line) not in trace.NAMES
 
 
 @pytest.mark.parametrize(
