@@ -39,7 +39,7 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
     Both `--flag VALUE` and `--flag=VALUE` count. The last one wins, as for argparse.
     """
     found = None
-    for word, after in zip(argv, [*argv[1:], None], strict=True):
+    for word, after in zip(argv, [*argv, None][1:], strict=True):
         name, equals, value = word.partition("=")
         if name == flag:
             found = value if equals else after

@@ -58,6 +58,7 @@ from megatron_recover.megatron.launch.arguments import (
     recover_config,
     refusals,
 )
+from megatron_recover.megatron.launch.batch_schedule import take_default_batch
 from megatron_recover.megatron.launch.device import device_line, other_device, unseen_gpu
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace import ring
@@ -365,6 +366,7 @@ class _Training:
             lanes = args.world_size // (
                 args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
             )
+            take_default_batch(args, sys.argv[1:], args_defaults, lanes=lanes, replicas=self._context.num_replicas)
             self._saves_in_background = args.async_save
             args.async_strategy = "mcore"  # the other is for processes of a package that nothing here starts
             adapted = adapt(args, lanes=lanes, replica=self._context.replica, replicas=self._context.num_replicas)

@@ -56,15 +56,13 @@ GPT3 = Example(
         "--num-attention-heads": Change("4", SIZE),
         "--seq-length": Change("32", SIZE),
         "--max-position-embeddings": Change("32", SIZE),
-        "--global-batch-size": Change("8", SIZE),
+        "--step-batch-size-schedule": Change("0:8,0.768K:16", "size; without quotes in the script it is six words besides"),
+        "--global-batch-size": Change(None, "Megatron 0.19 refuses it beside --step-batch-size-schedule"),
         "--train-iters": Change("4", SIZE),
         "--lr-decay-iters": Change("40", SIZE),
         "--log-interval": Change("1", SIZE),
         "--eval-iters": Change("1", SIZE),
         "--split": Change("90,5,5", "size: a thousandth of a small data set is empty"),
-        "--step-batch-size-schedule": Change(
-            None, "Megatron 0.19 refuses it beside --global-batch-size; without quotes it is six words besides"
-        ),
         "--hidden-dropout": Change("0", NO_DROPOUT),
         "--attention-dropout": Change("0", NO_DROPOUT),
         "--initial-loss-scale": Change("65536", "added, size: from 2^32 all of so few iterations would be skipped"),
@@ -147,9 +145,8 @@ def test_a_line_of_upstreams_examples_runs_with_one_word_changed_survives_a_kill
     line = changed(line, example.changes | port)
     at = line.index("pretrain_gpt.py")
     launch, command = " ".join(line[:at]), " ".join(line[at:])
-    reference = upstream.figures(
-        upstream.run("torch.distributed.run", launch, f"{ROOT / 'tests/system/upstream.py'} {command}", cwd=tmp_path)
-    )
+    script = f"{ROOT / 'tests/system/upstream.py'} {command}"
+    reference = upstream.run("torch.distributed.run", launch, script, cwd=tmp_path)
     (tmp_path / "save").rename(tmp_path / "save-of-torchrun")  # upstream's lines resume what is in --save
     faults = tmp_path / "faults.toml"
     faults.write_text(chaos_text("1 0 backward step=2 microbatch=5"))
@@ -158,6 +155,8 @@ def test_a_line_of_upstreams_examples_runs_with_one_word_changed_survives_a_kill
     assert "1 of 2 replicas left" in output
     found = upstream.figures(output)
     assert len(found) >= 3
-    upstream.assert_alike(found, reference)
+    upstream.assert_alike(found, upstream.figures(reference))
+    assert len(upstream.evaluations(output)) == 2  # of the validation set and of the test set
+    assert upstream.evaluations(output) == pytest.approx(upstream.evaluations(reference), rel=1e-4)
     code, verdict = check(tmp_path / "run")
     assert code == 0, verdict

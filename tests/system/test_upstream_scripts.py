@@ -24,8 +24,8 @@ LAUNCH = "--nnodes 1 --node_rank 0 --nproc_per_node 4 --max_restarts 2"
 
 
 @functools.cache
-def figures_of_torchrun(launch: str, command: str) -> dict[int, tuple[float, float]]:
-    """Return losses and gradient norms by iteration of a script and its flags under torchrun."""
+def figures_of_torchrun(launch: str, command: str) -> dict[int, tuple[float, float, float]]:
+    """Return losses, gradient norms and learning rates by iteration of a script and its flags under torchrun."""
     return figures(run("torch.distributed.run", f"{launch} --standalone", f"tests/system/upstream.py {command}"))
 
 

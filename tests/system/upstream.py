@@ -19,7 +19,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 300  # a rank of torchrun imports everything by itself
-FIGURES = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+) .*grad norm: ([0-9.]+)")
+FIGURES = re.compile(r"iteration +(\d+)/.*learning rate: ([0-9.E+-]+) .*lm loss: ([0-9.E+-]+) .*grad norm: ([0-9.]+)")
+EVALUATIONS = re.compile(r"(\w+) loss at (iteration \d+.*?) \| lm loss value: ([0-9.E+-]+)")
 
 
 def script(name: str) -> pathlib.Path:
@@ -51,15 +52,21 @@ def run(module: str, launch: str, command: str, expected: int = 0, cwd: pathlib.
     return output
 
 
-def figures(output: str) -> dict[int, tuple[float, float]]:
-    """Return loss and gradient norm by iteration. (Upstream prints the mean of the first two losses as the second.)"""
-    return {int(found[1]): (float(found[2]), float(found[3])) for found in FIGURES.finditer(output)}
+def figures(output: str) -> dict[int, tuple[float, float, float]]:
+    """Return loss, gradient norm and learning rate by iteration. (Upstream prints the mean of the first two losses twice.)"""
+    return {int(found[1]): (float(found[3]), float(found[4]), float(found[2])) for found in FIGURES.finditer(output)}
 
 
-def assert_alike(found: dict[int, tuple[float, float]], reference: dict[int, tuple[float, float]]) -> None:
-    """Fail unless two jobs have printed the same: losses to four digits, and norms, which have three decimals, to two."""
+def evaluations(output: str) -> dict[str, float]:
+    """Return the losses of evaluations by the name that upstream gives them: iteration and data set."""
+    return {found[2]: float(found[3]) for found in EVALUATIONS.finditer(output)}
+
+
+def assert_alike(found: dict[int, tuple[float, float, float]], reference: dict[int, tuple[float, float, float]]) -> None:
+    """Fail unless two jobs have printed alike: losses to four digits, norms, which have three decimals, to two, and rates."""
     assert found.keys() == reference.keys() and found
-    for iteration, (loss, norm) in found.items():
+    for iteration, (loss, norm, rate) in found.items():
+        assert rate == pytest.approx(reference[iteration][2], rel=1e-6), (iteration, found, reference)
         assert loss == pytest.approx(reference[iteration][0], rel=1e-4), (iteration, found, reference)
         assert norm == pytest.approx(reference[iteration][1], rel=1e-2), (iteration, found, reference)
 

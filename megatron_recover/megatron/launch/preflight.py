@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -21,6 +20,7 @@ from megatron_recover.config import RecoverConfig, below_one
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron.launch import preflight_data as data
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_config, recover_flags, refusals
+from megatron_recover.megatron.launch.batch_schedule import first_batch
 from megatron_recover.megatron.layout import sizes
 from megatron_recover.megatron.seams import seams
 from megatron_recover.trace import Layout
@@ -452,8 +452,9 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
     if micro is None or micro < 1:
         return 0, ["--micro-batch-size is missing or below 1; it is needed to count the microbatches of a step"]
     if args.step_batch_size_schedule is not None:
-        first = re.match(r"\D*\d+\D+(\d+)", args.step_batch_size_schedule)
-        batch, flag = (int(first.group(1)) if first else None), "--step-batch-size-schedule"
+        batch, flag = first_batch(args.step_batch_size_schedule), "--step-batch-size-schedule"
+        if batch is None:
+            return 0, [f"{flag} {args.step_batch_size_schedule} is no list of THRESHOLD:BATCH, such as 0:256,100B:512"]
     else:
         batch, flag = args.global_batch_size, "--global-batch-size"
     if batch is None:
@@ -463,6 +464,8 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
     if evaluated is not None or eval_micro is not None:
         # What is not given is that of training; a mistake names the flag with that number.
         whole = ("--eval-global-batch-size", evaluated) if evaluated else (flag, batch)
+        if not evaluated and args.step_batch_size_schedule is not None:  # one microbatch of each rank: `take_default_batch`
+            whole, lanes = ("--micro-batch-size", micro), 1
         part = ("--eval-micro-batch-size", eval_micro) if eval_micro else ("--micro-batch-size", micro)
         found += _count(*whole, *part, 1, lanes)[1]
     return num, found
