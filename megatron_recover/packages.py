@@ -47,14 +47,11 @@ def version(name: str) -> str | None:
     None if there is no such package, "" if its version is unknown. That of Megatron is read from
     its files, since a checkout is no installed package.
     """
-    try:
-        spec = importlib.util.find_spec(_MODULES.get(name, name.replace("-", "_")))
-    except ModuleNotFoundError:  # the package that it is in
-        spec = None
-    if spec is None or spec.origin is None:
+    origin = _origin(name)
+    if origin is None:
         return None
     if name == _MEGATRON:
-        return _megatron(Path(spec.origin).parent)
+        return _megatron(origin.parent)
     from importlib import metadata  # here, since it takes as long as all of `--help`
 
     try:
@@ -86,8 +83,26 @@ def mistakes(requirements: Iterable[str]) -> list[str]:
             found.append(f"{name} is not installed; {_remedy(requirement)}")
         elif not suffices(there, requirement):
             wanted = f"{least} or newer is needed" + (f", and older than {below}" if below else "")
-            found.append(f"{name} is {there or 'without a version'}, but {wanted}; {_remedy(requirement)}")
+            place = f" in {folder}" if name == _MEGATRON and (folder := megatron_folder()) is not None else ""
+            found.append(f"{name} is {there or 'without a version'}{place}, but {wanted}; {_remedy(requirement)}")
     return found
+
+
+def megatron_folder() -> Path | None:
+    """Return the folder of the Megatron that Python would import, if there is one."""
+    origin = _origin(_MEGATRON)
+    return None if origin is None else origin.parents[2]
+
+
+def checkout_remedy() -> str | None:
+    """Return how to replace the Megatron that Python would import, if pip did not put it there.
+
+    A checkout beside a script is in front of all that pip installs, and of PYTHONPATH.
+    """
+    folder = megatron_folder()
+    if folder is None or any(folder.glob("megatron_core-*.dist-info")):
+        return None
+    return "check out a release that fits there, or start a script of another checkout"
 
 
 def require(requirements: Iterable[str]) -> None:
@@ -113,11 +128,22 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def _remedy(requirement: str) -> str:
-    """Return how to get a package: with pip, for the Python that runs."""
+    """Return how to get a package: with pip, for the Python that runs, if no checkout hides it."""
+    if name_of(requirement) == _MEGATRON and (remedy := checkout_remedy()) is not None:
+        return remedy
     pip = shlex.join([sys.executable, "-m", "pip", "install"])
     if name_of(requirement) == _MEGATRON:
         return f"put the folder of a checkout of it in PYTHONPATH, or: {pip} --no-deps '{requirement}'"
     return f"{pip} '{requirement}'"
+
+
+def _origin(name: str) -> Path | None:
+    """Return the file that Python would import for a package, if there is one."""
+    try:
+        spec = importlib.util.find_spec(_MODULES.get(name, name.replace("-", "_")))
+    except ModuleNotFoundError:  # the package that it is in
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _megatron(core: Path) -> str:

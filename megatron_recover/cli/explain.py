@@ -18,12 +18,12 @@ from megatron_recover.flags import Parser
 _WIDTH = 110
 _EXPLAINED = ("timeouts", "packages")
 _USES = {
-    packages.REQUIRED: "every verb",
-    packages.TRAINING: "run, plan, data, demo, simulate --processes",
-    packages.PLOT: "the loss plot of run and report",
-    packages.TENSORBOARD: "Megatron's --tensorboard-dir",
+    "train": "run, plan, data, demo, simulate --processes",
+    "plot": "the loss plot of run and report",
+    "tensorboard": "Megatron's --tensorboard-dir",
+    "metrics": "--metrics-port and --metrics-textfile of run",
 }
-"""Uses of packages, by their requirements."""
+"""Use of the packages of each extra; a test compares with `packages.EXTRAS`."""
 
 
 def meanings() -> dict[str, str]:
@@ -62,7 +62,8 @@ def timeouts(deadlines: Deadlines) -> str:
 def used_packages() -> str:
     """Return a table of the packages: the range, the version that is found, and its use."""
     rows = [("package", "range", "found", "for")]
-    for requirements, use in _USES.items():
+    of_extras = [(requirements, _USES[extra]) for extra, requirements in packages.EXTRAS.items()]
+    for requirements, use in [(packages.REQUIRED, "every verb"), *of_extras]:
         for requirement in requirements:
             name = packages.name_of(requirement)
             found = packages.version(name)

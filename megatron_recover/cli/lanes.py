@@ -41,8 +41,8 @@ def lanes_that_fit(script: Sequence[str], flags: Sequence[str], num_processes: i
         first, *others = script
         sizes = read_sizes(first, [*others, *flags], "run")
         needed = {number: _bytes(sizes, shape, number) for number in numbers}
-    except (ValueError, ScriptError, OSError, KeyError) as error:
-        reason = "its layers cannot be split so" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+    except (ValueError, ScriptError, OSError) as error:
+        reason = str(error).partition("\n")[0]
         return shape.lanes, (
             f"{_lanes(shape.lanes)} a replica, the fewest over which experts can be spread: plan cannot estimate the memory "
             f"of a rank ({reason}); give --lanes for another number"

@@ -1,8 +1,8 @@
-"""The launch line: torchrun's flags, what becomes of each, and where the script begins.
+"""The launch line: torchrun's flags, and what becomes of each.
 
-`torchrun FLAGS SCRIPT ...` becomes `megatron-recover run FLAGS SCRIPT ...`. The first word that is
-no flag of the launcher is the script. All words behind it are the script's, whatever their
-spelling. As for torchrun, a variable PET_NAME stands for a flag that is not given.
+`torchrun FLAGS SCRIPT ...` becomes `megatron-recover run FLAGS SCRIPT ...`. `flags.split` has
+separated the script and all words behind it, which are the script's, whatever their spelling. As
+for torchrun, a variable PET_NAME stands for a flag that is not given.
 
 `TORCHRUN` lists every flag of torch/distributed/run.py (`get_args_parser`); a test compares them.
 """
@@ -15,6 +15,7 @@ import operator
 import os
 import re
 import signal
+import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ TORCHRUN = (
          "given)"),
     Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node"),
     Flag("--rdzv-endpoint", "noted", _ONE_NODE),
-    Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks (default: none)"),
+    Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks (default: a new one)"),
     Flag("--rdzv-conf", "noted", _ONE_NODE),
     Flag("--standalone", "taken", "there is one node", takes_value=False),
     Flag("--max-restarts", "noted", "survivors go on, so nothing is restarted"),
@@ -147,6 +148,10 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     given = dict(_given(arguments, environment))
     if _SHUTDOWN_VARIABLE in environment:
         given.setdefault("shutdown_timeout", environment[_SHUTDOWN_VARIABLE])
+    if not given.get("local_ranks_filter", "all"):  # a script's "${FILTER}" that is empty: for torchrun, all ranks
+        del given["local_ranks_filter"]
+    if given.get("log_dir") == os.devnull:  # for torchrun: no logs
+        del given["log_dir"]
     found = [f"{each.name} is not supported: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "refused"]
     nodes = given.get("nnodes", "1")
     if not re.fullmatch(r"1(:1)?", nodes):
@@ -160,7 +165,7 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     reader = _Reader(given, found)
     choice = Choice(
         num_processes=reader.read("nproc_per_node", _num_processes),
-        run_id=given.get("rdzv_id", "none"), is_module="module" in given,
+        run_id=given.get("rdzv_id") or _own_id(given), is_module="module" in given,
         log_dir=Path(given["log_dir"]) if "log_dir" in given else None,
         streams=_streams(reader, environment),
         signals=reader.read("signals_to_handle", _signals) or TOLD_TO_ALL,
@@ -173,6 +178,16 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     if found:
         raise ValueError("\n".join(found))
     return choice
+
+
+def _own_id(given: Mapping[str, str]) -> str:
+    """Return the id of a run without --rdzv-id: a new one, unless a flag says where nodes meet.
+
+    Scripts name their files by it, so torchrun makes one where it can (torch/distributed/run.py,
+    `config_from_args`).
+    """
+    meets = {"rdzv_endpoint", "master_port"} & given.keys() or given.get("rdzv_backend", "static") != "static"
+    return "none" if meets and "standalone" not in given else str(uuid.uuid4())
 
 
 def judge(line: Choice, num_processes: int, deadline_s: float) -> None:
@@ -188,8 +203,8 @@ def judge(line: Choice, num_processes: int, deadline_s: float) -> None:
         )
     if line.shutdown_timeout_s is not None and line.shutdown_timeout_s > deadline_s:
         found.append(
-            f"--shutdown-timeout is {line.shutdown_timeout_s}; it must be at most --recover-deadline-s ({deadline_s:g}), after "
-            "which a job that does not end is ended in any case"
+            f"--shutdown-timeout (or {_SHUTDOWN_VARIABLE} of the environment) is {line.shutdown_timeout_s}; it must be at most "
+            f"--recover-deadline-s ({deadline_s:g}), after which a job that does not end is ended in any case"
         )
     if found:
         raise ValueError("\n".join(found))

@@ -27,6 +27,7 @@ from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser, misplaced, split
+from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Undecided
 from megatron_recover.megatron.layout.choice import USABLE, Gpus, Judged, judge
@@ -49,6 +50,7 @@ rank, with which torch begins the lines of a traceback."""
 _NO_SCRIPT = (
     "the training script is missing; write it and its flags behind those of plan, for example: scripts/pretrain_gpt.py ..."
 )
+_MODULE = "--module"
 _OF_RUN = {
     "--replicas": "plan compares all numbers of replicas",
     "--lanes": "plan compares all numbers of lanes",
@@ -56,7 +58,7 @@ _OF_RUN = {
         ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet"), "plan starts no rank"
     ),
     **dict.fromkeys(("--metrics-port", "--metrics-address", "--metrics-textfile", "--on-event"), "plan starts no run"),
-    **dict.fromkeys((name for flag in TORCHRUN for name in flag.names), "plan starts no rank"),
+    **dict.fromkeys((name for flag in TORCHRUN if flag.name != _MODULE for name in flag.names), "plan starts no rank"),
 }
 """Flags of `run`, with the reason why `plan` has no use for them."""
 _MEASURED_REPLICAS = 1000
@@ -107,13 +109,14 @@ def _parser() -> Parser:
     parser.add_argument(
         "--gpu-memory", type=_bytes, default="80GB", metavar="N", help="memory of a GPU, in GB (10^9) or GiB (default: 80GB)"
     )
+    parser.add_argument("-m", _MODULE, action="store_true", help="the script is the name of a module, as for python -m")
     parser.add_argument("--all", action="store_true", help="print every layout, also those that do not fit")
     parser.add_argument("--json", action="store_true", help="print every layout as JSON")
     return parser
 
 
 def read_sizes(script: str, flags: Sequence[str], verb: str = "plan") -> Sizes:
-    """Return the sizes of the model that a script trains; `-m` is a module, which begins `flags`.
+    """Return the sizes of the model that a script trains; `-m`: a module, which begins `flags`.
 
     Raises ValueError for bad input, also for a script that never calls `pretrain`. Raises
     ScriptError if the script fails, and OSError if it cannot be read.
@@ -130,7 +133,7 @@ def read_sizes(script: str, flags: Sequence[str], verb: str = "plan") -> Sizes:
         )  # fmt: skip
         if process.returncode == ExitCode.OK and (written := file.read()):
             return msgspec.json.decode(written, type=Sizes)
-    complaint = _complaint(script, process.returncode, process.stderr.splitlines())
+    complaint = _complaint(flags[0] if script == "-m" else script, process.returncode, process.stderr.splitlines())
     raise (ValueError if process.returncode in (ExitCode.OK, ExitCode.BAD_INPUT) else ScriptError)(complaint)
 
 
@@ -223,7 +226,10 @@ def _parameters(sizes: Sizes) -> int:
 
 
 def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
-    """Return the text about the chosen layout, with its command."""
+    """Return the text about the chosen layout, with its command.
+
+    `script` begins with `--`, or with `-m --` in front of the name of a module.
+    """
     layout = chosen.layout
     ours, theirs = flags_of(layout, sizes)
     return (
@@ -232,7 +238,7 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
         f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {_share(chosen.lost_share)} of the throughput. "
         f"The step of the death\n  takes up to {_share(chosen.longer_step)} longer; no step is lost. "
         f"The run survives {chosen.num_deaths} death{'s' if chosen.num_deaths > 1 else ''}.\n\n"
-        f"  megatron-recover run {ours} -- {script} <your other flags> {theirs}"
+        f"  megatron-recover run {ours} {script} <your other flags> {theirs}"
         f"{_environment(layout, is_overlapped=sizes.numerics.is_overlapped)}"
     )
 
@@ -330,15 +336,16 @@ def main(argv: list[str]) -> int:
     if not command:
         parser.error(_NO_SCRIPT)
     script, *flags = command
-    if not Path(script).is_file():
+    if not arguments.module and not Path(script).is_file():
         parser.error(f"there is no training script {script}; write its path behind the flags of plan")
     gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
     try:
+        one_megatron.choose(script, is_module=arguments.module)
         packages.require(packages.TRAINING)
         job = Undecided(flags)
         if mistakes := job.mistakes():
             parser.error("\n".join(mistakes))
-        sizes = read_sizes(script, flags)
+        sizes = read_sizes("-m", command) if arguments.module else read_sizes(script, flags)
     except ValueError as error:
         parser.error(str(error))
     except ScriptError as error:
@@ -351,7 +358,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(_json(found, sizes, gpus))
     else:
-        _print(found, sizes, gpus, script, everything=arguments.all)
+        _print(found, sizes, gpus, f"-m -- {script}" if arguments.module else f"-- {script}", everything=arguments.all)
     if not found[0].fits:
         sys.stdout.flush()  # the complaint is the last line
         smallest = found[0].memory.recovery

@@ -176,14 +176,16 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
 def _folders(line: launch_line.Choice, wanted: Path | None) -> tuple[Path | None, Path]:
     """Create the folder for links to the logs, if there is to be one, and the run directory.
 
-    Returns both. Raises ValueError with the remedy, after removing the first if the second fails.
+    Returns both. Raises ValueError with the remedy, and leaves neither then.
     """
-    log_links = None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id)
+    existed = wanted is not None and wanted.exists()
+    run_dir = create_run_dir(wanted)  # first: the other may be inside it, and it has to be empty
     try:
-        return log_links, create_run_dir(wanted)
+        return None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id), run_dir
     except ValueError:
-        if log_links is not None:
-            log_links.rmdir()
+        _empty(run_dir)
+        if not existed:
+            run_dir.rmdir()
         raise
 
 

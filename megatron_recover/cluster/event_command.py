@@ -34,9 +34,12 @@ from megatron_recover.observe.follow.notices import AnyNotice, Ended
 MAX_WAITING = 64
 _LAST_WORDS = 500
 """Bytes of stderr that the line about a failure shows."""
+_REAPED_S = 1.0
+"""Seconds within which what was killed has ended, unless the kernel holds it."""
 _PIPE_BYTES = 2**16
 """Bytes that a pipe holds (pipe(7)): one read takes all that is in it."""
-_MEMORY = struct.Struct("=qqq")
+_MEMORY = struct.Struct("=qqqq")
+"""Number of the newest notice, process of the command and its start, whether the end was given."""
 
 
 class Memory:
@@ -52,18 +55,24 @@ class Memory:
         given: int = _MEMORY.unpack_from(self._memory)[0]
         return given
 
-    def begins(self, number: int) -> None:
-        """Note that the command is about to get the notice `number`."""
-        _MEMORY.pack_into(self._memory, 0, number, 0, 0)
+    @property
+    def has_end(self) -> bool:
+        """Return whether the end of the run was given to the command."""
+        return bool(_MEMORY.unpack_from(self._memory)[3])
+
+    def begins(self, notice: AnyNotice) -> None:
+        """Note that the command is about to get this notice."""
+        _MEMORY.pack_into(self._memory, 0, notice.number, 0, 0, self.has_end or isinstance(notice, Ended))
 
     def runs(self, pid: int) -> None:
         """Note the process of the command; 0: there is none."""
         fields = stat_of(pid) if pid else []
-        _MEMORY.pack_into(self._memory, 0, self.num_given, pid if fields else 0, int(fields[START_TIME]) if fields else 0)
+        began = int(fields[START_TIME]) if fields else 0
+        _MEMORY.pack_into(self._memory, 0, self.num_given, pid if fields else 0, began, self.has_end)
 
     def end_command(self) -> None:
         """Kill the command that a monitor before has left running, if it still runs."""
-        _, pid, began = _MEMORY.unpack_from(self._memory)
+        _, pid, began, _ = _MEMORY.unpack_from(self._memory)
         fields = stat_of(pid) if pid else []
         if fields and int(fields[START_TIME]) == began:
             _kill(pid)
@@ -95,8 +104,16 @@ class EventCommand:
         self._thread.start()
 
     def give(self, notice: AnyNotice) -> None:
-        """Queue a notice, unless a monitor before has given it; this never waits."""
-        if notice.number <= self._memory.num_given:
+        """Queue a notice, unless a monitor before has given it; this never waits.
+
+        Of the end of the run the memory knows by itself: a monitor that had no time to read the
+        trace again has counted fewer notices than the one before has given.
+        """
+        if isinstance(notice, Ended):
+            if self._memory.has_end:
+                return
+            notice.number = max(notice.number, self._memory.num_given + 1)
+        elif notice.number <= self._memory.num_given:
             return
         with self._changed:
             if len(self._waiting) >= MAX_WAITING and not isinstance(notice, Ended):
@@ -124,7 +141,7 @@ class EventCommand:
             if notice.dropped > told:
                 self._says(f"{notice.dropped} events so far were not given to --on-event: it is too slow for them")
                 told = notice.dropped
-            self._memory.begins(notice.number)
+            self._memory.begins(notice)
             with self._changed:
                 left_s = float("inf") if isinstance(notice, Ended) else self._hurry_at - time.monotonic()
             if why := self._give(msgspec.json.encode(notice) + b"\n", min(self._command_s, max(0.0, left_s))):
@@ -169,7 +186,10 @@ class EventCommand:
             is_late, said = self._follow(process.pid, process.stderr.fileno(), limit_s)
         # Its leader is not reaped yet, so the number of the group still means this group.
         _kill(process.pid)
-        status = process.wait()
+        try:
+            status = process.wait(_REAPED_S)
+        except subprocess.TimeoutExpired:  # it waits for a disk
+            return f"does not end although it was killed after {figure(limit_s)} s"
         self._memory.runs(0)
         if is_late:
             return f"was killed after {figure(limit_s)} s"

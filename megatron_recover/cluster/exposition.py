@@ -10,6 +10,7 @@ are wanted.
 from __future__ import annotations
 
 import contextlib
+import io
 import socket
 import threading
 import time
@@ -71,6 +72,10 @@ def _family(metric: Metric) -> _Family:
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: who asks for metrics is nobody's business on the console."""
+
+    def get_stderr(self) -> Any:
+        """Return a file that nobody reads: a request can make `prometheus_client` raise."""
+        return io.StringIO()
 
 
 class MetricsServer(WSGIServer):

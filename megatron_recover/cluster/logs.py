@@ -38,6 +38,9 @@ _SOON_S = 0.003
 """Seconds between two copies at the end of a run, when somebody waits for them."""
 _RETRY_S = 1.0
 """Seconds until a log that had an error is tried again."""
+_DROP_S = 0.05
+"""Shortest time between two looks at all outputs while lines are read. With a look for each chunk a
+turn of 1,000 teed outputs would take 20 s."""
 _CHUNKS_AT_ONCE = 16
 """Maximum of chunks of one output before the other outputs have their turn."""
 
@@ -242,7 +245,7 @@ class Outputs:
         self._ends: dict[int, int] = {}
         """Output -> its end in this turn; `_ends_before` has its end in the turn before."""
         self._ends_before: dict[int, int] = {}
-        self._looked_at = time.monotonic()
+        self._looked_at = self._dropped_at = time.monotonic()
         self.is_filling = False
         """True if new output would fill the memory within a second; then each turn follows soon."""
         self.has_more = False
@@ -306,7 +309,7 @@ class Outputs:
                 self._bookmark.show(number, position)  # at once: a kill in between keeps lines twice
                 if number not in self._unseen:
                     yield from text.decode(errors="replace").splitlines()
-                self._drop()
+                self._drop_now_and_then()
 
     def teed(self, *, at_end: bool = False) -> Iterator[tuple[Tee, str]]:
         """Yield new lines of all teed outputs and notes of missing bytes; drop output without room.
@@ -320,7 +323,7 @@ class Outputs:
                 for line in b"".join([*notes, text]).decode(errors="replace").splitlines():
                     yield tee, line
                 notes.clear()
-                self._drop()
+                self._drop_now_and_then()
 
     def seal(self) -> None:
         """Let no process print any more.
@@ -344,9 +347,14 @@ class Outputs:
         """Return the path of each process's log, with the newest output of the process."""
         return sorted((each.log, each.end()) for each in self._outputs.values())
 
+    def _drop_now_and_then(self) -> None:
+        """Call `_drop` unless it was called a moment ago: it looks at every output."""
+        if time.monotonic() - self._dropped_at >= _DROP_S:
+            self._drop()
+
     def _drop(self) -> None:
         """Drop output that has no room in memory, and notice which outputs somebody has emptied."""
-        bookmark = self._bookmark
+        bookmark, self._dropped_at = self._bookmark, time.monotonic()
         for number, output in self._outputs.items():
             if bookmark.notice_emptied(number, output):
                 self.num_emptied += 1

@@ -179,7 +179,7 @@ def keep_textfile(
     while not is_last:
         is_last, pause_s = is_over.wait(pause_s), interval_s
         try:
-            with replacing(path) as file:
+            with replacing(path, partial=path.with_name(f".{path.name}.{os.getpid()}")) as file:  # follows no link
                 file.write(text())
         except OSError as error:
             if not is_in_trouble:
@@ -191,8 +191,15 @@ def keep_textfile(
             is_in_trouble = False
 
 
+def _end(raised: threading.ExceptHookArgs) -> None:
+    """End this process for the error of one of its threads: the launcher starts another one."""
+    threading.__excepthook__(raised)
+    os._exit(1)
+
+
 def main() -> None:
     """Monitor a run, as the command line describes it."""
+    threading.excepthook = _end
     settings = msgspec.json.decode(sys.argv[4], type=MonitorSettings)
     # As for the recorder. Handlers, since a command would inherit SIG_IGN.
     for number in {*TOLD_TO_ALL, *settings.signals}:

@@ -132,11 +132,12 @@ class Recording:
     def output_of_rank(self, replica: int, rank: int) -> Output:
         """Return a new output for a rank that is about to be started; its streams may be two."""
         job, place, streams = self._job, self._job.place_of(replica, rank), self._job.streams
+        alike = [job.place_of(each, rank) for each in range(job.num_replicas)]
         # Megatron prints in the first and in the last rank of a replica.
         shown_of = replica if rank in (0, job.num_ranks - 1) else None
 
         def of(log: Path, stream: Stream) -> Output:
-            is_on_console = streams.is_on_console(place, stream)
+            is_on_console = streams.is_on_console(place, stream, alike)
             return self.output(log, shown_of=shown_of, is_on_console=is_on_console, tee=streams.tee_of(place, stream))
 
         if not streams.are_split(place):

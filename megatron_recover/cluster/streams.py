@@ -4,14 +4,15 @@ Without these flags each rank has one log with both streams, and the console sho
 job's writer (`narrator.py`). Nothing here touches a file or a process.
 
 A rank is numbered here among all ranks of all replicas, from 0: its *place*. All ranks are on one
-node, so this is torchrun's local rank.
+node, so these are the numbers that torchrun calls local ranks. (The variable LOCAL_RANK names the
+rank's GPU, which several ranks can share.)
 """
 
 from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from string import Template
 
 import msgspec
@@ -69,9 +70,14 @@ class Streams(msgspec.Struct, frozen=True, kw_only=True):
         prefix = Template(self.prefix).safe_substitute(names)
         return Tee(prefix, is_error=stream is Stream.ERR, filters=self.filters.get(stream, ()))
 
-    def is_on_console(self, place: int, stream: Stream) -> bool:
-        """Return whether the console may show a stream of a rank that is not teed."""
-        return not (_at(self.redirects, place) | _at(self.tee, place)) & stream and self._is_shown(place)
+    def is_on_console(self, place: int, stream: Stream, alike: Iterable[int] = ()) -> bool:
+        """Return whether the console may show a stream of a rank that is not teed.
+
+        `alike`: the places of this rank in all replicas. Only the writer prints, and any replica
+        may become the writer, so a filter that names one of these ranks means all.
+        """
+        is_shown = any(map(self._is_shown, (place, *alike)))
+        return not (_at(self.redirects, place) | _at(self.tee, place)) & stream and is_shown
 
     def _is_shown(self, place: int) -> bool:
         return not self.shown or place in self.shown

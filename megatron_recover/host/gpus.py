@@ -29,15 +29,22 @@ def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
 _BYTES = "print(*(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())))"
 
 
+_ANSWERS_S = 120.0
+"""Seconds for which a driver may take to answer. Importing torch alone can take half a minute."""
+
+
 @functools.cache
 def gpu_bytes() -> tuple[int, ...]:
     """Return the bytes of memory of each GPU that torch sees, by a process that ends at once.
 
     This process asks no driver: what it forked then could use no GPU. Without torch, or where that
-    process fails, the result is empty.
+    process fails or has not answered after `_ANSWERS_S`, the result is empty.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", f"import torch; {_BYTES}"], capture_output=True, text=True, check=False
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import torch; {_BYTES}"], capture_output=True, text=True, check=False, timeout=_ANSWERS_S
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:  # a driver that hangs
+        return ()
     words = done.stdout.split()
     return tuple(map(int, words)) if done.returncode == 0 and all(map(str.isdecimal, words)) else ()

@@ -30,7 +30,9 @@ def replacing(
     target = place if partial is not None else place.resolve()
     beside = partial or target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with _named(place, beside), open(beside, "wb") as file:
+        with _named(place, beside):
+            beside.unlink(missing_ok=True)  # what a process of this number has left, or somebody's link
+        with _named(place, beside), open(beside, "xb") as file:
             yield file
             if durable:
                 file.flush()

@@ -226,6 +226,11 @@ def bad_input_ends() -> Iterator[None]:
         sys.exit(ExitCode.BAD_INPUT)
 
 
+def _start_of(context: RankContext) -> str:
+    """Return a text that only this start of a job has, and all of its ranks."""
+    return f"{context.run_dir} {context.coordinator} {context.started_at!r}"
+
+
 class _Training:
     """Builds and runs all parts of one rank of a recoverable job (`script.EntryPoints`)."""
 
@@ -248,7 +253,7 @@ class _Training:
         self._saves_in_background = False
         self._driver: RankDriver | None = None
         self._tensorboard = TensorBoardFactory(lambda: self._driver)
-        self._wandb = WandbFactory(lambda: self._driver, wandb_run_id(), context.run_dir)
+        self._wandb = WandbFactory(lambda: self._driver, wandb_run_id(), _start_of(context))
 
     def parse(
         self, extra_args_provider: Provider | None, args_defaults: Mapping[str, Any], *, ignores_unknown: bool = False
@@ -325,8 +330,15 @@ class _Training:
         try:
             driver.close()
         finally:
-            self._wandb.end()  # only now: until the job ends, this replica may save and may become the writer
-        return policy.exit_code(sorted(driver.requests))
+            # Only now: until the job ends, this replica may save and may become the writer.
+            is_finished = self._wandb.end()
+        code = policy.exit_code(sorted(driver.requests))
+        if not is_finished:
+            # wandb's exit handler would wait until the launcher kills this rank.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
 
     # --- Setting up -------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ these ranks has a stand-in for the module `wandb` (`Wandb`), and only that of th
 package.
 
 Note [One run]
-    All replicas know the same run id: that of `WANDB_RUN_ID`, else that of the checkpoint that is
-    loaded, else a hash of the run directory's path. Each checkpoint contains the id. A replica that
-    becomes the writer resumes the run of that id, and first logs what the dead writer may not have
-    logged (`MissedCalls`). If a step is logged twice, the server keeps the first value.
+    All replicas know the same run id: that of `WANDB_RUN_ID`, else that of the checkpoint with
+    which the job in `--save` continues, else a hash of what only this start of a job has (in
+    containers, unrelated jobs have run directories of the same path). Each checkpoint contains the
+    id. A replica that becomes the writer resumes the run of that id, and first logs what the dead
+    writer may not have logged (`MissedCalls`). If a step is logged twice, the server keeps the
+    first value.
 
 Note [Not in the way]
     `wandb.init` waits for a server. So a thread calls the package, in the order of the calls. A
@@ -20,7 +22,6 @@ Note [Not in the way]
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import queue
 import sys
@@ -31,24 +32,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_recover import packages
 from megatron_recover.megatron.checkpoint.save_folder import PARTIAL, named_in, run_id_of
 from megatron_recover.megatron.reporting import Late, MissedCalls
 from megatron_recover.trainer.driver import Driver
 
 _Call = Callable[[Any], object]
 """A function of the module `wandb`."""
+_MOST_CALLS = 100_000
+"""Calls that may wait for the package: some ten MB, of hours without an answer."""
 
 
 class WandbFactory:
     """Replaces `_set_wandb_writer` of Megatron's `global_vars` (seam `wandb`)."""
 
-    def __init__(self, driver: Callable[[], Driver], given_id: str, run_dir: str) -> None:
+    def __init__(self, driver: Callable[[], Driver], given_id: str, start: str) -> None:
         """Store `driver()`, which is called at each use and not before.
 
         - `given_id`: the run id that the user has given (`WANDB_RUN_ID`), or "".
-        - `run_dir`: the run directory. A run id is made of its path if there is no other.
+        - `start`: a text that only this start of a job has, the same on all ranks. A run id is made
+          of it if there is no other.
         """
-        self._driver, self._given_id, self._run_dir = driver, given_id, run_dir
+        self._driver, self._given_id, self._start = driver, given_id, start
         self._wandb: Wandb | None = None
         self.finish_s = 0.0
         """Seconds that `end` waits for the package. Set them before training begins."""
@@ -60,10 +65,9 @@ class WandbFactory:
         if self._wandb is not None:
             self._wandb.flush()
 
-    def end(self) -> None:
-        """Call `Wandb.end`, if this rank has a stand-in."""
-        if self._wandb is not None:
-            self._wandb.end()
+    def end(self) -> bool:
+        """Call `Wandb.end` and return what that returns; True if this rank has no stand-in."""
+        return self._wandb is None or self._wandb.end()
 
     def set_writer(self, args: Namespace) -> None:
         """Set the run id, and on the last rank Megatron's wandb writer, with `--wandb-project`.
@@ -75,7 +79,7 @@ class WandbFactory:
 
         if not getattr(args, "wandb_project", None):
             return
-        if importlib.util.find_spec("wandb") is None:
+        if packages.version("wandb") is None:
             raise ValueError(
                 "--wandb-project needs the package wandb, which is not installed: pip install wandb, or leave it out"
             )
@@ -83,7 +87,7 @@ class WandbFactory:
             raise ValueError("--wandb-project needs a folder for its files; give --wandb-save-dir or --save")
         folder = Path(args.wandb_save_dir or os.path.join(args.save, "wandb"))
         folder.mkdir(parents=True, exist_ok=True)
-        self.run_id = self._given_id or _loaded_id(args) or hashlib.blake2b(self._run_dir.encode(), digest_size=6).hexdigest()
+        self.run_id = self._given_id or _loaded_id(args) or hashlib.blake2b(self._start.encode(), digest_size=6).hexdigest()
         if args.rank != args.world_size - 1:
             return
         settings = {
@@ -97,10 +101,10 @@ class WandbFactory:
 def _loaded_id(args: Namespace) -> str:
     """Return the run id in the checkpoint that is to be loaded, or "" if it has none.
 
-    With `--finetune` always return "", since that begins another run. Raises OSError if the
-    checkpoint cannot be read.
+    Return "" also with `--finetune`, and for a job that saves to another folder than it loads from:
+    these begin another run. Raises OSError if the checkpoint cannot be read.
     """
-    if args.load is None or args.finetune:
+    if args.load is None or args.finetune or (args.save and os.path.realpath(args.save) != os.path.realpath(args.load)):
         return ""
     iteration = args.ckpt_step or named_in(Path(args.load))
     return run_id_of(Path(args.load), iteration) if iteration >= 0 else ""
@@ -129,6 +133,8 @@ class Wandb:
         self._saved: list[_Call] = []
         """Calls that log checkpoints as artifacts, to make at the next `log` or at `end`."""
         self._thread: threading.Thread | None = None
+        self._has_begun, self._is_given_up = False, False
+        """True once the package has begun the run, or if it could not: then no call is kept."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
 
     def __eq__(self, other: object) -> bool:
@@ -215,24 +221,33 @@ class Wandb:
 
     # --- The end ----------------------------------------------------------------------------------
 
-    def end(self) -> None:
+    def end(self) -> bool:
         """End the run as the writer, and wait at most `finish_s` seconds; otherwise do nothing.
 
-        Call this when the job has ended. Nothing can be logged after that.
+        Call this when the job has ended. Nothing can be logged after that. Returns False if the
+        package has not finished. Then its exit handler would wait without a limit.
         """
         if not self._driver.is_writer():
-            return
+            return True
         self._do([*self._missed.take(), *self._saved])
         self._saved = []
         self._calls.put(None)
         assert self._thread is not None
         self._thread.join(self._finish_s())
         if self._thread.is_alive():
-            _tell(f"wandb has not sent everything yet; `wandb sync` sends what is left in {self._settings['dir']}")
+            left = "`wandb sync` sends what is left in" if self._has_begun else "it has not begun the run, and has nothing in"
+            _tell(f"wandb has not sent everything yet; {left} {self._settings['dir']}")
+        return not self._thread.is_alive()
 
     # --- The thread that calls the package --------------------------------------------------------
 
     def _do(self, calls: Sequence[_Call]) -> None:
+        if self._is_given_up:
+            return
+        if self._calls.qsize() > _MOST_CALLS:
+            self._is_given_up = True
+            _tell(f"wandb answers no call any more; nothing is logged there after {_MOST_CALLS} calls that wait for it")
+            return
         if self._thread is None:
             calls = [*self._first, *calls]
             self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
@@ -247,8 +262,10 @@ class Wandb:
 
             self._begin(wandb)
         except Exception as error:  # whatever the package raises, training continues
+            self._is_given_up = True
             _tell(f"wandb could not begin the run, so nothing is logged there: {type(error).__name__}: {error}")
             return
+        self._has_begun = True
         told: set[str] = set()
         while (call := self._calls.get()) is not None:
             self._make(call, told)

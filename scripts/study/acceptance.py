@@ -44,15 +44,21 @@ class Judged(msgspec.Struct, frozen=True):
     refused: tuple[str, ...]
 
 
-def judged(checkout: Path) -> Iterator[Judged]:
-    """Yield all configurations of a checkout that train. Raises FileNotFoundError without any."""
+def configurations(checkout: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield all `model_config.yaml` of a checkout, read. Raises FileNotFoundError without any."""
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first is in C, where libyaml is
     files = sorted(checkout.rglob("model_config.yaml"))
     if not files:
         raise FileNotFoundError(f"{checkout} has no model_config.yaml; give a clone of Megatron-LM")
     for file in files:
-        described = yaml.safe_load(file.read_text())
+        yield file, yaml.load(file.read_text(), loader)
+
+
+def judged(checkout: Path) -> Iterator[Judged]:
+    """Yield all configurations of a checkout that train. Raises FileNotFoundError without any."""
+    for file, described in configurations(checkout):
         if described.get("MODEL_ARGS") and described.get("MODE") not in OTHERS:
             kind = "release" if described.get("TEST_TYPE") == "release" else "functional"
             yield _judge(file.parent.name, kind, words(described["MODEL_ARGS"]))

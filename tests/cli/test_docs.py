@@ -114,6 +114,23 @@ def test_every_package_that_is_imported_is_declared_and_explained() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_document_says_a_paragraph_twice(document: Path) -> None:
+    """As a merge of two branches may leave it."""
+    prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    paragraphs = [each.strip() for each in prose.split("\n\n")]
+    assert [each for each in {*paragraphs} if len(each) > 100 and paragraphs.count(each) > 1] == []
+
+
+def test_the_page_of_the_layout_walks_a_launch_from_the_line_to_the_users_script() -> None:
+    section = _text("docs/design/architecture.md").split("\n## A launch\n")[1].split("\n## ")[0]
+    way = ("flags.split", "cli/launch_line.py", "one_megatron.py", "preflight.py", "`Job`", "cluster/launcher.py",
+           "cluster/agent.py", "cluster/forkserver.py", "cluster/warm.py", "Dry run", "cluster/rank_process.py",
+           "launch/script.py", "training.begin", "user's script", "upstream's `pretrain`")  # fmt: skip
+    places = [section.index(each) for each in way]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_and_commands_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()
     rooms = "|".join(path.parent.name for path in (ROOT / "megatron_recover").glob("*/__init__.py"))

@@ -82,7 +82,7 @@ def test_a_model_that_cannot_be_measured_starts_with_the_fewest(
 ) -> None:
     measured[0] = error or msgspec.structs.replace(measured[0], activations=())
     number, line = lanes.lanes_that_fit(["s.py"], FLAGS.split(), 8) or (0, "")
-    assert number == 1 and ("(no plan)" if error else "(its layers cannot be split so)") in line
+    assert number == 1 and ("(no plan)" if error else "(the model cannot be split over TP 2 x PP 1)") in line
 
 
 @pytest.mark.parametrize(

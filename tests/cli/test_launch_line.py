@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 from argparse import REMAINDER, Action
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_recover.flags import split
 from megatron_recover.trace import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
+NEW = "an id of its own"
 FLAGS = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2 --eval-interval 9 --mock-data"
 
 
@@ -90,19 +92,22 @@ def read(line: str, **environment: str) -> launch_line.Choice:
 @pytest.mark.parametrize(
     ("line", "environment", "expected"),
     [
-        ("--nproc-per-node 8", {}, (8, "none", False)),
+        ("--nproc-per-node 8", {}, (8, NEW, False)),
         ("--nproc_per_node 8 --nnodes 1:1 --node_rank 0 --rdzv_id a7 --rdzv_backend c10d --standalone", {}, (8, "a7", False)),
-        ("-m --nproc-per-node cpu", {}, (len(os.sched_getaffinity(0)), "none", True)),
+        ("-m --nproc-per-node cpu", {}, (len(os.sched_getaffinity(0)), NEW, True)),
         ("", {"PET_NPROC_PER_NODE": "4", "PET_RDZV_ID": "b", "PET_MODULE": "1"}, (4, "b", True)),
-        ("--nproc-per-node 2", {"PET_NPROC_PER_NODE": "4", "PET_MODULE": "0"}, (2, "none", False)),
-        ("", {"RANK": "3", "WORLD_SIZE": "16", "MASTER_ADDR": "x"}, (None, "none", False)),
+        ("--nproc-per-node 2", {"PET_NPROC_PER_NODE": "4", "PET_MODULE": "0"}, (2, NEW, False)),
+        ("", {"RANK": "3", "WORLD_SIZE": "16", "MASTER_ADDR": "x"}, (None, NEW, False)),
+        ("--rdzv-backend c10d --nproc-per-node 2", {}, (2, "none", False)),
+        ("--rdzv-backend c10d --standalone --nproc-per-node 2", {}, (2, NEW, False)),
     ],
 )
 def test_flags_and_variables_mean_what_they_mean_to_torchrun(
     line: str, environment: dict[str, str], expected: tuple[int | None, str, bool]
 ) -> None:
     choice = read(line, **environment)
-    assert (choice.num_processes, choice.run_id, choice.is_module) == expected
+    run_id = NEW if re.fullmatch("[0-9a-f-]{36}", choice.run_id) else choice.run_id
+    assert (choice.num_processes, run_id, choice.is_module) == expected
     assert choice.notes == ()
 
 
@@ -193,8 +198,8 @@ def test_flags_that_do_not_suit_the_job_are_refused() -> None:
         launch_line.judge(line, num_processes=4, deadline_s=60.0)
     assert str(refusal.value).splitlines() == [
         "--redirects, --tee or --local-ranks-filter names rank 4; the ranks of this job are 0 to 3, counted over all replicas",
-        "--shutdown-timeout is 61; it must be at most --recover-deadline-s (60), after which a job that does not end is ended "
-        "in any case",
+        "--shutdown-timeout (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT of the environment) is 61; it must be at most "
+        "--recover-deadline-s (60), after which a job that does not end is ended in any case",
     ]  # fmt: skip
     launch_line.judge(line, num_processes=5, deadline_s=61.0)
 
@@ -296,6 +301,11 @@ def test_where_processes_are_missing_the_flag_behind_the_script_is_named(
     assert behind.endswith(f"write: megatron-recover run --nproc-per-node 2 ... {script} ...")
 
 
+def test_what_torchrun_takes_for_none_is_taken_so() -> None:
+    choice = read(f"--log-dir {os.devnull}", PET_LOCAL_RANKS_FILTER="")
+    assert (choice.log_dir, choice.streams.shown) == (None, frozenset())
+
+
 def test_a_short_flag_and_its_value_may_be_one_word() -> None:
     ours, command = split(["-t3", "-r", "1:2", "--nproc-per-node", "2", "train.py", "-t3"], run._parser())
     assert command == ["train.py", "-t3"]
@@ -355,3 +365,13 @@ def test_where_no_links_can_be_made_nothing_is_left_and_the_folder_of_the_links_
     told = capsys.readouterr().err
     assert f"--log-dir {tmp_path / 'logs'} cannot have links to the logs ({os.strerror(kind)}); give another folder" in told
     assert not (tmp_path / "run").exists() and not list((tmp_path / "logs").iterdir())
+
+
+def test_links_to_the_logs_may_be_in_the_run_directory(tmp_path: Path) -> None:
+    choice = read(f"--nproc-per-node 2 --log-dir {tmp_path / 'run'}")
+    links, run_dir = run._folders(choice, tmp_path / "run")
+    assert run_dir == tmp_path / "run" and links is not None and links.parent == run_dir
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--log-dir"):
+        run._folders(read(f"--nproc-per-node 2 --log-dir {tmp_path / 'file'}"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()

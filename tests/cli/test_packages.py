@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_recover import cli, packages
-from megatron_recover.cli import finish
+from megatron_recover.cli import explain, finish
 from megatron_recover.core.values import ExitCode
 from megatron_recover.megatron.launch.preflight import preflight
+from megatron_recover.megatron.seams import seams
 from megatron_recover.observe import compare
 from megatron_recover.observe.report import plot
 from tests.observe import traces
@@ -143,12 +144,27 @@ def test_the_megatron_that_is_imported_is_judged_not_the_one_that_pip_knows(
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None and spec.origin is not None
     assert packages.version("megatron-core") == metadata.version("megatron-core")
-    core = tmp_path / "core"
-    core.mkdir()
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
     monkeypatch.setattr(spec, "origin", str(core / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert packages.version("megatron-core") == ""
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\n")
     assert packages.version("megatron-core") == "0.20.0rc1"
+    wanted = f"megatron-core is 0.20.0rc1 in {tmp_path}, but 0.19 or newer is needed, and older than 0.20; "
+    of_checkout = "check out a release that fits there, or start a script of another checkout"
+    assert packages.mistakes(["megatron-core>=0.19,<0.20"]) == [f"{wanted}{of_checkout}"]
+    assert seams.refusal(seams.load(), ["a misfit"]) == (
+        f"the Megatron in {tmp_path} is not supported; {of_checkout} (megatron-core 0.19):\n  a misfit"
+    )
+    (tmp_path / "megatron_core-0.20.0rc1.dist-info").mkdir()
     [line] = packages.mistakes(["megatron-core>=0.19,<0.20"])
-    assert line.startswith("megatron-core is 0.20.0rc1, but 0.19 or newer is needed, and older than 0.20; put the folder")
+    assert line.startswith(f"{wanted}put the folder of a checkout of it in PYTHONPATH, or: ") and "pip install" in line
+    assert f"the Megatron in {tmp_path} is not supported; install megatron-core 0.19 (pip" in seams.refusal(seams.load(), [])
+
+
+def test_every_package_is_explained_with_its_use() -> None:
+    rows = [re.split(r"  +", line) for line in explain.used_packages().splitlines()[1:]]
+    requirements = [*packages.REQUIRED, *(each for extra in packages.EXTRAS.values() for each in extra)]
+    assert [row[0] for row in rows] == [packages.name_of(each) for each in requirements]
+    assert all(len(row) == 4 and row[3] for row in rows) and explain._USES.keys() == packages.EXTRAS.keys()

@@ -191,7 +191,44 @@ def test_more_replicas_than_were_ever_measured_are_told(
 
 def test_every_flag_of_run_is_known_to_be_one() -> None:
     options = {option for action in run._parser()._actions for option in action.option_strings}
-    assert options - {"-h", "--help"} == {*plan._OF_RUN}
+    assert options - {"-h", "--help", "-m", "--module"} == {*plan._OF_RUN}
+
+
+def test_the_megatron_of_the_scripts_own_checkout_is_judged_as_run_judges_it(tmp_path: Path) -> None:
+    """Also a module's, of which the working directory counts."""
+    core, training = (tmp_path / "megatron" / part for part in ("core", "training"))
+    for part in (core, training):
+        part.mkdir(parents=True)
+        (part / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 18\nPATCH = 0\nPRE_RELEASE = ''\n")
+    (script := tmp_path / "train.py").touch()
+    megatron = f"megatron-core is 0.18.0 in {tmp_path}, but 0.19 or newer is needed, and older than 0.20; check out a release "
+    for command, cwd in (
+        (["run", "--replicas", "2", str(script)], Path.cwd()), (["plan", str(script)], Path.cwd()),
+        (["plan", "-m", "train"], tmp_path),
+    ):  # fmt: skip
+        refused = subprocess.run(
+            [sys.executable, "-m", "megatron_recover", *command, *BATCH.split()], cwd=cwd, capture_output=True, text=True,
+            timeout=60, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )  # fmt: skip
+        assert refused.returncode == 2 and refused.stderr.startswith(f"megatron-recover {command[0]}: {megatron}"), refused
+
+
+def test_a_module_is_planned_like_a_file(
+    measured: list[Sizes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(plan, "read_sizes", lambda *words: seen.append([*words]) or measured[0])
+    for flag in ("-m", "--module"):
+        code, out, err = told(f"{flag} my_package.train {BATCH} --bf16", capsys)
+        assert (code, err) == (0, []) and "megatron-recover run --replicas 2 --lanes 2 -m -- my_package.train <your" in out
+    assert seen == [["-m", ["my_package.train", *BATCH.split(), "--bf16"]]] * 2
+
+
+def test_a_module_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_MEASURE", "this")
+    with pytest.raises(ValueError, match="^my_package.train never calls Megatron's pretrain"):
+        plan.read_sizes("-m", ["my_package.train"])
 
 
 @pytest.mark.parametrize(

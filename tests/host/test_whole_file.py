@@ -52,3 +52,13 @@ def test_a_folder_that_is_not_there_is_named_by_the_file(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError) as found, replacing(place):
         pass
     assert found.value.filename == str(place)
+
+
+def test_a_link_with_the_name_of_the_file_that_is_written_leads_nowhere(tmp_path: Path) -> None:
+    """In a folder where others may write, that name can be guessed."""
+    (victim := tmp_path / "victim").write_text("mine")
+    place, partial = tmp_path / "x", tmp_path / f".x.{os.getpid()}"
+    partial.symlink_to(victim)
+    with replacing(place, partial=partial) as file:
+        file.write(b"text")
+    assert (victim.read_text(), place.read_text(), place.is_symlink()) == ("mine", "text", False)

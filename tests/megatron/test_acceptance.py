@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ AT_MOST = {"example": 15, "functional": 29, "release": 2}
 Of the examples 9 below `multimodal` and 3 of the 5 below `mimo` have external data loaders, 3 are in fp8."""
 
 
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "supported.md"
+
+
 def test_at_most_so_many_of_upstreams_configurations_are_refused() -> None:
     checkout = upstream.script("pretrain_gpt.py").parent
     configurations = [*acceptance.judged(checkout)]
@@ -23,6 +27,20 @@ def test_at_most_so_many_of_upstreams_configurations_are_refused() -> None:
     for kind, number in AT_MOST.items():
         refused = [each.name for each in configurations if each.kind == kind and each.refused]
         assert len(refused) <= number, (kind, refused)
+    rows = re.findall(r"^\| .+ \| (\d+) \| (\d+) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    counts = {each: sum(one.kind == each for one in configurations) for each in ("release", "functional", "example")}
+    assert [tuple(map(int, row)) for row in rows] == [(AT_MOST[kind], number) for kind, number in counts.items()]
+
+
+def test_the_reasons_why_so_many_files_are_not_counted_are_those_of_the_document() -> None:
+    checkout = upstream.script("pretrain_gpt.py").parent
+    described = [each for _, each in acceptance.configurations(checkout)]
+    scripts = [file.read_text() for file in (checkout / "examples").rglob("*.sh")]
+    modes = [each.get("MODE") for each in described if each.get("MODEL_ARGS")]
+    found = [len(described), modes.count("inference"), modes.count("rl"), len(described) - len(modes), len(scripts)]
+    found.append(sum("torchrun" in text or "torch.distributed" in text for text in scripts))
+    paragraph = DOCUMENT.read_text().split("a plain count of files")[1].partition("\n\n")[0]
+    assert [int(number) for number in re.findall(r"\b\d+\b", paragraph)] == [*found, 23]
 
 
 def test_flags_become_words_as_upstreams_runner_makes_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,18 @@ def test_the_copy_is_written_and_upstream_gets_the_results() -> None:
     save.wait()
     assert save.is_written and not save.failure
     assert written == [("path", "item", [1, 1])] and results.get_nowait() == {0: ["result"]}
+
+
+def test_the_thread_that_writes_works_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on device 0; its first call of CUDA would make a context there, in each rank of another device."""
+    devices: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append((threading.current_thread().name, device)))
+    written: list[Any] = []
+    save = BackgroundSave(request(written, queue.SimpleQueue(), torch.ones(2)), StateWindow())
+    save.wait()
+    assert written and devices == [("checkpoint", 3)]
 
 
 def test_without_memory_for_the_copy_the_save_has_failed_and_no_more() -> None:

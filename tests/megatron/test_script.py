@@ -73,8 +73,10 @@ def received(upstreams: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     rank = object.__new__(training._Training)
     rank._context = Namespace(rank=1, dry_run=False)  # type: ignore[assignment]
     rank._page = None  # type: ignore[assignment]
-    rank._wandb = SimpleNamespace(end=lambda: None)  # type: ignore[assignment]
-    args = Namespace(iteration=0, train_iters=1, data_path=None, train_data_path=None, data_cache_path=None)
+    rank._wandb = SimpleNamespace(end=lambda: True)  # type: ignore[assignment]
+    args = Namespace(
+        dataloader_type="single", iteration=0, train_iters=1, data_path=None, train_data_path=None, data_cache_path=None
+    )
     rank._settings = args, RecoverConfig()
     loop = SimpleNamespace(close=lambda: None, has_trained=True, has_joined=True, meet=None)
     monkeypatch.setattr(training, "join_store", lambda timeout: "the replica's own store")

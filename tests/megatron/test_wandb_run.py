@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import threading
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from megatron_recover.megatron.wandb_run import Wandb
+from megatron_recover.config import RankContext
+from megatron_recover.megatron import training, wandb_run
+from megatron_recover.megatron.wandb_run import Wandb, WandbFactory
 
 
 @pytest.fixture
@@ -58,3 +63,62 @@ def test_who_is_not_the_writer_at_the_end_calls_nothing(calls: list[str], tmp_pa
     wandb.finish()
     wandb.end()
     assert calls == []
+
+
+def test_a_package_that_cannot_begin_costs_no_memory_later(
+    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("no server")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", fail)
+    wandb = stand_in(tmp_path, SimpleNamespace(replica=0, roster=(0, 1), is_writer=lambda: True))
+    wandb.log({"lm loss": 1.0}, 1)
+    assert wandb._thread is not None
+    wandb._thread.join(5.0)
+    for step in range(2, 100):
+        wandb.log({"lm loss": 1.0}, step)
+    assert wandb._calls.qsize() <= 1 and wandb.end() and calls == []
+    assert "could not begin the run" in capsys.readouterr().err
+
+
+def test_a_package_that_answers_no_call_is_given_up_and_does_not_hold_the_end(
+    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **_: answers.wait(30.0))
+    monkeypatch.setattr(wandb_run, "_MOST_CALLS", 50)
+    wandb = Wandb(
+        SimpleNamespace(replica=0, roster=(0, 1), is_writer=lambda: True),  # type: ignore[arg-type]
+        {"dir": str(tmp_path), "project": "p", "entity": None}, lambda: 0.05,
+    )  # fmt: skip
+    for step in range(200):
+        wandb.log({"lm loss": 1.0}, step)
+    assert 50 < wandb._calls.qsize() < 60
+    assert not wandb.end(), "its exit handler would wait"
+    told = capsys.readouterr().err
+    assert "nothing is logged there after 50 calls" in told and "it has not begun the run" in told
+    answers.set()
+
+
+def test_the_run_is_that_of_the_job_and_not_of_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch saves elsewhere than it loads; in two containers the run directories have one path."""
+    context = RankContext(
+        replica=0, rank=0, num_ranks=2, num_replicas=2, coordinator="127.0.0.1:1", leader="", run_dir="/results", started_at=1.5
+    )  # fmt: skip
+    later = msgspec.structs.replace(context, started_at=2.5)
+    other_rank = msgspec.structs.replace(context, replica=1, rank=1, leader="127.0.0.1:2")
+
+    def run_id(rank: RankContext, load: str | None = None, save: str = "save") -> str:
+        factory = WandbFactory(lambda: None, "", training._start_of(rank))  # type: ignore[arg-type, return-value]
+        factory.set_writer(Namespace(
+            wandb_project="p", wandb_save_dir=str(tmp_path / "wandb"), save=str(tmp_path / save), rank=0, world_size=2,
+            load=load and str(tmp_path / load), finetune=False, ckpt_step=None,
+        ))  # fmt: skip
+        return factory.run_id
+
+    assert run_id(context) == run_id(other_rank) != run_id(later)
+    (tmp_path / "save" / "iter_0000003").mkdir(parents=True)
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("3")
+    (tmp_path / "save" / "iter_0000003" / "wandb_run_id.txt").write_text("first")
+    assert run_id(later, load="save") == "first" and run_id(later, load="save", save="branch") == run_id(later)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_recover.cluster import event_command
 from megatron_recover.cluster.event_command import MAX_WAITING, EventCommand, Memory, create_memory
 from megatron_recover.observe.follow.notices import AnyNotice, Ended, SaveFailed
 
@@ -71,6 +72,30 @@ def test_a_monitor_that_begins_anew_gives_only_what_was_not_given(memory: Memory
     give(memory, f"cat >> {tmp_path}/events", notice(1), notice(2))
     assert give(memory, f"cat >> {tmp_path}/events", notice(1), notice(2), notice(3)) == []
     assert given(tmp_path / "events") == [1, 2, 3]
+
+
+def test_the_end_is_given_once_also_by_a_monitor_that_had_no_time_to_count(memory: Memory, tmp_path: Path) -> None:
+    """It numbers by what it has read so far; the one before has given more."""
+    give(memory, f"cat >> {tmp_path}/events", notice(1), notice(2), notice(3))
+    assert give(memory, f"cat >> {tmp_path}/events", notice(1), ended(2)) == []
+    assert given(tmp_path / "events") == [1, 2, 3, 4]
+    assert give(memory, f"cat >> {tmp_path}/events", ended(9)) == []
+    assert given(tmp_path / "events") == [1, 2, 3, 4]
+
+
+def test_what_a_kill_does_not_end_holds_up_no_further_event(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_command, "_kill", lambda group: None)  # as where the kernel waits for a disk
+    monkeypatch.setattr(event_command, "_REAPED_S", 0.05)
+    script = f"read line; case $line in *'\"number\":1,'*) sleep 30 >&- 2>&-;; esac; echo $line >> {tmp_path}/events"
+    said: list[str] = []
+    command = EventCommand(("sh", "-c", script), memory, command_s=LIMIT_S, says=said.append)
+    for each in (notice(1), notice(2)):
+        command.give(each)
+    until(lambda: given(tmp_path / "events") == [2], "the second was not given")
+    command.finish()
+    assert len(said) == 1 and "does not end although it was killed" in said[0]
 
 
 def test_a_failure_is_one_line_with_the_last_word_of_the_command(memory: Memory) -> None:
@@ -148,7 +173,7 @@ def test_at_the_end_slow_commands_give_way_to_the_end_of_the_run(memory: Memory,
 
 def test_the_next_monitor_ends_the_command_that_a_killed_one_has_left(memory: Memory) -> None:
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as left:
-        memory.begins(1)
+        memory.begins(notice(1))
         memory.runs(left.pid)
         memory.end_command()
         assert left.wait(PATIENT_S) == -9

@@ -77,6 +77,16 @@ def test_prometheus_asks_for_openmetrics_and_gets_it(place: tuple[str, int]) -> 
         assert answer.read().endswith(b"# EOF\n")
 
 
+def test_a_request_that_the_package_cannot_answer_is_nobodys_business_on_the_console(
+    place: tuple[str, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(place, timeout=SCRAPE_S) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\nAccept: text/plain;version=-\r\n\r\n")
+        answer = client.recv(4096)
+    assert b" 500 " in answer.splitlines()[0] and capfd.readouterr().err == ""
+    assert values(scrape(place))["ended"] == 1
+
+
 def test_clients_that_stall_send_garbage_or_come_by_the_hundred_cost_a_few_threads_and_others_are_served(
     place: tuple[str, int],
 ) -> None:

@@ -160,6 +160,8 @@ def test_saves_count_and_the_durable_iteration_is_the_one_that_was_saved_or_load
     assert of([start, gap, gap])["trace_events_lost_total"] == 14
     unsaved = msgspec.structs.replace(start, argv=("x", "--save-interval", "20"))
     assert of([unsaved])["save_interval_iterations"] == 0, "without --save nothing is saved"
+    other = msgspec.structs.replace(start, argv=("x", "--save", "c", "--persistent-save-interval", "30"))
+    assert of([other])["save_interval_iterations"] == 30
 
 
 def test_memory_does_not_grow_with_steps_or_generations() -> None:

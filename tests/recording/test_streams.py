@@ -182,3 +182,10 @@ def test_what_waits_for_the_console_alone_counts_as_waiting(reader: Reader, tmp_
     assert bookmark.lost(0) == 0, "nobody waits for it"
     bookmark.drop({0: made}, 1000, Who.RECORDER, read={reader: {0}})
     assert end - 1000 <= bookmark.lost(0) < end
+
+
+def test_a_rank_that_a_filter_names_is_shown_in_whatever_replica_it_is() -> None:
+    """Of two replicas of two ranks the last rank prints the iterations: of the first replica, and then of its successor."""
+    filtered = Streams(shown=frozenset({3}))
+    shown = [filtered.is_on_console(place, Stream.OUT, alike=(place % 2, place % 2 + 2)) for place in range(4)]
+    assert shown == [False, True, False, True]

@@ -88,7 +88,7 @@ def test_a_script_beside_a_part_of_another_megatron_is_refused(tmp_path: pathlib
     assert f"megatron-recover run: two Megatrons would be imported: megatron.core of {tmp_path} and megatron.training of " in (
         outcome.output
     )
-    assert "; put the folder of a whole one first in PYTHONPATH" in outcome.output
+    assert f"; complete that in {tmp_path}, or start a script of a whole one" in outcome.output
 
 
 def test_what_the_script_asserts_between_its_arguments_and_the_training_is_bad_input(

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from megatron_recover.trainer.state_window import StateCopy, StateWindow
 
 _BUCKETS, _RESULTS = 1, 2
@@ -53,7 +55,8 @@ class BackgroundSave:
         except (RuntimeError, MemoryError) as error:  # any other writer would fail alike, one after another
             self.failure = f"no copy of the state: {type(error).__name__}: {error}"
             return
-        self._thread = threading.Thread(target=self._write, args=(parts,), name="checkpoint", daemon=True)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = threading.Thread(target=self._write, args=(parts, device), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -74,12 +77,14 @@ class BackgroundSave:
         for complete in self._request.finalize_fns:
             complete()
 
-    def _write(self, parts: Sequence[tuple[str, str, Any, Sequence[Any], StateCopy]]) -> None:
+    def _write(self, parts: Sequence[tuple[str, str, Any, Sequence[Any], StateCopy]], device: int | None) -> None:
         """Write the copies by upstream's function; store the reason in `failure` if that fails."""
         request = self._request
         arguments = list(request.async_fn_args)
         results, arguments[_RESULTS] = arguments[_RESULTS], queue.SimpleQueue()
         try:
+            if device is not None:  # a thread begins on device 0, and would get a context there
+                torch.cuda.set_device(device)
             arguments[_BUCKETS] = [
                 (path, key, (others, list(zip(items, copy.tensors(), strict=True)))) for path, key, others, items, copy in parts
             ]

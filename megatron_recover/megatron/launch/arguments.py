@@ -117,6 +117,9 @@ REFUSALS = (
             "it rescales weights by a maximum over one replica's samples, so the replicas drift apart", _DROP),
     Refusal("--log-max-attention-logit", _set("log_max_attention_logit"),
             "the maximum would be over one replica's samples", _DROP),
+    Refusal("--ddp-reduce-scatter-with-fp32-accumulation",
+            lambda args: args.ddp_reduce_scatter_with_fp32_accumulation and args.lanes > 1,
+            "the lanes of a replica are summed in the type of the buffer", "leave out --grad-reduce-in-bf16 instead"),
     Refusal("--ddp-average-in-collective", lambda args: args.ddp_average_in_collective and args.lanes > 1,
             "gradients are summed over lanes and replicas and divided once", _DROP),
     # Gradients, and the schedule that decides when they are reduced.
@@ -172,6 +175,8 @@ REFUSALS = (
             "each replica would stop by itself", "send SIGTERM to megatron-recover run"),
     # Choice of samples.
     Refusal("--rampup-batch-size", _not("rampup_batch_size"), "Megatron no longer obeys it", "use --step-batch-size-schedule"),
+    Refusal("--decrease-batch-size-if-needed", _set("decrease_batch_size_if_needed"),
+            "it rounds by the data-parallel size, which is the number of lanes here", "give the rounded --global-batch-size"),
     Refusal("--dataloader-inter-document-masking", _set("dataloader_inter_document_masking"),
             "its batches need attention of Transformer Engine, and were never tried with replicas", _DROP),
     Refusal("--num-workers", lambda args: args.num_workers < 0,

@@ -10,6 +10,9 @@ import inspect
 
 from megatron_recover.config import FOR_CONSOLE, NumaBinding, RankContext
 
+_BIND = "_bind_all_threads_in_current_process_to_logical_cpus"
+"""Name of torch's function that binds a process."""
+
 
 def bind(context: RankContext) -> None:
     """Have all threads of this rank, now and later, run on the CPUs near its GPU.
@@ -24,11 +27,13 @@ def bind(context: RankContext) -> None:
     from torch.numa import binding
 
     if context.dry_run:
+        if not hasattr(binding, _BIND):
+            raise ValueError(f"--numa-binding is {mode}, but torch {torch.__version__} has no {_BIND}; leave it out")
         num_gpus = min(context.num_ranks * context.num_replicas, max(1, torch.cuda.device_count()))
         numbers = ", ".join(f"{len(cpus_near(mode, gpu))} for GPU {gpu}" for gpu in range(num_gpus))
         print(f"{FOR_CONSOLE}ranks run on the CPUs near their GPUs ({mode}): {numbers}", flush=True)
         return
-    binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cpus_near(mode, context.gpu))
+    getattr(binding, _BIND)(logical_cpu_indices=cpus_near(mode, context.gpu))
 
 
 def cpus_near(mode: NumaBinding, gpu: int) -> set[int]:
@@ -48,7 +53,7 @@ def cpus_near(mode: NumaBinding, gpu: int) -> set[int]:
         found: set[int] = _get_logical_cpus_to_bind_to(**{name: gpu, "numa_options": NumaOptions(AffinityMode(mode))})
         if not found:
             raise RuntimeError("the launcher may use none of them")
-    except (RuntimeError, AssertionError, OSError, ImportError, StopIteration, ValueError) as error:
+    except (RuntimeError, AssertionError, OSError, ImportError, StopIteration, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"--numa-binding is {mode}, but torch {torch.__version__} does not tell the CPUs near GPU {gpu} "
             f"({str(error) or type(error).__name__}); leave it out, or start the launcher by numactl"

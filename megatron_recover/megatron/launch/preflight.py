@@ -107,6 +107,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--dump-param-to-param-group-map": _TEXT,
     "--log-world-size-to-tensorboard": _ON,
     "--ddp-average-in-collective": _ON,
+    "--ddp-reduce-scatter-with-fp32-accumulation": _ON,
+    "--decrease-batch-size-if-needed": _ON,
     "--overlap-param-gather-with-optimizer-step": _ON,
     "--use-megatron-fsdp": _ON,
     "--use-torch-fsdp2": _ON,

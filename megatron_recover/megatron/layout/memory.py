@@ -75,12 +75,15 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 def memory(sizes: Sizes, layout: Layout) -> Memory:
     """Return the memory of a rank of the pipeline stage whose recovery needs the most.
 
-    Raises ValueError if the layers cannot be split over the stages.
+    Raises ValueError if the model cannot be split so: its layers over the stages, or the rest over
+    the tensor-parallel ranks.
     """
     stages = layers_of_stages(len(sizes.model.layers), layout.pp, sizes.flags)
     if stages is None:
         raise ValueError(f"{len(sizes.model.layers)} layers cannot be split over {layout.pp} pipeline stages")
     found = {(each.tp, each.pp): each.bytes for each in sizes.activations}
+    if (layout.tp, layout.pp) not in found:
+        raise ValueError(f"the model cannot be split over TP {layout.tp} x PP {layout.pp}")
     activations = found[layout.tp, layout.pp] // layout.cp
     on_ranks = (on_stage(sizes.model, layout, stage, stages) for stage in range(layout.pp))
     return max((of_rank(each, sizes.numerics, layout, activations) for each in on_ranks), key=lambda each: each.recovery)

@@ -112,7 +112,10 @@ def refusal(seams: Sequence[Seam], found: Sequence[str]) -> str:
     checked = sorted({version for seam in seams for version in seam.versions})
     lines = "\n  ".join(found)
     remedy = f"install megatron-core {' or '.join(checked)} (pip install 'megatron-core=={checked[-1]}.*')"
-    return f"the installed Megatron is not supported; {remedy}:\n  {lines}"
+    if (of_checkout := packages.checkout_remedy()) is not None:
+        remedy = f"{of_checkout} (megatron-core {' or '.join(checked)})"
+    folder = packages.megatron_folder()
+    return f"the {'installed Megatron' if folder is None else f'Megatron in {folder}'} is not supported; {remedy}:\n  {lines}"
 
 
 def _misfits_of(seam: Seam) -> list[str]:

@@ -180,7 +180,7 @@ class RunMetrics:
     # --- Events -----------------------------------------------------------------------------------
 
     def _started(self, event: trace.RunStarted) -> None:
-        interval = value_of(event.argv, "--save-interval") or ""
+        interval = value_of(event.argv, "--save-interval") or value_of(event.argv, "--persistent-save-interval") or ""
         self._values |= {
             "replicas_configured": event.replicas, "replicas_live": event.replicas, "replicas_min": event.min_replicas,
             "last_commit_timestamp_seconds": round(self._began_at + event.t, 3),
