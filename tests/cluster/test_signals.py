@@ -95,7 +95,8 @@ def test_a_signal_that_the_user_names_ends_the_job_and_what_has_not_ended_in_tim
     assert outcome.exit_code == 128 + signal.SIGQUIT, outcome.output
     assert time.monotonic() - asked_at >= 2
     assert "nothing is saved; so does the end of --shutdown-timeout, in 2 s" in outcome.output
-    assert "the recorder ended by" not in outcome.output and "the monitor ended by" not in outcome.output
+    assert "the recorder ended by" not in outcome.output
+    assert "the monitor ended by" not in outcome.output
     assert "the job did not end within --shutdown-timeout (2 s) of SIGQUIT" in outcome.output
     job.assert_nothing_left()
 
