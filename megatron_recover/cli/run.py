@@ -178,7 +178,7 @@ def _folders(line: launch_line.Choice, wanted: Path | None) -> tuple[Path | None
 
     Returns both. Raises ValueError with the remedy, and leaves neither then.
     """
-    existed = wanted is not None and wanted.exists()
+    existed = wanted is not None and os.path.exists(wanted)  # False where that cannot be seen
     run_dir = create_run_dir(wanted)  # first: the other may be inside it, and it has to be empty
     try:
         return None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id), run_dir

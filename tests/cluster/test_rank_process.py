@@ -58,16 +58,16 @@ def test_codes_of_an_agreed_end_are_known() -> None:
     assert policy.exit_code((MISCOUNTED,)) == ExitCode.INVARIANT_VIOLATED
 
 
-@pytest.mark.parametrize("shutdown_timeout_s", [None, 3])
+@pytest.mark.parametrize("shutdown_s", [None, 3])
 @pytest.mark.parametrize("began", [True, False])
 @pytest.mark.parametrize("code", [0, 1, 10, 12, 15, 16])
-def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_timeout_s: int | None) -> None:
+def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_s: int | None) -> None:
     launcher, deadlines = Launcher.__new__(Launcher), Deadlines.of()
     launcher._ending, launcher._deadlines = None, deadlines
     launcher._membership = SimpleNamespace(generation=int(began))
-    launcher._job = SimpleNamespace(shutdown_timeout_s=shutdown_timeout_s)
+    launcher._job = SimpleNamespace(shutdown_s=shutdown_s)
     launcher._loop = SimpleNamespace(time=lambda: 1000.0)
     launcher._end(code, "over")
-    after_failure_s = deadlines.stop_s if shutdown_timeout_s is None else shutdown_timeout_s
+    after_failure_s = deadlines.stop_s if shutdown_s is None else shutdown_s
     wait_s = deadlines.end_s if code in (0, 10, 15, 16) else after_failure_s
     assert launcher._end_by == 1000.0 + (wait_s if began or code == 0 else 0.0)
