@@ -140,10 +140,11 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     reads ahead to end, and for an NCCL communicator to come to rest. Then the rank continues
     without the thread, and keeps the communicator."""
     stop_s: float
-    """Longest wait of the launcher for the ranks to end by themselves after a job that did not end
-    well. Then the launcher kills them. Before generation 1 it kills them at once."""
+    """Longest wait of the launcher for the ranks to end by themselves after a job that failed. Then
+    the launcher kills them. Before generation 1 it kills them at once."""
     end_s: float
-    """Longest wait of the launcher for the ranks to end by themselves after a job that ended well.
+    """Longest wait of the launcher for the ranks to end by themselves after a job whose replicas
+    ended together (codes 0, 10, 15, 16), threads of upstream that delete old checkpoints included.
     Then the launcher kills them. Also its longest wait for the kernel to take down a process that
     took its SIGKILL. Then the launcher sets the process aside."""
     fork_s: float
@@ -367,7 +368,7 @@ ORDER = (
     Below("sigkill_s", "close_s", "what does not die of SIGKILL is known before the fork server is given up"),
     Below("sigkill_s", "stop_s", "what does not die of SIGKILL is known before ranks are no longer waited for"),
     Below("close_s", "deadline_s", "an end is shorter than a run's longest wait"),
-    Below("stop_s", "end_s", "ranks that ended well may have more to write than ranks that did not"),
+    Below("stop_s", "end_s", "ranks that ended together may have more to write than ranks after a failure"),
     Below("end_s", "deadline_s", "an end is shorter than a run's longest wait"),
     Below("fork_s", "deadline_s", "a fork server that hangs is named before a replica is late"),
     Below("notice_s", "terminal_s", "a line on stderr waits no longer for a terminal than the end of a run does"),

@@ -123,7 +123,7 @@ class Choice(msgspec.Struct, frozen=True):
     streams: Streams
     signals: tuple[int, ...]
     """Signals that end the job."""
-    shutdown_timeout_s: int | None
+    shutdown_s: int | None
     numa_binding: NumaBinding | None
     notes: tuple[str, ...]
     """One line for each flag that changes nothing here."""
@@ -169,7 +169,7 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
         log_dir=Path(given["log_dir"]) if "log_dir" in given else None,
         streams=_streams(reader, environment),
         signals=reader.read("signals_to_handle", _signals) or TOLD_TO_ALL,
-        shutdown_timeout_s=reader.read("shutdown_timeout", _seconds),
+        shutdown_s=reader.read("shutdown_timeout", _seconds),
         numa_binding=reader.read("numa_binding", _numa_binding),
         notes=tuple(
             f"{each.name} changes nothing here: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "noted"
@@ -201,9 +201,9 @@ def judge(line: Choice, num_processes: int, deadline_s: float) -> None:
             f"--redirects, --tee or --local-ranks-filter names rank {absent[0]}; the ranks of this job are 0 to "
             f"{num_processes - 1}, counted over all replicas"
         )
-    if line.shutdown_timeout_s is not None and line.shutdown_timeout_s > deadline_s:
+    if line.shutdown_s is not None and line.shutdown_s > deadline_s:
         found.append(
-            f"--shutdown-timeout (or {_SHUTDOWN_VARIABLE} of the environment) is {line.shutdown_timeout_s}; it must be at most "
+            f"--shutdown-timeout (or {_SHUTDOWN_VARIABLE} of the environment) is {line.shutdown_s}; it must be at most "
             f"--recover-deadline-s ({deadline_s:g}), after which a job that does not end is ended in any case"
         )
     if found:

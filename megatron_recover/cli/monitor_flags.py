@@ -75,8 +75,8 @@ def _words(command: str) -> tuple[str, ...]:
         raise ValueError(f"--on-event {command}: {error}; quote it as for a shell") from error
     if not words or shutil.which(words[0]) is None:
         raise ValueError(
-            f"--on-event: there is no program {words[0] if words else command!r}, or it is not executable; give the path of one "
-            "(chmod +x), and `sh -c '...'` for what needs a shell"
+            f"--on-event: there is no program {words[0] if words else command!r}, or it is not executable; give the path of "
+            "one (chmod +x), and `sh -c '...'` for what needs a shell"
         )
     return words
 

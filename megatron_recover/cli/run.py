@@ -156,7 +156,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     job = Job(
         argv=(*words, *flags), num_replicas=num_replicas,
         layout=judged.layout, config=judged.config,
-        streams=line.streams, signals=line.signals, shutdown_timeout_s=line.shutdown_timeout_s, numa_binding=line.numa_binding,
+        streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
         rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,

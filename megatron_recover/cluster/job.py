@@ -47,7 +47,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     signals: tuple[int, ...] = TOLD_TO_ALL
     """Signals that request the end of the job."""
-    shutdown_timeout_s: int | None = None
+    shutdown_s: int | None = None
     """Seconds from such a signal until everything is killed, and the same for the ranks that are
     left after a failure. None: no limit of its own after a signal, and `stop_s` after a failure."""
     numa_binding: NumaBinding | None = None

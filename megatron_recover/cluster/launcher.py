@@ -43,6 +43,7 @@ from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import address_of, listen
+from megatron_recover.core import policy
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
@@ -492,16 +493,17 @@ class Launcher:
             return  # everything is being killed on request, whatever the job does meanwhile
         self._ending = (exit_code, reason)
         began = self._membership.generation > 0
-        timeout_s = self._job.shutdown_timeout_s
+        timeout_s = self._job.shutdown_s
         stop_s = self._deadlines.stop_s if timeout_s is None else timeout_s
-        self._end_by = self._loop.time() + (self._deadlines.end_s if exit_code == ExitCode.OK else stop_s * began)
+        patience_s = self._deadlines.end_s if exit_code in policy.ENDED_TOGETHER else stop_s
+        self._end_by = self._loop.time() + patience_s * (began or exit_code == ExitCode.OK)
 
     # --- Signals ----------------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
         """React to one signal, which `cluster.signals` interprets (Note [One request])."""
         name, at_terminal = signal.Signals(number).name, is_at_terminal()
-        timeout_s = self._job.shutdown_timeout_s
+        timeout_s = self._job.shutdown_s
         if timeout_s is not None and not self._end_request.is_made:
             self._kill = self._loop.time() + timeout_s, number
         at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
@@ -531,7 +533,7 @@ class Launcher:
         self._end_by = 0.0
         if self._ending is None:
             name = signal.Signals(number).name
-            why = f"the job did not end within --shutdown-timeout ({self._job.shutdown_timeout_s} s) of {name}"
+            why = f"the job did not end within --shutdown-timeout ({self._job.shutdown_s} s) of {name}"
             self._recording.says(f"{why}: killing everything")
             self._ending = (_KILLED + number, why)
 

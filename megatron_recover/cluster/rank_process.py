@@ -6,6 +6,13 @@ Note [Stacks]. Python (3.12) writes the stacks of other threads while these run.
 that change meanwhile, and may end the process by SIGSEGV (python/cpython#116008). So all stacks are
 requested only from a replica that is about to be fenced anyway. A rank that may be healthy writes
 the stack of one thread. That is the thread that gets the signal, which runs no Python meanwhile.
+
+Note [Waiting for threads]. When all replicas have ended together (`policy.ENDED_TOGETHER`), a rank
+waits for threads that are no daemons, and then runs the exit handlers, as Python does. Upstream
+deletes old checkpoints in such a thread (`--save-retain-interval`): a rank that did not wait would
+leave half of one under its final name. The launcher bounds the wait: it kills what is left `end_s`
+after the end of the job, or `--shutdown-timeout` after a signal. With any other code the process
+ends at once: after a failure its threads may wait for ranks that are gone.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from typing import NoReturn
 
 from megatron_recover.cluster.forkserver_messages import STDOUT, Spawn
 from megatron_recover.config import add_to_environment, describe_descriptors
+from megatron_recover.core.policy import ENDED_TOGETHER
 
 STACK_SIGNAL = signal.SIGRTMIN + 8
 """Signal at which a rank writes the stack of the thread that gets it into its log. Whatever that
@@ -142,24 +150,23 @@ def become_rank(spawn: Spawn, output: int, handed_down: Sequence[int]) -> NoRetu
 def _run_script(argv: tuple[str, ...]) -> int:
     """Run the script as `__main__` in this process and return its exit code.
 
-    Threads and exit handlers are waited for only after exit code 0: after an error they may wait
-    for ranks that are gone.
+    See Note [Waiting for threads].
     """
     sys.argv = list(argv)
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+    status = 0
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as stop:
-        if stop.code not in (None, 0):
-            if isinstance(stop.code, int):
-                return stop.code
+        if isinstance(stop.code, int):
+            status = stop.code
+        elif stop.code is not None:
             print(stop.code, file=sys.stderr)
-            return 1
+            status = 1
     except BaseException:
         traceback.print_exc()
-        return 1
-    # Like the interpreter at a normal end: wait for threads that are no daemons, then run the exit
-    # handlers.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    return 0
+        status = 1
+    if status in ENDED_TOGETHER:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    return status

@@ -25,6 +25,13 @@ def exit_code(requests: Sequence[str]) -> int:
     return ExitCode.INTERRUPTED if details(requests, RequestKind.EXIT) else ExitCode.OK
 
 
+ENDED_TOGETHER = frozenset({ExitCode.OK, ExitCode.TOO_FEW_REPLICAS, ExitCode.INTERRUPTED, ExitCode.UNSAVED})
+"""Exit codes of a job whose replicas all end after the same step, and of no rank that fails.
+
+After a miscount replicas end together with `INVARIANT_VIOLATED`. It is left out, since a rank that
+fails alone has the same code."""
+
+
 def untrained(requests: Sequence[str]) -> str:
     """Return the description of the last state if nothing was trained (`UNTRAINED`), else ""."""
     return next(iter(details(requests, RequestKind.UNTRAINED)), "")

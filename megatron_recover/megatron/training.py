@@ -407,6 +407,7 @@ class _Training:
         from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
         from megatron_recover.megatron.commit import CommitLoop
         from megatron_recover.megatron.data import alike as parts
+        from megatron_recover.megatron.data.fill_in_middle import FillInMiddle
         from megatron_recover.megatron.data.index_builder import IndexBuilder
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
         from megatron_recover.megatron.reporting import LogLine
@@ -447,6 +448,7 @@ class _Training:
                 "compile_helpers": IndexBuilder(originals["compile_helpers"], config.deadlines.build_s).compile,
                 "cyclic": never_ends,
                 "data_loader": Loaders(cursor, get_args).build,
+                "fim": FillInMiddle(originals["fim"]),
                 "log_line": LogLine(driver, self._context.num_replicas, originals["log_line"], flush).print_rank_last,
                 "save_checkpoint": checkpoints.save_checkpoint_and_time,
                 "write_checkpoint": checkpoints.write_checkpoint,

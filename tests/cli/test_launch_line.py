@@ -140,10 +140,10 @@ def test_flags_about_logs_are_read() -> None:
 
 
 def test_the_end_of_a_job_is_read() -> None:
-    assert read("").signals == TOLD_TO_ALL and read("").shutdown_timeout_s is None
+    assert read("").signals == TOLD_TO_ALL and read("").shutdown_s is None
     choice = read("--signals-to-handle SIGTERM,SIGQUIT --shutdown_timeout 0", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="9")
-    assert (choice.signals, choice.shutdown_timeout_s) == ((signal.SIGTERM, signal.SIGQUIT), 0)
-    assert read("", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="9").shutdown_timeout_s == 9
+    assert (choice.signals, choice.shutdown_s) == ((signal.SIGTERM, signal.SIGQUIT), 0)
+    assert read("", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="9").shutdown_s == 9
     parser = get_args_parser()
     assert set(parser.get_default("signals_to_handle").split(",")) <= set(launch_line._CAN_END), "torchrun's own default"
 

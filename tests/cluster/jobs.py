@@ -66,7 +66,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """So many more arguments of 1,000 characters each: a command line may be longer than one message."""
     rank_start: RankStart = "fork"
     signals: tuple[int, ...] = TOLD_TO_ALL
-    shutdown_timeout_s: int | None = None
+    shutdown_s: int | None = None
     on_event: tuple[str, ...] = ()
     """Words of the command that gets notices; empty: the job has no monitor."""
     hasty: bool = False
@@ -197,7 +197,7 @@ def main() -> int:
         num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
         config=spec.config, run_dir=create_run_dir(Path(spec.run_dir)), faults=spec.faults,
         trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
-        rank_start=spec.rank_start, signals=spec.signals, shutdown_timeout_s=spec.shutdown_timeout_s,
+        rank_start=spec.rank_start, signals=spec.signals, shutdown_s=spec.shutdown_s,
         preload=("torch", "megatron_recover.data_plane.direct", "megatron_recover.control_plane.rank_driver"),
     )  # fmt: skip
     others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time

@@ -82,7 +82,7 @@ def test_a_signal_that_the_user_names_ends_the_job_and_what_has_not_ended_in_tim
     start: Start, tmp_path: Path
 ) -> None:
     """SIGQUIT, which is no request by default: like every request it may come to every process; only the launcher reacts."""
-    job = start(msgspec.structs.replace(spec(tmp_path), signals=(signal.SIGQUIT,), shutdown_timeout_s=2, on_event=("true",)))
+    job = start(msgspec.structs.replace(spec(tmp_path), signals=(signal.SIGQUIT,), shutdown_s=2, on_event=("true",)))
     for process in job.processes:
         process.send_signal(signal.SIGQUIT)
     before = job.num_applied()
@@ -95,7 +95,8 @@ def test_a_signal_that_the_user_names_ends_the_job_and_what_has_not_ended_in_tim
     assert outcome.exit_code == 128 + signal.SIGQUIT, outcome.output
     assert time.monotonic() - asked_at >= 2
     assert "nothing is saved; so does the end of --shutdown-timeout, in 2 s" in outcome.output
-    assert "the recorder ended by" not in outcome.output and "the monitor ended by" not in outcome.output
+    assert "the recorder ended by" not in outcome.output
+    assert "the monitor ended by" not in outcome.output
     assert "the job did not end within --shutdown-timeout (2 s) of SIGQUIT" in outcome.output
     job.assert_nothing_left()
 

@@ -118,7 +118,7 @@ def test_figures_of_waits_that_are_no_round_numbers() -> None:
 def test_explain_alone_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         explain.main([])
-    assert capsys.readouterr().err == "megatron-recover explain: explain what? There is: timeouts\n"
+    assert capsys.readouterr().err == "megatron-recover explain: explain what? There is: timeouts, packages\n"
 
 
 def test_explain_refuses_what_no_run_would_take(capsys: pytest.CaptureFixture[str]) -> None:

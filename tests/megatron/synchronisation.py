@@ -105,7 +105,10 @@ def train(
         calculate_per_token_loss=False, finalize_model_grads_func=None, grad_scale_func=grad_scale, mtp_num_layers=None
     )
     named = [(f"parameter{number}", each) for number, each in enumerate(parameters)]
-    chunk = SimpleNamespace(config=config, named_parameters=lambda: named, buffers=[SimpleNamespace(grad_data=parameters[0])])
+    chunk = SimpleNamespace(
+        config=config, named_parameters=lambda: named, buffers=[SimpleNamespace(grad_data=parameters[0])],
+        ddp_config=SimpleNamespace(check_for_large_grads=False, overlap_param_gather=False),
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
             ("GradientBuffers", lambda *_: buffers), ("run_pass", run_pass), ("TrainingState", lambda *_: digest)

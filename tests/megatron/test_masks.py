@@ -60,7 +60,9 @@ def alike(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor
 def loaders(monkeypatch: pytest.MonkeyPatch) -> Loaders:
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 0)
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 1)
-    return Loaders(MicrobatchCursor(), lambda: SimpleNamespace(eval_micro_batch_size=1, micro_batch_size=1))
+    return Loaders(
+        MicrobatchCursor(), lambda: SimpleNamespace(eval_micro_batch_size=1, micro_batch_size=1, dataloader_type="single")
+    )
 
 
 @pytest.mark.parametrize("masks", [True, False], ids=["attention masks", "none"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megatron_recover.core.values import ExitCode
-from tests.system.jobs import ROOT, Job, run_job
+from tests.system.jobs import Job, run_job
 
 SCRIPT = """\
 from megatron_recover import megatron as recover
@@ -83,7 +83,7 @@ def test_a_script_beside_a_part_of_another_megatron_is_refused(tmp_path: pathlib
     (tmp_path / "megatron" / "core" / "__init__.py").touch()
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    fresh = {"PYTHONPATH": str(ROOT)}  # a launcher that has not imported Megatron
+    fresh = {"PYTHONHASHSEED": "0"}  # no fork, which would have imported Megatron (`forks._can_fork`)
     outcome = run_job(Job(), tmp_path / "run", data, script=script, environment=fresh).expect(ExitCode.BAD_INPUT)
     assert f"megatron-recover run: two Megatrons would be imported: megatron.core of {tmp_path} and megatron.training of " in (
         outcome.output

@@ -17,11 +17,13 @@ Note [Workers]
     one microbatch; more only takes memory, unless reading times differ much.
 
 Note [Generators]
-    Upstream's datasets draw from generators of their own, or from none. One that draws from a
-    generator of the process must read in the training thread: its sample then follows from the
-    microbatch's random state (`randomness.py`), and no other thread changes that state. So a
-    dataset is read ahead only after a batch of it was read without a draw. A dataset that draws for
-    some of its samples and not for others needs `--num-workers 0`.
+    Upstream's datasets draw from none, or from a generator that they make for each sample (that of
+    `--fim-data` only through `fill_in_middle.py`). A generator of a dataset's own that moves on
+    with each reading is not seen here, and breaks "samples follow from the id". A dataset that
+    draws from a generator of the process must read in the training thread: its sample then follows
+    from the microbatch's random state (`randomness.py`), and no other thread changes that state. So
+    a dataset is read ahead only after a batch of it was read without a draw. A dataset that draws
+    for some of its samples and not for others needs `--num-workers 0`.
 """
 
 from __future__ import annotations

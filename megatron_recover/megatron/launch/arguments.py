@@ -319,7 +319,8 @@ def cpu_refusals(args: Namespace) -> list[str]:
 
     Megatron would fail there in the middle of its start, or of the training.
     """
-    if args.profile and not args.use_pytorch_profiler:
+    num_steps = args.train_iters if args.train_iters is not None else args.train_samples // args.global_batch_size
+    if args.profile and not args.use_pytorch_profiler and args.profile_step_start < num_steps:
         return ["--profile needs CUDA: it marks steps for nsys; add --use-pytorch-profiler on a CPU"]
     return []
 

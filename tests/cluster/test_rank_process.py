@@ -1,0 +1,73 @@
+"""How the process of a rank ends: what it waits for after each exit code, and what bounds that wait."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.core import policy
+from megatron_recover.core.request import MISCOUNTED, TOO_FEW, UNSAVED, exit_for
+from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
+from tests.cluster.jobs import ROOT
+
+SCRIPT = """
+import atexit, sys, threading, time
+def delete():
+    for number in range(10):
+        time.sleep(0.02)
+    print("deleted")
+atexit.register(print, "exit handler")
+threading.Thread(target=delete).start()
+{end}
+"""
+"""As upstream with `--save-retain-interval`: a thread that is no daemon deletes a checkpoint."""
+RUN = "import os, sys; from megatron_recover.cluster import rank_process as it; status = it._run_script((sys.argv[1],)); "
+RUN += "it.flush(); os._exit(status)"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "waits"),
+    [
+        ("", 0, True),
+        ("sys.exit(15)", 15, True),
+        ("sys.exit(12)", 12, False),
+        ("sys.exit('why')", 1, False),
+        ("raise RuntimeError", 1, False),
+    ],
+)
+def test_a_rank_waits_for_threads_and_exit_handlers_only_where_all_end_together(
+    tmp_path: Path, end: str, code: int, waits: bool
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(end=end))
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, tmp_path / "script.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.split("\n")) == (code, ["deleted", "exit handler", ""] if waits else [""]), done.stderr
+
+
+def test_codes_of_an_agreed_end_are_known() -> None:
+    """All but that of a miscount, which a rank that fails has as well."""
+    requests = [(), (exit_for("SIGTERM"),), (TOO_FEW,), (UNSAVED,)]
+    assert {policy.exit_code(each) for each in requests} == policy.ENDED_TOGETHER
+    assert policy.exit_code((MISCOUNTED,)) == ExitCode.INVARIANT_VIOLATED
+
+
+@pytest.mark.parametrize("shutdown_timeout_s", [None, 3])
+@pytest.mark.parametrize("began", [True, False])
+@pytest.mark.parametrize("code", [0, 1, 10, 12, 15, 16])
+def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_timeout_s: int | None) -> None:
+    launcher, deadlines = Launcher.__new__(Launcher), Deadlines.of()
+    launcher._ending, launcher._deadlines = None, deadlines
+    launcher._membership = SimpleNamespace(generation=int(began))
+    launcher._job = SimpleNamespace(shutdown_timeout_s=shutdown_timeout_s)
+    launcher._loop = SimpleNamespace(time=lambda: 1000.0)
+    launcher._end(code, "over")
+    after_failure_s = deadlines.stop_s if shutdown_timeout_s is None else shutdown_timeout_s
+    wait_s = deadlines.end_s if code in (0, 10, 15, 16) else after_failure_s
+    assert launcher._end_by == 1000.0 + (wait_s if began or code == 0 else 0.0)
