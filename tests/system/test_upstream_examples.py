@@ -90,7 +90,6 @@ LLAMA = Example(
         "--lr-warmup-samples": Change("3", SIZE),
         "--eval-iters": Change("1", SIZE),
         "--apply-layernorm-1p": Change(None, "needs Transformer Engine or Apex: torch's norms have no zero-centred weights"),
-        "--profile": Change(None, "needs CUDA: it marks steps for nsys, and is refused without"),
         "--fp8-format": Change(None, "needs Transformer Engine, and is refused"),
         "--fp8-amax-history-len": Change(None, "a setting of fp8"),
         "--fp8-amax-compute-algo": Change(None, "a setting of fp8"),
