@@ -1,4 +1,4 @@
-"""Jobs whose batch changes by `--step-batch-size-schedule`, and so have no `--global-batch-size`."""
+"""Jobs with `--step-batch-size-schedule`, which therefore have no `--global-batch-size`."""
 
 from __future__ import annotations
 
