@@ -62,7 +62,7 @@ def launch_line(script: Path, arguments: Sequence[str], links: Sequence[Path] = 
             if path := shutil.which(command):
                 (commands / command).symlink_to(path)
         for link in links:
-            (work / link.name).symlink_to(link)
+            (work / link.name).symlink_to(link.resolve())
         needed = dict.fromkeys(re.findall(r"-z \"?\$\{?(\w+)", script.read_text()), "1")
         environment = {**needed, "PATH": str(commands), "HOME": name, "SEEN": str(seen), _NOT_FOUND: _WHICH_FINDS_NOTHING}
         subprocess.run(
