@@ -86,7 +86,8 @@ TORCHRUN = (
          "(stderr), 3 (both), or by rank, such as 0:1,1:3 (default: 0)", short="-r"),
     Flag("--tee", "taken", "streams with a log by themselves of which the console shows every line, behind [ROLE and RANK]:; "
          "values as for --redirects (default: 0)", short="-t"),
-    Flag("--local-ranks-filter", "taken", "ranks of which the console shows anything, such as 0,7 (default: all)"),
+    Flag("--local-ranks-filter", "taken", "ranks of which the console shows teed lines, and those of the writer for "
+         "the same rank of any replica, such as 0,7 (default: all)"),
     Flag("--log-line-prefix-template", "taken", "text in front of teed lines, with ${role_name}, ${local_rank}, ${rank} and "
          "${hostname} (default: [${role_name}${local_rank}]:)", since=(2, 14)),
     Flag("--duplicate-stdout-filters", "taken", "texts, such as loss,error: teed lines of stdout with one of them are also in "

@@ -83,9 +83,9 @@ class Console:
         self._over.set()
 
     def close(self) -> bool:
-        """Wait at most `screen_s` until nothing is left to write; return whether that is so.
+        """End the console; wait at most `screen_s` until all is written; return whether it is.
 
-        With a terminal that is gone nothing is left.
+        With a terminal that is gone nothing is left to write.
         """
         self._over.set()
         if self._thread.is_alive():

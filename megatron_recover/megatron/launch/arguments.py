@@ -276,10 +276,11 @@ ADAPTATIONS = (
 
 
 def adapt(args: Namespace, *, lanes: int, replica: int, replicas: int) -> list[str]:
-    """Change arguments that mean nothing, or something wrong, in a replica; return a line for each.
+    """Change arguments that mean nothing, or something wrong, in a replica; say so in lines.
 
-    `replica` is the one of these arguments, of `replicas` at the start. Call it before `refusals`,
-    which accepts these flags.
+    Returns a line for each, also for one that replica 0 keeps (`Adaptation.but_in_one`). `replica`
+    is the one of these arguments, of `replicas` at the start. Each rank and the dry run call this
+    before `refusals`, which accepts what is changed here.
     """
     judged = Namespace(**vars(args), lanes=lanes, replicas=replicas)
     requested = [each for each in ADAPTATIONS if each.when(judged)]

@@ -1,7 +1,7 @@
 """Finds and parses the user's own code, without running it: a script and what it imports.
 
-A module is the user's own if it is in a folder of `own_folders`. A file that cannot be read or
-parsed is left out, since Python will report it.
+A module is the user's own if it is in a folder of `own_folders`, and not one of Megatron or of this
+project. A file that cannot be read or parsed is left out, since Python will report it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def own_folders() -> list[Path]:
 def own_code(script: Path, folders: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
     """Yield path and code of a script, and of the modules of `folders` that it imports.
 
-    So are modules that these import, inside functions as well. At most `MAX_FILES` files are read.
+    Modules that these import follow, and imports inside functions count. Megatron's modules and
+    those of this project are left out, wherever they are. At most `MAX_FILES` files are read.
     """
     todo = [script.resolve()]
     for number in range(MAX_FILES):

@@ -106,7 +106,10 @@ class Meetings:
             rank.completed(operation, self.job.memory.result(rank, operation, result))
 
     def _arrives(self, rank: TimedRank, meeting: Meeting) -> bool:
-        """Return whether a result arrives; if not, let the rank wait for it for `stall_s`."""
+        """Return whether no broken channel keeps the result from a rank.
+
+        If one does, let the rank wait for `stall_s`. Then the operation fails at it.
+        """
         job, me = self.job, rank.replica.number
         if channels.completes(meeting.operation, me, job.broken):
             return True
