@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,7 +51,13 @@ def compare(run: History, reference: History, name: str) -> Comparison:
 
 
 def _loss_difference(run: Mapping[str, float], reference: Mapping[str, float]) -> float | None:
-    return max((abs(run[label] - reference[label]) for label in run.keys() & reference.keys()), default=None)
+    differences = [abs(run[label] - reference[label]) for label in run.keys() & reference.keys()]
+    return max(differences, key=_with_nan_last, default=None)
+
+
+def _with_nan_last(value: float) -> tuple[bool, float]:
+    """Return a key that sorts numbers as they are, and what is no number behind them all."""
+    return math.isnan(value), value
 
 
 def _bit_identical(run: History, reference: History) -> bool | None:
@@ -69,12 +76,12 @@ def _parameter_difference(run: History, reference: History) -> float | None:
     mine, theirs = dict(_tensors(places[0])), dict(_tensors(places[1]))
     if {name: tensor.shape for name, tensor in mine.items()} != {name: tensor.shape for name, tensor in theirs.items()}:
         return None
-    largest = 0.0
+    found = [0.0]
     for name, tensor in mine.items():
         scale = theirs[name].abs().max().item()
         difference = (tensor - theirs[name]).abs().max().item()
-        largest = max(largest, difference / scale if scale else difference)
-    return largest
+        found.append(difference / scale if scale else difference)
+    return max(found, key=_with_nan_last)
 
 
 def _newest_checkpoint(history: History) -> Path | None:

@@ -50,6 +50,14 @@ def test_a_loss_between_two_steps_is_followed_by_the_next_commit() -> None:
     assert isinstance(found[1], Degraded) and found[1].last_committed_iteration == 6
 
 
+def test_a_generation_without_a_loss_between_a_loss_and_the_commit_hides_no_degraded_run() -> None:
+    """As after a broken link: the replicas are fewer all the same."""
+    lost = trace.Generation(generation=2, roster=(0,), losses=(trace.Loss(replica=1, kind=LossKind.HUNG),))
+    again = trace.Generation(generation=3, roster=(0,))
+    commit = trace.Committed(replica=0, generation=3, step=5, label="train 6", digest="d", adopted=False, versions=())
+    assert [type(one).__name__ for one in told([lost, again, commit])] == ["Lost", "Degraded"]
+
+
 def test_a_quiet_run_tells_its_end_only() -> None:
     assert [type(one) for one in told(traces.quiet_run(3).events)] == [Ended]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import tracemalloc
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
 from megatron_recover.host.whole_file import replacing
+from megatron_recover.observe import compare as compare_module
 from megatron_recover.observe import summary
 from megatron_recover.observe.compare import compare
 from megatron_recover.observe.history import History
@@ -313,3 +315,9 @@ def test_a_recovery_whose_detection_no_event_tells_has_no_total() -> None:
     untold = [each for each in run.events if not isinstance(each, trace.Fault) and getattr(each, "phase", "") != "detect"]
     for one in summary.summarize(History(enumerate(untold, start=1))).recoveries:
         assert (one.total_s, one.detect_s) == (None, None) and one.commit_s is not None
+
+
+def test_a_loss_that_is_no_number_is_the_largest_difference() -> None:
+    difference = compare_module._loss_difference({"train 1": float("nan"), "train 2": 3.0}, {"train 1": 1.0, "train 2": 1.0})
+    assert difference is not None and math.isnan(difference)
+    assert compare_module._loss_difference({"train 2": 3.0}, {"train 2": 1.0}) == 2.0

@@ -68,7 +68,7 @@ class Degraded(Notice, kw_only=True, tag="degraded"):
 
 
 class SaveFailed(Notice, kw_only=True, tag="save_failed"):
-    """A checkpoint could not be written; the run goes on, and tries again."""
+    """A checkpoint could not be written; the run tries again later, or at its end gives up."""
 
     iteration: int
     detail: str
@@ -114,7 +114,7 @@ class Notices:
             case trace.RunStarted():
                 self._configured, self._min = event.replicas, event.min_replicas
             case trace.Generation():
-                self._newest, self._is_repairing = event, bool(event.losses)
+                self._newest, self._is_repairing = event, self._is_repairing or bool(event.losses)
                 if event.losses:
                     yield self._made(self._lost(event), event.t)
             case trace.Committed():

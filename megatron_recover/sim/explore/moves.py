@@ -211,9 +211,10 @@ class Moves(Space):
         ]
 
     def may_read(self, world: JobState, number: ReplicaId) -> bool:
-        """Return whether the sum of a step can still wait for this member.
+        """Return whether this member may begin to read, so that the sum of a step waits for it.
 
-        It can while the member has a step to do and no member has a result of its step.
+        It may while it has a step to do and no live member holds a result. A member that has not
+        committed the step before may still hold results of that step: then it may not either.
         """
         if self.nodes[world.nodes[number]].leader.step >= self.scenario.steps:
             return False
