@@ -84,7 +84,8 @@ def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replic
         "time.sleep(1.5 * (os.environ['MEGATRON_RECOVER_GLOBAL_RANK'] != '3'))\n"
         "sys.exit(3)\n"
     )
-    flags = "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data --pipeline-model-parallel-size 2"
+    flags = "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --eval-interval 9 --mock-data "
+    flags += "--pipeline-model-parallel-size 2"
     output = run(
         "megatron_recover run",
         f"--nproc-per-node 4 --rdzv-id job7 --log-dir {tmp_path / 'logs'} --run-dir {tmp_path / 'run'} "
