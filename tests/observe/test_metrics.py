@@ -216,3 +216,13 @@ def test_names_are_those_that_prometheus_recommends() -> None:
         assert (metric.kind == "histogram") <= name.endswith("_seconds"), name
         assert not any(unit in name for unit in ("_ms", "milli", "minutes", "percent")), name
         assert metric.text.endswith(".") and metric.label in ("", "cause", "result", "kind")
+
+
+def test_a_recovery_counts_although_its_announcement_is_recorded_later() -> None:
+    """Leader and launcher write each by itself, so a fast recovery can stand before the generation."""
+    events = list(traces.faulty_run().events)
+    [first, second] = [index for index, event in enumerate(events) if isinstance(event, trace.Generation) and event.losses]
+    last = max(index for index, event in enumerate(events) if isinstance(event, trace.Recovery) and event.generation == 2)
+    late = [*events[:first], *events[first + 1 : last + 1], events[first], *events[last + 1 :]]
+    counts = [count(of(each), "recovery_seconds") for each in (late, events)]
+    assert second > last and counts == [2, 2]

@@ -43,7 +43,7 @@ class Prometheus:
         self.port = free_port()
         config = folder / "prometheus.yml"
         config.write_text(
-            "global: {scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 1s}\n"
+            "global: {scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 1s}\n"
             f"rule_files: ['{RULES}']\n"
             f"scrape_configs: [{{job_name: training, static_configs: [{{targets: ['127.0.0.1:{target}']}}]}}]\n"
         )
@@ -52,6 +52,13 @@ class Prometheus:
              f"--web.listen-address=127.0.0.1:{self.port}", "--log.level=error"],
             cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        end = time.monotonic() + DEADLINE_S
+        while True:  # on a busy machine it starts for longer than the job trains
+            with contextlib.suppress(OSError):
+                get(f"http://127.0.0.1:{self.port}/-/ready")
+                return
+            assert time.monotonic() < end, "Prometheus did not get ready"
+            time.sleep(0.1)
 
     def ask(self, path: str, **query: str) -> dict[str, object]:
         answer = json.loads(get(f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(query)}"))
@@ -117,7 +124,12 @@ def test_a_job_with_a_kill_is_seen_as_it_was(tmp_path: Path, data: Path) -> None
     try:
         with scraping(port) as scraped:
             outcome = run_job(
-                job, tmp_path / "run", data, chaos=chaos_text("1 0 backward step=3"), save=tmp_path / "save"
+                job,
+                tmp_path / "run",
+                data,
+                chaos=chaos_text("1 0 backward step=3"),
+                save=tmp_path / "save",
+                environment={"PYTHONHASHSEED": "0"},  # no forks: as a user starts it
             ).expect()
         summary = outcome.summary
         assert check(outcome.run_dir)[0] == 0

@@ -101,6 +101,10 @@ class Sample(NamedTuple):
     value: float | Histogram
 
 
+_MOST_EARLY = 1000
+"""Phases that are kept until their generation is announced."""
+
+
 class RunMetrics:
     """The metrics of one run. Not for several threads at once."""
 
@@ -126,6 +130,8 @@ class RunMetrics:
         """Newest committed step."""
         self._times = _StepTimes()
         self._recovery: _Recovery | None = None
+        self._early: list[trace.Recovery] = []
+        """Phases of a recovery whose announcement is yet to come: another process records it."""
 
     def take(self, event: trace.AnyEvent) -> None:
         """Take the next event of the run. An event that is not in `WANTED` changes nothing."""
@@ -140,8 +146,7 @@ class RunMetrics:
             case trace.Committed() if event.step > self._step:
                 self._committed(event)
             case trace.Recovery():
-                if self._recovery is not None and self._recovery.take(event):
-                    self._recovered()
+                self._phase_ended(event)
             case trace.Checkpoint(phase="finished"):
                 self._saves["finished"] += 1
                 self._values["last_durable_iteration"] = event.iteration
@@ -196,6 +201,15 @@ class RunMetrics:
             self._recoveries[cause] += 1
             self._times.disturbed()
             self._recovery = _Recovery(event)
+        early, self._early = self._early, []
+        for phase in early:
+            self._phase_ended(phase)
+
+    def _phase_ended(self, event: trace.Recovery) -> None:
+        if event.generation > self._values["generation"]:
+            self._early = [*self._early, event][-_MOST_EARLY:]
+        elif self._recovery is not None and self._recovery.take(event):
+            self._recovered()
 
     def _committed(self, event: trace.Committed) -> None:
         if self._recovery is not None and event.step > self._recovery.step >= 0:
