@@ -40,7 +40,8 @@ _RETRY_S = 1.0
 """Seconds until a log that had an error is tried again."""
 _DROP_S = 0.05
 """Shortest time between two looks at all outputs while lines are read. With a look for each chunk a
-turn of 1,000 teed outputs would take 20 s."""
+turn of 1,000 teed outputs would take 20 s. What ranks print in that time is in memory above the
+limit."""
 _CHUNKS_AT_ONCE = 16
 """Maximum of chunks of one output before the other outputs have their turn."""
 

@@ -20,13 +20,13 @@ def main() -> None:
     context, write, num_writes = rank_context(), BackgroundSave._write, 0
     failing = tuple(map(int, os.environ.get("FAILING", "-1 -1").split()))
 
-    def write_late(self: BackgroundSave, parts: Any) -> None:
+    def write_late(self: BackgroundSave, parts: Any, device: int | None) -> None:
         nonlocal num_writes
         num_writes += 1
         time.sleep(SECONDS)
         if context is not None and (context.replica, num_writes) == failing:
             parts = [(f"{path}/not/there", *others) for path, *others in parts]
-        write(self, parts)
+        write(self, parts, device)
 
     BackgroundSave._write = write_late  # type: ignore[method-assign]
     runpy.run_path(str(SCRIPT), run_name="__main__")
