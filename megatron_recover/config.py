@@ -270,16 +270,19 @@ def device_queues() -> DeviceQueues:
     )
 
 
+def module_command(module: str) -> list[str]:
+    """Return the words that start a process which runs a module as `__main__`.
+
+    By itself the process imports nothing from the working directory (`-P`), as no process of
+    torchrun's does.
+    """
+    return [sys.executable, "-P", "-m", module]
+
+
 def import_first(folder: str) -> None:
     """Have this process, and those that it starts, look in a folder first when they import."""
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-
-
-def import_path() -> list[str]:
-    """Return the folders of PYTHONPATH, in their order; an empty one is the working directory."""
-    found = os.environ.get("PYTHONPATH")
-    return [os.path.abspath(folder) for folder in found.split(os.pathsep)] if found else []
 
 
 def inherited_environment() -> dict[str, str]:

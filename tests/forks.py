@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any, NoReturn
 
+from megatron_recover.config import module_command
 from megatron_recover.host.gpus import has_gpu
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -194,14 +195,14 @@ class _Forked(subprocess.Popen):
         self, args: Any, *, env: Mapping[str, str] | None = None, pass_fds: Collection[int] = (), **others: Any
     ) -> None:
         environment = dict(os.environ if env is None else env)
-        is_ours = isinstance(args, list) and args[:2] == [sys.executable, "-m"] and args[2].startswith(_PACKAGES)
+        is_ours = isinstance(args, list) and args[:3] == module_command("")[:3] and args[3].startswith(_PACKAGES)
         if not is_ours or not _can_fork(environment):
             super().__init__(args, env=env, pass_fds=pass_fds, **others)
             return
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or the fork would print it too
         # It is called behind the fork, with session and standard streams as they are to be, and does not return.
-        super().__init__(args, preexec_fn=lambda: _become(args[2:], environment, pass_fds), pass_fds=pass_fds, **others)
+        super().__init__(args, preexec_fn=lambda: _become(args[3:], environment, pass_fds), pass_fds=pass_fds, **others)
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str], kept: Collection[int]) -> NoReturn:

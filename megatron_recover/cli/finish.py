@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_recover.config import module_command
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.process_stat import signal_name
@@ -31,7 +32,7 @@ def failure(run_dir: Path, deadlines: Deadlines, is_hurried: Callable[[], bool] 
     The process is killed after `report_s` seconds, soon after `is_hurried()` is true, or at a
     KeyboardInterrupt, which is not raised again. A process that does not die then is left alone.
     """
-    command = [sys.executable, "-m", "megatron_recover.cli.finish", str(run_dir)]
+    command = [*module_command("megatron_recover.cli.finish"), str(run_dir)]
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",

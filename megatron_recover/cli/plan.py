@@ -24,7 +24,7 @@ from rich.table import Table
 from megatron_recover import packages
 from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
-from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
+from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu, module_command
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser, misplaced, split
 from megatron_recover.megatron.launch import one_megatron
@@ -127,7 +127,7 @@ def read_sizes(script: str, flags: Sequence[str], verb: str = "plan") -> Sizes:
     # The file has no name and the child ends with this process, so a signal leaves nothing.
     with tempfile.TemporaryFile() as file:
         process = subprocess.run(
-            [sys.executable, "-m", _MEASURE, f"/proc/self/fd/{file.fileno()}", script, *flags],
+            [*module_command(_MEASURE), f"/proc/self/fd/{file.fileno()}", script, *flags],
             env=alone_without_gpu(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
             pass_fds=(file.fileno(),), preexec_fn=functools.partial(set_parent_death_signal, signal.SIGKILL),
         )  # fmt: skip

@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from megatron_recover.cluster.watched_process import (
     threads_blocking,
     tracer_pid,
 )
+from megatron_recover.config import module_command
 from megatron_recover.core.progress import Progress
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.progress_page import DESCRIPTOR, PageReader
@@ -89,9 +89,7 @@ class Agent:
         self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [
-            sys.executable,
-            "-m",
-            "megatron_recover.cluster.forkserver",
+            *module_command("megatron_recover.cluster.forkserver"),
             str(theirs.fileno()),
             str(self._deadlines.reap_s),
             str(num_warm),

@@ -15,11 +15,11 @@ server kills the rest of its process group. When the launcher is gone, or the se
 rank and warm process. So no process of a rank's group outlives the rank, and no rank outlives the
 launcher.
 
-`cluster.agent.Agent` runs it as ``python -m megatron_recover.cluster.forkserver FD REAP_S NUM_WARM
-SIGNALS MODULE...``. FD is a SOCK_SEQPACKET socket. REAP_S is the wait at the end, in seconds, for
-the children to die. NUM_WARM is the number of warm processes to start in advance; 0: fork. SIGNALS
-are numbers of signals that only the launcher reacts to, separated by commas. A MODULE may also be a
-function to call (``module:function``).
+`cluster.agent.Agent` runs it as ``python -P -m megatron_recover.cluster.forkserver FD REAP_S
+NUM_WARM SIGNALS MODULE...``. FD is a SOCK_SEQPACKET socket. REAP_S is the wait at the end, in
+seconds, for the children to die. NUM_WARM is the number of warm processes to start in advance; 0:
+fork. SIGNALS are numbers of signals that only the launcher reacts to, separated by commas. A MODULE
+may also be a function to call (``module:function``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from megatron_recover.cluster.forkserver_messages import (
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.rank_process import become_rank, flush, preload, prepare, set_parent_death_signal
 from megatron_recover.cluster.readiness import is_readable
-from megatron_recover.config import importing_without_driver, inherited_environment
+from megatron_recover.config import importing_without_driver, inherited_environment, module_command
 from megatron_recover.host.process_stat import cause_of, state_of
 
 _LOOK_S = 1.0
@@ -180,7 +180,7 @@ class _WarmProcesses(_Source):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             theirs.set_inheritable(True)
-            command = [sys.executable, "-m", "megatron_recover.cluster.warm", str(theirs.fileno()), str(os.getpid())]
+            command = [*module_command("megatron_recover.cluster.warm"), str(theirs.fileno()), str(os.getpid())]
             child = _Child(
                 os.posix_spawn(sys.executable, [*command, *self._modules], inherited_environment(), setsid=True), ours
             )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 
 import msgspec
+
+from megatron_recover.config import module_command
 
 _SHORTEST_PAUSE = 1 / 32
 """Pause after the second death in a row, as a fraction of the longest pause."""
@@ -35,7 +36,7 @@ class Pauses:
 
 
 def start(module: str, descriptors: Sequence[int], settings: msgspec.Struct) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start ``python -m MODULE CONTROL DESCRIPTOR... SETTINGS`` in a session of its own.
+    """Start ``python -P -m MODULE CONTROL DESCRIPTOR... SETTINGS`` in a session of its own.
 
     Return the process and the launcher's end of CONTROL, a SOCK_SEQPACKET socket that does not
     block. The process inherits the descriptors; -1 stands for one that there is not. SETTINGS is
@@ -45,7 +46,7 @@ def start(module: str, descriptors: Sequence[int], settings: msgspec.Struct) -> 
     ours.setblocking(False)
     with theirs:
         numbers = [theirs.fileno(), *descriptors]
-        command = [sys.executable, "-m", module, *map(str, numbers), msgspec.json.encode(settings).decode()]
+        command = [*module_command(module), *map(str, numbers), msgspec.json.encode(settings).decode()]
         inherited = [each for each in numbers if each >= 0]
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)

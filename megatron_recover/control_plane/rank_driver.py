@@ -519,6 +519,9 @@ class RankDriver:
             self._changed.notify_all()
 
     def _last_words_written(self, stopped: JobStopped) -> JobStopped:
-        """Return `stopped` once its reason is written to stderr, or `words_s` have passed."""
+        """Return `stopped` once all queued texts are written to stderr, or `words_s` have passed.
+
+        `_fail` has queued the reason of a failure of this rank. No reason of a `Stop` is queued.
+        """
         self._speaker.wait(self._deadlines.words_s)
         return stopped

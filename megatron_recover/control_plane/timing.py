@@ -35,8 +35,8 @@ class RecoveryClock:
     commit
         Until the vote of every member has arrived.
 
-    A newer generation ends the measurement. If this replica has not begun the step by then, or has
-    committed it at once, `agree` is the last phase.
+    A newer generation ends the measurement. `agree` is the last phase if this replica has not begun
+    the step when all statuses have arrived, or has already committed it.
     """
 
     def __init__(self, replica: int, record: Callable[[trace.Event], None]) -> None:

@@ -24,9 +24,11 @@ in both. Facts come in an order in which they can have happened: cause before ef
 - INV-6 single history: generations are consecutive, with one roster each, and no replica comes
   back. A commit by votes in the newest generation has the equal votes of all members.
 - INV-7 least work: no microbatch is dealt for a bucket if a member was dealt it for that bucket.
-- INV-3, INV-4 and INV-7 have one exception: a step that is made void (`values.Void`) begins anew
-  for each member that enters. It is given up only where it was void before, and then committed by
-  all without a result.
+- INV-3, INV-4 and INV-7 are not judged for a replica that is not in the newest roster, and what its
+  vote names as held neither: the history has forgotten what that replica was dealt and holds.
+- INV-3, INV-4 and INV-7 have one more exception: a step that is made void (`values.Void`) begins
+  anew for each member that enters. It is given up only where it was void before, and then committed
+  by all without a result.
 - INV-8 bounded waits, INV-9 progress: these are about what does *not* happen. The only fact that
   breaks one is a generation that gives up a step which was not computed anew. The explorer raises
   INV-9, for example at a state in which nothing can happen any more. In production every wait has a

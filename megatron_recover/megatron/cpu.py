@@ -101,11 +101,11 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, changed so that pipeline stages never free an output after sending it.
+    """Return `core_transformer_config_from_args`, changed to clear `deallocate_pipeline_outputs`.
 
-    With virtual stages Megatron frees the memory of an output once the send is issued. On a CUDA
-    stream the memory is reused after the send. gloo may still be reading: it would send whatever
-    took the memory's place.
+    So no pipeline stage frees an output after sending it. With virtual stages Megatron frees some
+    outputs once the send is issued. On a CUDA stream their memory is reused after the send. gloo
+    may still be reading: it would send whatever took the memory's place.
     """
 
     @functools.wraps(original)

@@ -49,7 +49,7 @@ ENDINGS: Mapping[int, Ending] = {
         "a defect; an error in the training script on every replica, in its dry run, or under `plan`; imports or a dry run "
         "that outlast `--recover-deadline-s`; replicas that do not start alike; no step committed for "
         "`--recover-deadline-s`, and no evidence which replica is at fault; a fork server that has ended or starts no process; "
-        "a `--run-dir` in which no file can be made at the start. Nothing is saved at the end",
+        "a `--run-dir` in which no file can be written at the start, such as on a full disk. Nothing is saved at the end",
         "follow the message; where it names an error, find the error in the logs of `RUN_DIR` and correct its cause; then "
         "resume",
     ),
@@ -109,7 +109,7 @@ ENDINGS: Mapping[int, Ending] = {
     ),
     KILLED: Ending(
         "a second Ctrl-C at a terminal, or the end of `--shutdown-timeout` after a signal: everything was killed at once, and "
-        "nothing was saved for it",
+        "nothing was saved for it; before training has begun the run directory is removed, or emptied if it was there before",
         "`megatron-recover report RUN_DIR` makes the summary and the plot, which were left out; to train on, resume",
     ),
 }  # fmt: skip
@@ -183,7 +183,7 @@ class Account(msgspec.Struct):
         the run was refused or interrupted before its first generation.
         """
         lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
-        if not self.has_begun and exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED):
+        if not self.has_begun and (exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED) or exit_code not in ENDINGS):
             return lines  # nothing was trained, and the folder is as it was
         left, num_lost = self.replicas - len(self.lost), len(self.lost)
         losses = f"{num_lost or 'no'} {'loss' if num_lost == 1 else 'losses'}"

@@ -569,6 +569,17 @@ def test_at_every_instant_the_tracker_names_a_complete_checkpoint(
     assert fatal > 5
 
 
+def test_what_a_dead_writer_has_moved_aside_is_in_nobodys_way(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where entries cannot be exchanged, it has a name of its own for a moment, and a writer can die in that moment."""
+    monkeypatch.setattr(save_folder, "_renameat2", lambda *_: False)
+    job.older(20, named=20)
+    aside = job.folder / "iter_0000020.replaced"
+    shutil.copytree(job.folder / "iter_0000020", aside)
+    for _ in range(2):
+        job.first.checkpoints.save_checkpoint_and_time(20)
+    assert job.saves()["iter_0000020"] == "0" and not aside.exists() and job.partial() == []
+
+
 def test_order_on_the_disk_survives_a_power_failure(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files before their folder, all of the checkpoint before its name, its name before the tracker, the tracker before its."""
     job.older(10, named=10)

@@ -54,6 +54,13 @@ def test_a_run_that_did_not_end_well_says_code_reason_state_and_what_to_do_next(
     assert "RUN_DIR" not in last
 
 
+@pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.INTERRUPTED, 130, 143])
+def test_a_run_that_left_nothing_is_one_line(code: int) -> None:
+    """Its run directory is removed, so there is nothing to read or to report."""
+    lines = Account(replicas=3, run_dir="runs/a b").lines(code, "because of that")
+    assert lines == [f"exit code {code} ({ExitCode.words(code)}): because of that"]
+
+
 def test_a_run_that_ended_well_needs_nothing() -> None:
     assert account().lines(0, "training finished") == [
         "exit code 0 (ok): training finished",

@@ -188,8 +188,10 @@ def _exchange(new: Path, old: Path) -> None:
     if _renameat2(new, old):
         return
     # Without an exchange (NFS): meanwhile the older checkpoint is complete under a name that
-    # nothing here removes.
+    # nothing removes while the newer one has none.
     aside = old.with_name(f"{old.name}.replaced")
+    if os.path.lexists(aside):  # of a writer that died below, before the last line
+        os.rename(aside, new.with_name(aside.name))
     os.rename(old, aside)
     os.rename(new, old)
     os.rename(aside, new)

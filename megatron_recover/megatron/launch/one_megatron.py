@@ -3,13 +3,10 @@
 It is that of the first of these folders that has one:
 
 1. that of the script; with `-m`, the working directory;
-2. the working directory;
-3. those of PYTHONPATH, in their order;
-4. that of the installed package.
+2. those of PYTHONPATH, in their order;
+3. that of the installed package.
 
-This is the order of `python SCRIPT`, and so of torchrun, except for the second row. The processes
-of a job are started by `python -m`, so they look in the working directory before PYTHONPATH. A
-Megatron there that would hide another one, of the script or of PYTHONPATH, is refused.
+This is the order of `python SCRIPT`, and so of torchrun.
 
 The choice is made once, before anything is imported: the launcher puts the chosen folder first for
 all processes that it starts. `megatron` is a namespace package, of which Python takes each part
@@ -24,8 +21,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 
-from megatron_recover.config import import_first, import_path
+import megatron_recover
+from megatron_recover.config import import_first
 
 _PARTS = ("core", "training")
 
@@ -38,31 +37,30 @@ def import_folder(script: str, *, is_module: bool) -> str:
 def choose(script: str, *, is_module: bool) -> None:
     """Have this process and those that it starts import the Megatron of the script's checkout.
 
-    If the script is in none, one in the working directory comes first. Raises ValueError if that
-    one hides another, or if parts of different Megatrons would be imported. Call it before Megatron
-    is imported.
+    From now on this process imports nothing from the working directory, as those do not. Raises
+    ValueError if parts of different Megatrons would be imported. Call it before Megatron is
+    imported.
     """
-    folder, here = import_folder(script, is_module=is_module), os.getcwd()
-    has_own, has_here = _has_megatron(folder), _has_megatron(here)
-    wanted, place = folder, "beside the script"
-    if not has_own:
-        wanted, place = next(filter(_has_megatron, import_path()), here), "of PYTHONPATH"
-    if has_here and not os.path.samefile(wanted, here):
-        raise ValueError(
-            f"two Megatrons would be imported: that of the working directory {here} and that {place} in {wanted}; "
-            f"start in {wanted}"
-        )
-    if has_own or has_here:
-        import_first(folder if has_own else here)
+    _leave_working_directory()
+    folder = import_folder(script, is_module=is_module)
+    if has_own := _has_megatron(folder):
+        import_first(folder)
     importlib.invalidate_caches()
     folders = {part: found for part in _PARTS if (found := _folder_of(part)) is not None}
     if len({*map(os.path.realpath, folders.values())}) > 1:
         parts = " and ".join(f"megatron.{part} of {found}" for part, found in folders.items())
         remedy = "put the folder of a whole one first in PYTHONPATH"
-        if has_own or has_here:  # in front of PYTHONPATH
-            place, start = (folder, "start a script of") if has_own else (here, "start in")
-            remedy = f"complete that in {place}, or {start} a whole one"
+        if has_own:  # in front of PYTHONPATH
+            remedy = f"complete that in {folder}, or start a script of a whole one"
         raise ValueError(f"two Megatrons would be imported: {parts}; {remedy}")
+
+
+def _leave_working_directory() -> None:
+    """Remove the working directory from `sys.path` if `python -m` or `-c` has put it there."""
+    if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
+        here = os.path.abspath(sys.path.pop(0))
+        if os.path.dirname(megatron_recover.__path__[0]) == here and here not in sys.path:  # a clone that is not installed
+            import_first(here)
 
 
 def _has_megatron(folder: str) -> bool:

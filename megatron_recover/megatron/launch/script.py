@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import os
 import runpy
 import sys
 from argparse import ArgumentParser, Namespace
@@ -112,7 +113,9 @@ def run(argv: list[str], *, warns: bool = False) -> None:
     Ends the process with exit code 2 if the module is not found.
     """
     is_module = argv[0] == "-m"
-    sys.path[0] = import_folder(argv[0], is_module=is_module)
+    if sys.path[0] == os.path.dirname(os.path.abspath(sys.argv[0])):  # that of the script of ours which called
+        del sys.path[0]
+    sys.path.insert(0, import_folder(argv[0], is_module=is_module))
     if is_module:
         sys.argv[:] = argv[1:]
         if not _is_module(argv[1]):

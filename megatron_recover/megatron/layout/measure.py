@@ -136,9 +136,10 @@ def unplannable(args: Namespace) -> list[str]:
 
 
 def without_precision_aware(args: Namespace) -> Namespace:
-    """Return a copy of `args` without the precision-aware optimizer.
+    """Return a copy of `args` without the precision-aware optimizer, whose four types become fp32.
 
-    Upstream would look for it in Transformer Engine, and it changes no size of the model.
+    Upstream would look for that optimizer in Transformer Engine. The model's parameters are the
+    same without it. The optimizer's state is not, so `numerics_of` needs the arguments as parsed.
     """
     shown = copy.copy(args)
     shown.use_precision_aware_optimizer = False

@@ -176,7 +176,11 @@ class Moves(Space):
         return any(world.faults)
 
     def stimuli(self, world: JobState, number: ReplicaId) -> list[Stimulus | int]:
-        """Return what can reach a node: numbers of messages, and the node's own steps."""
+        """Return what can reach a live node: messages by number, own steps, ends of operations.
+
+        While a member reads, no `Stall` is among them. The caller then adds those of `stalls`,
+        which calls this function itself.
+        """
         name = world.nodes[number]
         own = self.own_steps(name)
         state = self.coordinators[world.coordinator]
@@ -197,7 +201,8 @@ class Moves(Space):
         """Return a `Stall` for each operation of a node that waits in vain.
 
         Without readers: the operations that all members have reached and that broken channels stop.
-        With readers: those that wait for a reader, once nothing else can happen.
+        With readers: those that wait for a reader, once nothing else can happen and a member may
+        give up (`waits_for_readers`). A node that reads has none.
         """
         if number in world.reading:
             return []

@@ -129,6 +129,7 @@ class Counts(Memory):
         return voted(counts, drifted=self._has_drifted(rank, operation.step))
 
     def apply(self, rank: RankView, order: Apply) -> None:
+        """Observe `Applied`; forget the results and the local gradient of the rank."""
         results = self.results.pop(rank, {})
         self.gradients.pop(rank, None)
         mine = [item for item in order.record.versions if item.bucket in rank.machine.buckets]
