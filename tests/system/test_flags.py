@@ -58,10 +58,10 @@ CASES = (
     ),
     Case(
         "experts",
-        "--num-experts 8 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-router-num-groups 4 "
-        "--moe-router-group-topk 2 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 "
-        "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-layer-freq ([0]*1+[1]*1) "
-        "--moe-shared-expert-intermediate-size 32 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-4 --disable-bias-linear --use-distributed-optimizer "
+        "--num-experts 8 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk "
+        "2 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
+        "--moe-token-dispatcher-type alltoall --moe-layer-freq ([0]*1+[1]*1) --moe-shared-expert-intermediate-size 32 "
+        "--moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-4 --disable-bias-linear --use-distributed-optimizer "
         "--num-distributed-optimizer-instances 2 --disable-gloo-process-groups",
         ("1 1 reduce step=2 bucket=0",),
         Job(lanes=2, steps=4, eval_interval=2),
