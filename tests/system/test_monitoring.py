@@ -127,7 +127,7 @@ def test_a_job_with_a_kill_is_seen_as_it_was(tmp_path: Path, data: Path) -> None
                 job,
                 tmp_path / "run",
                 data,
-                chaos=chaos_text("1 0 backward step=3"),
+                chaos=chaos_text("1 0 reduce step=3"),  # then both have begun the step
                 save=tmp_path / "save",
                 environment={"PYTHONHASHSEED": "0"},  # no forks: as a user starts it
             ).expect()

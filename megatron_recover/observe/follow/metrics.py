@@ -56,7 +56,11 @@ METRICS = {
         Metric("microbatches_lost_total", "counter", "Microbatches lost with the replicas that held them."),
         Metric("microbatches_recomputed_total", "counter", "Microbatches dealt again in recoveries."),
         Metric("step_seconds", "histogram", "Time from the commit of the step before to the commit of a step.", "kind"),
-        Metric("recovery_seconds", "histogram", "Time from the first sign of a fault to the commit by the last member."),
+        Metric(
+            "recovery_seconds",
+            "histogram",
+            "Time from the first sign of a fault to the last commit of the step that it struck, if one had begun.",
+        ),
         Metric("lost_to_faults_seconds_total", "counter", "Time by which steps with a fault took longer than without."),
         Metric("goodput_ratio", "gauge", "Share of the time of all steps so far that faults did not take."),
         Metric("last_committed_iteration", "gauge", "Newest iteration that was trained and committed."),
