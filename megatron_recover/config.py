@@ -285,6 +285,12 @@ def import_first(folder: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
 
 
+def import_path() -> list[str]:
+    """Return the folders of PYTHONPATH, in their order; an empty one is the working directory."""
+    found = os.environ.get("PYTHONPATH")
+    return [os.path.abspath(folder) for folder in found.split(os.pathsep)] if found else []
+
+
 def inherited_environment() -> dict[str, str]:
     """Return the environment of this process, for the processes that it starts."""
     return dict(os.environ)

@@ -98,3 +98,13 @@ def test_parts_of_two_megatrons_are_refused(part: str, tmp_path: Path) -> None:
         assert f"megatron.{part} of {partial}" in found[1] and found[1].endswith(f"; {remedy}")
         assert str(whole) in found[1] or "site-packages" in found[1]
     assert chosen("script.py", tmp_path, whole, partial) == (str(whole), "")
+
+
+def test_a_working_directory_that_pythonpath_names_stays(tmp_path: Path) -> None:
+    program = "import os; before = os.environ['PYTHONPATH']" + CHOOSE + "assert os.environ['PYTHONPATH'] == before, os.environ"
+    for options in (["-P"], []):
+        done = subprocess.run(
+            [sys.executable, *options, "-c", program, str(tmp_path / "script.py")], cwd=ROOT, capture_output=True, text=True,
+            timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ import os
 import sys
 
 import megatron_recover
-from megatron_recover.config import import_first
+from megatron_recover.config import import_first, import_path
 
 _PARTS = ("core", "training")
 
@@ -57,8 +57,9 @@ def choose(script: str, *, is_module: bool) -> None:
 
 def _leave_working_directory() -> None:
     """Remove the working directory from `sys.path` if `python -m` or `-c` has put it there."""
-    if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
-        here = os.path.abspath(sys.path.pop(0))
+    here, paths = os.getcwd(), [os.path.abspath(folder) for folder in sys.path]
+    if paths[0] == here and paths.count(here) > (here in import_path()):
+        del sys.path[0]
         if os.path.dirname(megatron_recover.__path__[0]) == here and here not in sys.path:  # a clone that is not installed
             import_first(here)
 
