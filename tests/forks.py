@@ -104,7 +104,7 @@ class Program:
         try:
             self._pipe: Any = open(reading, errors="replace")  # noqa: SIM115
             handed = _Descriptor(writing if output is None else output)
-            arguments = (handed, command[2:], cwd, dict(environment), hangup)
+            arguments = (handed, command[1:], cwd, dict(environment), hangup)
             # Not waited for at the end of pytest, should a test leave it behind.
             self._process = CONTEXT.Process(target=_begin, args=arguments, daemon=True)
             self._process.start()
@@ -195,26 +195,41 @@ class _Forked(subprocess.Popen):
         self, args: Any, *, env: Mapping[str, str] | None = None, pass_fds: Collection[int] = (), **others: Any
     ) -> None:
         environment = dict(os.environ if env is None else env)
-        is_ours = isinstance(args, list) and args[:3] == module_command("")[:3] and args[3].startswith(_PACKAGES)
-        if not is_ours or not _can_fork(environment):
+        command = _words(args)
+        if not command or not _can_fork(environment):
             super().__init__(args, env=env, pass_fds=pass_fds, **others)
             return
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or the fork would print it too
         # It is called behind the fork, with session and standard streams as they are to be, and does not return.
-        super().__init__(args, preexec_fn=lambda: _become(args[3:], environment, pass_fds), pass_fds=pass_fds, **others)
+        super().__init__(args, preexec_fn=lambda: _become(command, environment, pass_fds), pass_fds=pass_fds, **others)
+
+
+def _words(args: Any) -> Sequence[str]:
+    """Return the words behind the interpreter if a fork can be what `args` starts: our module, or torchrun's rank; else none."""
+    words = [] if isinstance(args, str) else list(args)
+    if words[:3] == module_command("")[:3] and words[3].startswith(_PACKAGES):
+        return words[2:]
+    if words[:2] == [sys.executable, "-u"] and words[2].startswith("tests/"):
+        return words[2:]
+    return ()
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str], kept: Collection[int]) -> NoReturn:
-    """Turn this process, a fork, into `python -m MODULE ARGUMENT...` with no other descriptors than `kept`."""
+    """Turn this process, a fork, into a program with no other descriptors than `kept`.
+
+    `command` is `-m`, a module, and its arguments, or a script and its arguments.
+    """
     status = 1
     try:
         _forget_parent(kept)
         os.environ.clear()
         os.environ.update(environment)
-        module, *arguments = command
-        sys.argv = [module, *arguments]
-        status = _run(module)
+        is_module = command[0] == "-m"
+        sys.argv = [*command[is_module:]]
+        if not is_module:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+        status = _run(sys.argv[0], runpy.run_module if is_module else runpy.run_path)
     finally:
         try:
             sys.stdout.flush()
@@ -250,13 +265,13 @@ def _stream(number: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(file, like.encoding, like.errors, line_buffering=is_by_line, write_through=is_direct)
 
 
-def _run(module: str) -> int:
-    """Run a module as `__main__` and end as an interpreter does; return the exit code."""
+def _run(name: str, run: Callable[..., object]) -> int:
+    """Run a module or script as `__main__` and end as an interpreter does; return the exit code."""
     status = 0
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            run(name, run_name="__main__", **({"alter_sys": True} if run is runpy.run_module else {}))
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)

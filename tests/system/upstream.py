@@ -10,12 +10,13 @@ import os
 import pathlib
 import re
 import shlex
-import subprocess
 import sys
 from argparse import ArgumentParser
 from typing import Any
 
 import pytest
+
+from tests import forks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 300  # a rank of torchrun imports everything by itself
@@ -35,14 +36,18 @@ def script(name: str) -> pathlib.Path:
     return path
 
 
-def run(module: str, launch: str, command: str, expected: int = 0, cwd: pathlib.Path = ROOT, **environment: str) -> str:
-    """Run a launch line of torchrun's or of ours; return its output. No word may contain a space."""
+def run(
+    module: str, launch: str, command: str, expected: int = 0, cwd: pathlib.Path = ROOT, *, is_fresh: bool = False,
+    **environment: str,
+) -> str:  # fmt: skip
+    """Run a launch line of torchrun's or of ours; return its output. No word may contain a space.
+
+    `is_fresh`: as a user starts it, by an interpreter that imports all by itself.
+    """
     line = [sys.executable, "-m", *module.split(), *launch.split(), *command.split()]
     print(shlex.join(line))
-    process = subprocess.Popen(
-        line, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = forks.start(line, cwd=cwd, environment=variables, is_fresh=is_fresh)
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     finally:
