@@ -206,7 +206,7 @@ class _Forked(subprocess.Popen):
 
 
 def _words(args: Any) -> Sequence[str]:
-    """Return the words behind the interpreter if a fork can be what `args` starts: our module, or torchrun's rank; else none."""
+    """Return the words behind the interpreter if a fork can be what `args` starts: ours, or torchrun's rank; else none."""
     words = [] if isinstance(args, str) else list(args)
     if words[:3] == module_command("")[:3] and words[3].startswith(_PACKAGES):
         return words[2:]

@@ -314,7 +314,7 @@ def _num_processes(text: str) -> int:
     if text in ("gpu", "auto"):
         number = len(gpu_bytes())
         if number < 1:
-            raise ValueError(", but torch finds no GPU; give the number of processes")
+            raise ValueError(", but torch finds no GPU, or its driver does not answer; give the number of processes")
         return number
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("; give a number of at least 1, gpu, cpu or auto")

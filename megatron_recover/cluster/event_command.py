@@ -40,6 +40,8 @@ _PIPE_BYTES = 2**16
 """Bytes that a pipe holds (pipe(7)): one read takes all that is in it."""
 _MEMORY = struct.Struct("=qqqq")
 """Number of the newest notice, process of the command and its start, whether the end was given."""
+_BEGINS = -1
+"""Stands for the process of a command that is about to start."""
 
 
 class Memory:
@@ -62,7 +64,7 @@ class Memory:
 
     def begins(self, notice: AnyNotice) -> None:
         """Note that the command is about to get this notice."""
-        _MEMORY.pack_into(self._memory, 0, notice.number, 0, 0, self.has_end or isinstance(notice, Ended))
+        _MEMORY.pack_into(self._memory, 0, notice.number, _BEGINS, 0, self.has_end or isinstance(notice, Ended))
 
     def runs(self, pid: int) -> None:
         """Note the process of the command; 0: there is none."""
@@ -70,13 +72,17 @@ class Memory:
         began = int(fields[START_TIME]) if fields else 0
         _MEMORY.pack_into(self._memory, 0, self.num_given, pid if fields else 0, began, self.has_end)
 
-    def end_command(self) -> None:
-        """Kill the command that a monitor before has left running, if it still runs."""
+    def end_command(self) -> bool:
+        """Kill the command that a monitor before has left running, if it still runs.
+
+        Return whether that monitor died between the start and the end of a command.
+        """
         _, pid, began, _ = _MEMORY.unpack_from(self._memory)
-        fields = stat_of(pid) if pid else []
+        fields = stat_of(pid) if pid > 0 else []
         if fields and int(fields[START_TIME]) == began:
             _kill(pid)
         self.runs(0)
+        return bool(pid)
 
 
 def create_memory() -> int:
@@ -169,6 +175,7 @@ class EventCommand:
         try:
             given = memory_file.create("megatron-recover-notice")
         except OSError as error:
+            self._memory.runs(0)
             return f"cannot be started ({error.strerror})"
         try:
             os.write(given, text)
@@ -177,6 +184,7 @@ class EventCommand:
                 self._command, stdin=given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
             )
         except OSError as error:
+            self._memory.runs(0)
             return f"cannot be started ({error.strerror})"
         finally:
             os.close(given)

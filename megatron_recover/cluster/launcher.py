@@ -495,7 +495,8 @@ class Launcher:
         began = self._membership.generation > 0
         timeout_s = self._job.shutdown_s
         stop_s = self._deadlines.stop_s if timeout_s is None else timeout_s
-        patience_s = self._deadlines.end_s if exit_code in policy.ENDED_TOGETHER else stop_s
+        end_s = self._deadlines.end_s if timeout_s is None or exit_code == ExitCode.OK else timeout_s
+        patience_s = end_s if exit_code in policy.ENDED_TOGETHER else stop_s
         self._end_by = self._loop.time() + patience_s * (began or exit_code == ExitCode.OK)
 
     # --- Signals ----------------------------------------------------------------------------------

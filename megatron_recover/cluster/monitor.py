@@ -74,7 +74,8 @@ class Monitor:
         self._has_read_end = threading.Event()
         self._is_over = threading.Event()
         self._command: EventCommand | None = None
-        memory.end_command()
+        if memory.end_command() and memory.has_end:
+            self._says("--on-event: the monitor ended with the command for the end of the run, which is not given again")
         if settings.on_event:
             self._command = EventCommand(settings.on_event, memory, command_s=self._deadlines.command_s, says=self._says)
         self._listener = listener

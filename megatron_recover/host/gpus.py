@@ -40,11 +40,12 @@ def gpu_bytes() -> tuple[int, ...]:
     This process asks no driver: what it forked then could use no GPU. Without torch, or where that
     process fails or has not answered after `_ANSWERS_S`, the result is empty.
     """
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import torch; {_BYTES}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import torch; {_BYTES}"], capture_output=True, text=True, check=False, timeout=_ANSWERS_S
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:  # a driver that hangs
+        words = process.communicate(timeout=_ANSWERS_S)[0].split()
+    except subprocess.TimeoutExpired:  # a driver that hangs, and may keep the process from its end
+        process.kill()
         return ()
-    words = done.stdout.split()
-    return tuple(map(int, words)) if done.returncode == 0 and all(map(str.isdecimal, words)) else ()
+    return tuple(map(int, words)) if process.returncode == 0 and all(map(str.isdecimal, words)) else ()

@@ -22,6 +22,7 @@ import functools
 import os
 import sys
 import textwrap
+import threading
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +58,7 @@ from megatron_recover.megatron.launch.arguments import (
     provider_refusals,
     recover_config,
     refusals,
+    without_interval,
 )
 from megatron_recover.megatron.launch.batch_schedule import take_default_batch
 from megatron_recover.megatron.launch.device import device_line, other_device, unseen_gpu
@@ -335,7 +337,9 @@ class _Training:
             is_finished = self._wandb.end()
         code = policy.exit_code(sorted(driver.requests))
         if not is_finished:
-            # wandb's exit handler would wait until the launcher kills this rank.
+            # wandb's exit handler would wait until the launcher kills this rank. A thread of upstream
+            # may still delete a checkpoint (`cluster/rank_process.py`, Note [Waiting for threads]).
+            threading._shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -371,7 +375,7 @@ class _Training:
             args.async_strategy = "mcore"  # the other is for processes of a package that nothing here starts
             adapted = adapt(args, lanes=lanes, replica=self._context.replica, replicas=self._context.num_replicas)
             args.align_param_gather = False  # upstream's schedules align; here hooks gather
-            found = refusals(args, lanes=lanes)
+            found = [*refusals(args, lanes=lanes), *without_interval(args)]
             config = recover_config(args)
             num_ranks = self._context.num_ranks * self._context.num_replicas
             num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

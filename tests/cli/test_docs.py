@@ -49,6 +49,8 @@ def test_what_a_machine_without_cuda_refuses_is_listed_and_no_other() -> None:
     assert [line.split()[0] for line in cpu_refusals(refused)] == listed
     assert cpu_refusals(Namespace(**vars(refused) | {"use_pytorch_profiler": True})) == []
     assert cpu_refusals(Namespace(**vars(refused) | {"train_iters": 10})) == []
+    in_samples = vars(refused) | {"train_iters": None, "global_batch_size": 1, "step_batch_size_schedule": "9:64,0:16"}
+    assert [bool(cpu_refusals(Namespace(**in_samples, train_samples=num))) for num in (160, 176)] == [False, True]
 
 
 def test_every_recover_flag_is_listed_with_its_default() -> None:

@@ -69,5 +69,5 @@ def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_s: int | 
     launcher._loop = SimpleNamespace(time=lambda: 1000.0)
     launcher._end(code, "over")
     after_failure_s = deadlines.stop_s if shutdown_s is None else shutdown_s
-    wait_s = deadlines.end_s if code in (0, 10, 15, 16) else after_failure_s
+    wait_s = deadlines.end_s if code == 0 or (code in (10, 15, 16) and shutdown_s is None) else after_failure_s
     assert launcher._end_by == 1000.0 + (wait_s if began or code == 0 else 0.0)

@@ -175,9 +175,9 @@ def test_the_next_monitor_ends_the_command_that_a_killed_one_has_left(memory: Me
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as left:
         memory.begins(notice(1))
         memory.runs(left.pid)
-        memory.end_command()
+        assert memory.end_command()
         assert left.wait(PATIENT_S) == -9
     memory.runs(os.getpid())
     memory._memory[16:24] = (1).to_bytes(8, "little")  # another process has got the number since
-    memory.end_command()
+    assert memory.end_command() and not memory.end_command()
     assert memory.num_given == 1

@@ -218,11 +218,9 @@ def test_names_are_those_that_prometheus_recommends() -> None:
         assert metric.text.endswith(".") and metric.label in ("", "cause", "result", "kind")
 
 
-def test_a_recovery_counts_although_its_announcement_is_recorded_later() -> None:
-    """Leader and launcher write each by itself, so a fast recovery can stand before the generation."""
-    events = list(traces.faulty_run().events)
-    [first, second] = [index for index, event in enumerate(events) if isinstance(event, trace.Generation) and event.losses]
-    last = max(index for index, event in enumerate(events) if isinstance(event, trace.Recovery) and event.generation == 2)
-    late = [*events[:first], *events[first + 1 : last + 1], events[first], *events[last + 1 :]]
-    counts = [count(of(each), "recovery_seconds") for each in (late, events)]
-    assert second > last and counts == [2, 2]
+def test_a_fault_between_two_steps_is_counted_but_has_no_seconds() -> None:
+    """A leader that has begun no step measures the phases before, and there is nothing to recover."""
+    phases = [trace.Recovery(replica=0, generation=2, step=1, phase=phase, seconds=0.1) for phase in ("detect", "agree")]
+    lost = trace.Generation(generation=2, roster=(0,), losses=(_loss(1, LossKind.PROCESS_ENDED),))
+    values = of([trace.Generation(generation=1, roster=(0, 1)), lost, *phases])
+    assert (values["recoveries_total process_ended"], count(values, "recovery_seconds")) == (1, 0)

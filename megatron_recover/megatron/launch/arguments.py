@@ -18,6 +18,7 @@ import msgspec
 
 from megatron_recover.config import VISIBLE_GPUS, RecoverConfig, visible_gpus
 from megatron_recover.deadlines import NCCL_CONNECTS_S, figure, shortest_on_gpu_s
+from megatron_recover.megatron.launch.batch_schedule import least_batch
 
 SAMPLES_BY_ID = "samples_by_id"
 """Attribute by which the provider of external data sets declares that they are read by index."""
@@ -320,10 +321,28 @@ def cpu_refusals(args: Namespace) -> list[str]:
 
     Megatron would fail there in the middle of its start, or of the training.
     """
-    num_steps = args.train_iters if args.train_iters is not None else args.train_samples // args.global_batch_size
+    num_steps = args.train_iters
+    if num_steps is None:
+        schedule = args.step_batch_size_schedule
+        batch = args.global_batch_size if schedule is None else least_batch(schedule)
+        num_steps = args.train_samples // batch  # at most
     if args.profile and not args.use_pytorch_profiler and args.profile_step_start < num_steps:
         return ["--profile needs CUDA: it marks steps for nsys; add --use-pytorch-profiler on a CPU"]
     return []
+
+
+def without_interval(args: Namespace) -> list[str]:
+    """Return one line if upstream would divide by an `--eval-interval` that is missing or 0.
+
+    Upstream counts the samples of all evaluations before it looks whether there are any
+    (training.py, get_train_valid_test_num_samples). A script may set a default.
+    """
+    if args.eval_interval is not None and args.eval_interval > 0:
+        return []
+    return [
+        "--eval-interval is missing or below 1; Megatron divides by it even with --eval-iters 0: say every how many iterations "
+        "to evaluate"
+    ]
 
 
 def provider_refusals(args: Namespace, provider: object) -> list[str]:

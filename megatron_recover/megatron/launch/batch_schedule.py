@@ -18,10 +18,23 @@ def first_batch(schedule: str) -> int | None:
     (`StepBatchsizeNumMicroBatchesCalculator`). Upstream checks the thresholds.
     """
     try:
-        pairs = [entry.split(":", 1) for entry in schedule.replace(",", " ").split()]
-        return min((_number(threshold), _number(batch)) for threshold, batch in pairs)[1]
+        return min(_entries(schedule))[1]
     except (ValueError, OverflowError):
         return None
+
+
+def least_batch(schedule: str) -> int:
+    """Return the smallest batch size of a schedule, in samples.
+
+    Raises ValueError or OverflowError if the schedule cannot be read.
+    """
+    return min(batch for _, batch in _entries(schedule))
+
+
+def _entries(schedule: str) -> list[tuple[int, int]]:
+    """Return threshold and batch size of each entry. Raises ValueError or OverflowError."""
+    pairs = [entry.split(":", 1) for entry in schedule.replace(",", " ").split()]
+    return [(_number(threshold), _number(batch)) for threshold, batch in pairs]
 
 
 def _number(text: str) -> int:

@@ -19,7 +19,13 @@ from megatron_recover import packages
 from megatron_recover.config import RecoverConfig, below_one
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron.launch import preflight_data as data
-from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_config, recover_flags, refusals
+from megatron_recover.megatron.launch.arguments import (
+    add_recover_arguments,
+    recover_config,
+    recover_flags,
+    refusals,
+    without_interval,
+)
 from megatron_recover.megatron.launch.batch_schedule import first_batch
 from megatron_recover.megatron.layout import sizes
 from megatron_recover.megatron.seams import seams
@@ -192,7 +198,15 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         raise ValueError("\n".join(found))
     layout, wrong = _layout(args, lanes)
     num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
-    found += [*wrong, *too_few, *_length(args), *_evaluating(args), *data.mistakes(args), *_saving(args), *_unwritable(args)]
+    found += [
+        *wrong,
+        *too_few,
+        *_length(args),
+        *([] if args.eval_interval is None else without_interval(args)),  # else a script may set it
+        *data.mistakes(args),
+        *_saving(args),
+        *_unwritable(args),
+    ]
     found += _without_package(args)
     if found:
         raise ValueError("\n".join(found))
@@ -475,17 +489,6 @@ def _length(args: Namespace) -> list[str]:
     if args.train_iters is None and args.train_samples is None:
         return ["--train-iters is missing; say how many iterations to train (or how many samples, with --train-samples)"]
     return below_one({"--train-iters": args.train_iters, "--train-samples": args.train_samples})
-
-
-def _evaluating(args: Namespace) -> list[str]:
-    # Upstream counts the samples of all evaluations before it looks whether there are any
-    # (training.py, get_train_valid_test_num_samples): a TypeError in every rank.
-    if args.eval_interval is not None and args.eval_interval > 0:
-        return []
-    return [
-        "--eval-interval is missing or below 1; Megatron divides by it even with --eval-iters 0: say every how many iterations "
-        "to evaluate"
-    ]
 
 
 def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int, lanes: int) -> tuple[int, list[str]]:

@@ -105,10 +105,6 @@ class Sample(NamedTuple):
     value: float | Histogram
 
 
-_MOST_EARLY = 1000
-"""Phases that are kept until their generation is announced."""
-
-
 class RunMetrics:
     """The metrics of one run. Not for several threads at once."""
 
@@ -134,8 +130,6 @@ class RunMetrics:
         """Newest committed step."""
         self._times = _StepTimes()
         self._recovery: _Recovery | None = None
-        self._early: list[trace.Recovery] = []
-        """Phases of a recovery whose announcement is yet to come: another process records it."""
 
     def take(self, event: trace.AnyEvent) -> None:
         """Take the next event of the run. An event that is not in `WANTED` changes nothing."""
@@ -149,8 +143,8 @@ class RunMetrics:
                 self._times.planned(event, len(self._roster))
             case trace.Committed() if event.step > self._step:
                 self._committed(event)
-            case trace.Recovery():
-                self._phase_ended(event)
+            case trace.Recovery() if self._recovery is not None and self._recovery.take(event):
+                self._recovered()
             case trace.Checkpoint(phase="finished"):
                 self._saves["finished"] += 1
                 self._values["last_durable_iteration"] = event.iteration
@@ -205,15 +199,6 @@ class RunMetrics:
             self._recoveries[cause] += 1
             self._times.disturbed()
             self._recovery = _Recovery(event)
-        early, self._early = self._early, []
-        for phase in early:
-            self._phase_ended(phase)
-
-    def _phase_ended(self, event: trace.Recovery) -> None:
-        if event.generation > self._values["generation"]:
-            self._early = [*self._early, event][-_MOST_EARLY:]
-        elif self._recovery is not None and self._recovery.take(event):
-            self._recovered()
 
     def _committed(self, event: trace.Committed) -> None:
         if self._recovery is not None and event.step > self._recovery.step >= 0:
