@@ -22,7 +22,6 @@ import functools
 import os
 import sys
 import textwrap
-import threading
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -337,12 +336,9 @@ class _Training:
             is_finished = self._wandb.end()
         code = policy.exit_code(sorted(driver.requests))
         if not is_finished:
-            # wandb's exit handler would wait until the launcher kills this rank. A thread of upstream
-            # may still delete a checkpoint (`cluster/rank_process.py`, Note [Waiting for threads]).
-            threading._shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            from megatron_recover.megatron import wandb_run
+
+            wandb_run.end_process(code)
         return code
 
     # --- Setting up -------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_recover import packages
 from megatron_recover.megatron.checkpoint.save_folder import PARTIAL, named_in, run_id_of
@@ -314,6 +314,18 @@ class _Artifact:
         for add in self._parts:
             add(artifact)
         return artifact
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process although a run of W&B has not ended: no exit handler runs.
+
+    The package's handler would wait for its server. Threads that are no daemons are waited for: one
+    of upstream's may delete a checkpoint (`cluster/rank_process.py`, Note [Waiting for threads]).
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _plain(value: Any, share: int) -> Any:

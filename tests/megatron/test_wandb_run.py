@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from argparse import Namespace
@@ -122,3 +123,14 @@ def test_the_run_is_that_of_the_job_and_not_of_its_folders(tmp_path: Path, monke
     (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("3")
     (tmp_path / "save" / "iter_0000003" / "wandb_run_id.txt").write_text("first")
     assert run_id(later, load="save") == "first" and run_id(later, load="save", save="branch") == run_id(later)
+
+
+def test_a_process_that_ends_without_exit_handlers_waits_for_a_deletion() -> None:
+    """Upstream deletes older checkpoints in a thread that is no daemon."""
+    program = (
+        "import atexit, threading, time; from megatron_recover.megatron import wandb_run\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('deleted'))).start(); atexit.register(print, 'waits for ever')\n"
+        "wandb_run.end_process(15)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (15, "deleted\n"), done.stderr
