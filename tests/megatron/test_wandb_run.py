@@ -129,7 +129,7 @@ def test_a_process_that_ends_without_exit_handlers_waits_for_a_deletion() -> Non
     """Upstream deletes older checkpoints in a thread that is no daemon."""
     program = (
         "import atexit, threading, time; from megatron_recover.megatron import wandb_run\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), print('deleted'))).start(); atexit.register(print, 'waits for ever')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('deleted'))).start(); atexit.register(print, 'waits')\n"
         "wandb_run.end_process(15)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
