@@ -1,8 +1,8 @@
 # `make demo` and `make test` set everything up by themselves; PYTHON=/path/to/python3.12 names an interpreter.
 PY := .venv/bin/python
-# Tests whose subject is time, to fractions of a second: one after the other, when the others, two at a time, are done.
+# Tests whose subject is time, to fractions of a second, and that mostly wait: when the others, which compute, are done.
 TIMED := tests/cluster
-# Those in the same folder that only wait.
+# Those in the same folder whose subject is something else.
 UNTIMED := $(patsubst %,$(TIMED)/test_%.py,agent warm endings undying chaos coordinator_driver memory_file)
 # What a wheelhouse has beside what every verb needs.
 EXTRAS ?= train,plot,tensorboard,metrics
@@ -22,7 +22,7 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 
 test: setup lint ## everything that CI runs
 	@$(PY) -m pytest -q -n 2 --dist worksteal tests $(UNTIMED) $(TIMED:%=--ignore=%)
-	@$(PY) -m pytest -q $(TIMED) $(UNTIMED:%=--ignore=%)
+	@$(PY) -m pytest -q -n 2 --dist worksteal $(TIMED) $(UNTIMED:%=--ignore=%)
 
 coverage: setup  ## branch coverage of the protocol by its own tests; fails below the floor (pyproject.toml)
 	@$(PY) -m coverage run -m pytest -q tests/core

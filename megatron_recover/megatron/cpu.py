@@ -10,6 +10,7 @@ path.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import copy
 import functools
@@ -33,6 +34,10 @@ class NoStream:
 
     def wait_stream(self, _: NoStream) -> None:
         """Return at once: nothing is pending on a CPU."""
+
+    def record_event(self) -> NoStream:
+        """Return this stream, since an event of a CPU is over at once as well."""
+        return self
 
     def synchronize(self) -> None:
         """Return at once: nothing is pending on a CPU."""
@@ -115,6 +120,22 @@ def _keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return config_from
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return `tensor`, as an array of NumPy if `as_numpy` is set: there is no copy and no stream.
+
+    Megatron has tensors of a GPU alone become arrays. gloo wants numbers as the sizes of parts.
+    """
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _by_broadcasts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that exchanges parameters by upstream's `broadcast_params` instead.
+
+    Ranks have parts of different sizes, which gloo's all-gather refuses and NCCL's takes.
+    """
+    return lambda optimizer: optimizer.broadcast_params()
 
 
 def _with_sequence_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,6 +221,7 @@ TORCH_CUDA: Final[dict[str, Callable[..., Any]]] = {
     "synchronize": lambda device=None: None,
     "get_device_properties": lambda device=None: Properties(),
     "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
+    "memory_stats": lambda device=None: collections.Counter(),  # no memory of a GPU is used
     "get_rng_state": _random_state,
     "set_rng_state": _set_random_state,
     "manual_seed": _seed,
@@ -210,7 +232,7 @@ TORCH_CUDA: Final[dict[str, Callable[..., Any]]] = {
 """Names in `torch.cuda`, each with its substitute on a CPU."""
 
 TORCH: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
-    **dict.fromkeys(("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange"), _on_cpu),
+    **dict.fromkeys(("tensor", "zeros", "ones", "empty", "empty_like", "full", "rand", "randn", "arange"), _on_cpu),
     "Tensor.cuda": lambda original: _stay,
     "Tensor.type": _type_name,
 }
@@ -228,6 +250,8 @@ MEGATRON: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] =
     "megatron.core.datasets.utils:compile_helpers": lambda original: lambda: None,
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": _with_sequence_parallel,
     "megatron.training.argument_utils:core_transformer_config_from_args": _keep_outputs,
+    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": lambda original: _as_numbers,
+    "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params": _by_broadcasts,
     f"{_ZERO}.sharded_state_dict": _with_adam_state,
     f"{_ZERO}._set_main_param_and_optimizer_states": _without_step,
     f"{_ZERO}.load_state_dict": _with_own_steps,

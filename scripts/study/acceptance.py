@@ -17,7 +17,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +56,32 @@ def configurations(checkout: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield file, yaml.load(file.read_text(), loader)
 
 
-def judged(checkout: Path) -> Iterator[Judged]:
+class Line(msgspec.Struct, frozen=True):
+    """The command line of a configuration of upstream's."""
+
+    name: str
+    kind: str
+    """`release`, `functional` or `example`."""
+    words: tuple[str, ...]
+
+
+def lines(checkout: Path) -> Iterator[Line]:
     """Yield all configurations of a checkout that train. Raises FileNotFoundError without any."""
     for file, described in configurations(checkout):
         if described.get("MODEL_ARGS") and described.get("MODE") not in OTHERS:
             kind = "release" if described.get("TEST_TYPE") == "release" else "functional"
-            yield _judge(file.parent.name, kind, words(described["MODEL_ARGS"]))
+            yield Line(file.parent.name, kind, tuple(words(described["MODEL_ARGS"])))
     for name, line in launch_lines.below(checkout / "examples", [*checkout.glob("pretrain_*.py")]):
-        yield _judge(name, "example", line)
+        yield Line(name, "example", tuple(line))
 
 
-def _judge(name: str, kind: str, line: Sequence[str]) -> Judged:
-    flags = [each.split()[0].removesuffix(":") for each in preflight.unsupported(line)]
-    if (LOADER, "external") in itertools.pairwise(line):
-        flags.append(LOADER)
-    return Judged(name, kind, tuple(dict.fromkeys(flags)))
+def judged(lines: Iterable[Line]) -> Iterator[Judged]:
+    """Yield the judgement on each of `lines`."""
+    for line in lines:
+        flags = [each.split()[0].removesuffix(":") for each in preflight.unsupported(line.words)]
+        if (LOADER, "external") in itertools.pairwise(line.words):
+            flags.append(LOADER)
+        yield Judged(line.name, line.kind, tuple(dict.fromkeys(flags)))
 
 
 def words(flags: Mapping[str, Any]) -> list[str]:
@@ -91,18 +102,18 @@ def table(configurations: Sequence[Judged]) -> str:
     """Return the counts by kind, the flags with how many each refuses, and what is refused."""
     kinds = sorted({each.kind for each in configurations})
     refused = {kind: [each for each in configurations if each.kind == kind and each.refused] for kind in kinds}
-    lines = [
+    told = [
         f"{kind}: {len(refused[kind])} of {sum(each.kind == kind for each in configurations)} refused" for kind in kinds
     ]  # fmt: skip
     for kind in kinds:
         flags = collections.Counter(flag for each in refused[kind] for flag in dict.fromkeys(each.refused))
         alone = collections.Counter(each.refused[0] for each in refused[kind] if len({*each.refused}) == 1)
-        lines += [f"\n{kind}, by flag (for it alone):"]
-        lines += [f"{number:5} ({alone[flag]:3})  {flag}" for flag, number in flags.most_common()]
+        told += [f"\n{kind}, by flag (for it alone):"]
+        told += [f"{number:5} ({alone[flag]:3})  {flag}" for flag, number in flags.most_common()]
     for kind in kinds:
-        lines += [f"\n{kind}, by name:"]
-        lines += [f"  {each.name}: {' '.join(dict.fromkeys(each.refused))}" for each in refused[kind]]
-    return "\n".join(lines)
+        told += [f"\n{kind}, by name:"]
+        told += [f"  {each.name}: {' '.join(dict.fromkeys(each.refused))}" for each in refused[kind]]
+    return "\n".join(told)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -110,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.study.acceptance", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="a clone of Megatron-LM")
     try:
-        print(table([*judged(parser.parse_args(argv).checkout)]))
+        print(table([*judged(lines(parser.parse_args(argv).checkout))]))
     except FileNotFoundError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

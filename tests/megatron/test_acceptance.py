@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
 from scripts.study import acceptance, launch_lines
 from tests.system import upstream
@@ -16,13 +19,14 @@ AT_MOST = {"example": 15, "functional": 29, "release": 2}
 Of the examples 9 below `multimodal` and 3 of the 5 below `mimo` have external data loaders, 3 are in fp8."""
 
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "supported.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "reference" / "supported.md"
 
 
 def test_at_most_so_many_of_upstreams_configurations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = upstream.script("pretrain_gpt.py").parent
     monkeypatch.chdir(checkout.parent)  # scripts run elsewhere, and find files of the checkout all the same
-    configurations = [*acceptance.judged(Path(checkout.name))]
+    configurations = [*acceptance.judged(acceptance.lines(Path(checkout.name)))]
     print(acceptance.table(configurations))
     assert {each.kind for each in configurations} == {*AT_MOST}
     for kind, number in AT_MOST.items():
@@ -90,3 +94,33 @@ def test_a_launch_line_is_what_bash_makes_of_it_and_nothing_else_runs(tmp_path: 
     line = ["--nproc-per-node", "8", "train.py", "--train-iters", "5", "--data-path", "a", "b", "1"]
     assert [*launch_lines.below(tmp_path)] == [("train.sh", line)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["talk.sh", "train.sh"]
+
+
+EVIDENCE = Path(__file__).with_name("flag_evidence.toml")
+EXAMPLES = ("gpt3/train_gpt3_175b_distributed.sh", "llama/train_llama3_8b_h100_fp8.sh")
+"""Lines of which `tests/system/test_upstream_examples.py` makes a job."""
+
+
+def test_every_flag_of_an_accepted_configuration_is_in_a_job_with_a_kill_or_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Flags that Megatron's parser does not have are the script's own, and not judged."""
+    checkout = upstream.script("pretrain_gpt.py").parent
+    monkeypatch.chdir(checkout.parent)
+    known = {word for action in add_megatron_arguments(ArgumentParser())._actions for word in action.option_strings}
+    lines = [*acceptance.lines(Path(checkout.name))]
+    accepted = [line for line, each in zip(lines, acceptance.judged(lines), strict=True) if not each.refused]
+    flags = {word.partition("=")[0] for line in accepted for word in line.words} & known
+    jobs = "\n".join(
+        file.read_text() for file in (ROOT / "tests/system").glob("*.py") if file.stem not in ("test_refusals", "strikes")
+    )
+    tested = flags & {*re.findall(r"--[\w-]+", jobs)}
+    in_examples = {word for line in lines if line.name in EXAMPLES for word in line.words}
+    listed = tomllib.loads(EVIDENCE.read_text())
+    elsewhere, others = listed["elsewhere"], {**listed["cuda"], **listed["upstream"]}
+    left = flags - tested - in_examples - elsewhere.keys() - others.keys()
+    assert sorted(left) == [], "give it in a job with a kill, or list it"
+    assert sorted((elsewhere.keys() | others.keys()) - flags) == [], "no accepted configuration has it"
+    assert sorted(tested & (elsewhere.keys() | others.keys())) == [], "a job has it"
+    for flag, file in elsewhere.items():
+        assert re.search(rf"{flag}\b(?!-)|\b{flag[2:].replace('-', '_')}\b", (ROOT / file).read_text()), (flag, file)

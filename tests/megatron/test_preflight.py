@@ -181,6 +181,7 @@ VALUES = {
 TOGETHER = {
     "--async-save": "--ckpt-format torch",
     "--context-parallel-size": "--transformer-impl local",
+    "--overlap-param-gather": "--optimizer muon",
     "--no-overlap-p2p-communication": (
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     ),

@@ -57,7 +57,10 @@ def test_a_job_is_one_run_whoever_dies_and_also_once_it_is_resumed(
     save = tmp_path / "save"
     job = Job(
         pp=2, steps=5, save_interval=5,
-        extra=("--wandb-project", "p", "--wandb-exp-name", "n", "--tensorboard-dir", str(tmp_path / "board"), "--async-save"),
+        extra=(
+            *("--wandb-project", "p", "--wandb-entity", "e", "--wandb-exp-name", "n", "--async-save"),
+            *("--tensorboard-dir", str(tmp_path / "board")),
+        ),
     )  # fmt: skip
     outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text("0 1 optimizer step=2"), save=save).expect()
     verdict, report = check(outcome.run_dir)

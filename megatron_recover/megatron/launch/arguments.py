@@ -144,6 +144,9 @@ REFUSALS = (
     Refusal("--overlap-param-gather-with-optimizer-step",
             lambda args: args.overlap_param_gather_with_optimizer_step and args.lanes > 1,
             "it steps the optimizer of each model chunk by itself, and a step is committed as a whole", _DROP),
+    Refusal("--overlap-param-gather",
+            lambda args: args.overlap_param_gather and args.lanes > 1 and args.optimizer not in ("adam", "sgd"),
+            "lanes gather whole parameters then, and between two steps only shards of a buffer are compared", _DROP),
     Refusal("--use-megatron-fsdp", _set("use_megatron_fsdp"), "it reduces gradients itself", "use --use-distributed-optimizer"),
     Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), "it reduces gradients itself", "use --use-distributed-optimizer"),
     Refusal("--save-wgrads-interval", _set("save_wgrads_interval"), "it replaces the gradient reduction", _DROP),
@@ -326,9 +329,12 @@ def cpu_refusals(args: Namespace) -> list[str]:
         schedule = args.step_batch_size_schedule
         batch = args.global_batch_size if schedule is None else least_batch(schedule)
         num_steps = args.train_samples // batch  # at most
+    found = []
     if args.profile and not args.use_pytorch_profiler and args.profile_step_start < num_steps:
-        return ["--profile needs CUDA: it marks steps for nsys; add --use-pytorch-profiler on a CPU"]
-    return []
+        found.append("--profile needs CUDA: it marks steps for nsys; add --use-pytorch-profiler on a CPU")
+    if args.distributed_backend == "nccl":
+        found.append("--distributed-backend nccl needs CUDA; leave it out on a CPU")
+    return found
 
 
 def without_interval(args: Namespace) -> list[str]:

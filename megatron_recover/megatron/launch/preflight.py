@@ -115,6 +115,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--ddp-average-in-collective": _ON,
     "--ddp-reduce-scatter-with-fp32-accumulation": _ON,
     "--decrease-batch-size-if-needed": _ON,
+    "--optimizer": {"default": "adam"},
+    "--overlap-param-gather": _ON,
     "--overlap-param-gather-with-optimizer-step": _ON,
     "--use-megatron-fsdp": _ON,
     "--use-torch-fsdp2": _ON,
