@@ -337,7 +337,7 @@ class Outputs:
 
     @property
     def num_lost(self) -> int:
-        """Return how many bytes are lost, those included that no log has reported yet."""
+        """Return how many bytes had no room in memory, also those that no log has reported yet."""
         bookmark, total = self._bookmark, 0
         for number in self._outputs:
             copied = bookmark.copied(number)

@@ -65,11 +65,12 @@ class Watch:
         self._oom_kills.watch(self._node.pid(replica, rank), self._clock())
 
     def look(self, generation: int, replicas: Collection[int]) -> list[tuple[Loss, ReplicaFailing | None]]:
-        """Judge the ranks of the `replicas` that are in the job. Call it after every node poll.
+        """Judge the ranks of `replicas`. Call it after every node poll.
 
-        Returns the replicas that are condemned, as a rank hangs or is stopped, and that are ready
-        to be fenced: their ranks have written their stacks, or the time for that is over. Each
-        comes with the microbatches that the silence is charged to, if any.
+        Returns the replicas that are condemned and ready to be fenced. A replica is condemned for a
+        rank that hangs, is stopped, or is traced beyond the deadline. A replica is ready once its
+        ranks have written their stacks, or the time for that is over. Each replica comes with the
+        microbatches that the silence is charged to, if any.
         """
         now_s = self._clock()
         self._oom_kills.look(now_s)

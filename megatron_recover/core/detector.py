@@ -193,7 +193,10 @@ def typical_step_s(state: DetectorState) -> float | None:
 
 
 def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
-    """Return the seconds of silence after which a rank hangs in `phase`; None: the deadline."""
+    """Return the seconds of silence after which a rank hangs in `phase`; None: the deadline.
+
+    A phase of `WAITS` has a limit only once five step times of this generation are known.
+    """
     step_s = typical_step_s(state)
     longest_s = state.figures.longest_s.get(phase)
     if longest_s is None and phase in state.older.longest_s:

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_recover.cli.data import write_dataset
 from megatron_recover.core.values import ExitCode
+from tests import forks
 from tests.system.upstream import FIGURES, assert_alike, figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +37,9 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextlib.contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A job in a process group of its own, of which nothing is left."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def started(command: list[str], *, is_fresh: bool = False) -> Iterator[forks.Program | subprocess.Popen[str]]:
+    """A job in a process group of its own, of which nothing is left. Ranks of torchrun's are fresh interpreters."""
+    process = forks.start(command, cwd=ROOT, environment=os.environ | {"OMP_NUM_THREADS": "1"}, is_fresh=is_fresh)
     try:
         yield process
     finally:
@@ -97,8 +95,8 @@ def test_signal_ends_all_replicas_at_one_iteration_with_a_checkpoint(flags: str,
     saved = tmp_path / "saved"
     command = replicas(2, tmp_path / "run", flags + f"--train-iters 100000 --save {saved} --save-interval 100000")
     output = ""
-    with started(command) as process:
-        assert process.stdout is not None
+    with started(command, is_fresh=True) as process:
+        assert isinstance(process, subprocess.Popen) and process.stdout is not None
         for line in process.stdout:
             output += line
             if FIGURES.search(line) and int(FIGURES.search(line)[1]) == 2:  # type: ignore[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import random
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests import forks
 from tests.cluster.waiting import until_files
 from tests.disk import Disk, mounted
 from tests.system.jobs import ROOT, Job, check
@@ -31,10 +33,9 @@ def cold_data(tmp_path: pathlib.Path) -> Iterator[tuple[Disk, pathlib.Path]]:
         text.mkdir()
         for number in range(NUM_DOCUMENTS):
             (text / f"{number}").write_bytes(random.Random(number).randbytes(DOCUMENT_BYTES))
-        subprocess.run(
-            [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), str(text)],
-            cwd=ROOT, check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), str(text)]
+        code, said = forks.run(command, cwd=ROOT, deadline_s=120.0)
+        assert code == 0, said
         disk.forget()
         yield disk, prefix
 
@@ -59,7 +60,7 @@ def test_a_data_disk_that_stands_still_under_all_replicas_ends_none_of_them(
         str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, None),
     ]  # fmt: skip
     with open(output, "wb") as file:
-        launcher = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+        launcher = forks.start(command, cwd=ROOT, environment=os.environ, output=file.fileno())
     try:
         until_files(
             lambda: launcher.poll() is not None or len(events(run_dir, "applied")) >= 12 * replicas * tp,

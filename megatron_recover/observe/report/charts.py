@@ -41,9 +41,9 @@ class Tick:
 
 
 def ticks(scale: Scale, about: int, *, whole: bool = False) -> tuple[Tick, ...]:
-    """Return about `about` round numbers on a scale: 1, 2 or 5 times a power of ten.
+    """Return about `about` round numbers on a scale, in equal steps.
 
-    `whole`: integers only.
+    A step is 1, 2 or 5 times a power of ten. `whole`: integers only.
     """
     span = scale.high - scale.low
     if span <= 0:

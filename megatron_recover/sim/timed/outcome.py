@@ -87,7 +87,7 @@ class Meter:
         self._ideal: dict[tuple[int, int], float] = {}
 
     def spend(self, seconds: float) -> None:
-        """Add seconds of the replicas that are left."""
+        """Add `seconds` of run time, and the GPU-seconds of the replicas that are left."""
         self.outcome.seconds += seconds
         self.outcome.gpu_seconds += seconds * self.outcome.replicas_end * self.ranks
 

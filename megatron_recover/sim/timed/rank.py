@@ -67,7 +67,7 @@ class Pass:
         return len(self.microbatches)
 
     def forward_begins(self, index: int) -> float:
-        """Return when the forward of microbatch `index` (from 0) begins, if it is known in time."""
+        """Return when the forward of microbatch `index` (from 0) begins, unless it comes late."""
         filling = index < self.stages - self.stage
         return self.base + self.stage * self.forward_s + index * (self.forward_s if filling else self.slot_s)
 
