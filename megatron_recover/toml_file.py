@@ -75,9 +75,9 @@ def _choices(kind: Any) -> list[str]:
 
 
 def line_of_table(text: str, name: str, index: int = 0) -> int:
-    """Return the line number (from 1) of the index-th header `[name]` or `[[name]]`.
+    """Return the line number (from 1) of header number `index` (from 0), `[name]` or `[[name]]`.
 
-    Return 0 if the file writes the table in another way.
+    Return 0 if there are fewer such headers, as when the file writes the table in another way.
     """
     header = re.compile(rf"\s*\[+\s*{re.escape(name)}\s*\]")
     found = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)]

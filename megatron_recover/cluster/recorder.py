@@ -265,7 +265,11 @@ class Recorder:
         self._narrator.take_teed(map(self._filtered, in_time(self._outputs.teed(at_end=at_end))), self._seconds())
 
     def _filtered(self, teed: tuple[Tee, str]) -> tuple[Tee, str]:
-        """Return a teed line; keep it if its filters select it."""
+        """Return a teed line unchanged.
+
+        If the line contains one of the texts in `Tee.filters`, also write it to the log of such
+        lines.
+        """
         tee, line = teed
         if any(text in line for text in tee.filters):
             self._keep(FILTERED_STDERR if tee.is_error else FILTERED_STDOUT, f"{tee.prefix}{line}\n".encode())

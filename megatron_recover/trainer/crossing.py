@@ -240,6 +240,10 @@ class Crossing:
         return (self._step * 2 + kind) * self._num_buckets + bucket
 
     def _probe(self, bucket: BucketId) -> Probe | None:
+        """Return the probe of a bucket's sum, which injects a fault in the middle of the sum.
+
+        Return None if no faults are injected.
+        """
         faults = self._faults
         if faults is None:
             return None

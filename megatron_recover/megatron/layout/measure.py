@@ -230,7 +230,11 @@ def _layer_ratio(args: Namespace, *, splits: bool) -> float:
 
 
 def measured(args: Namespace, asked: Namespace, model: Any) -> Sizes:
-    """Return the sizes of `model`, built on the meta device, with `asked`, the layout's flags."""
+    """Return the sizes of `model`, which was built on the meta device.
+
+    `asked` has the layout's flags. The sizes contain those that hold for every layout, such as the
+    context-parallel size. The tensor-, pipeline- and expert-parallel sizes in `asked` are ignored.
+    """
     first, layers, last = elements_of(model, args.padded_vocab_size)
     tensor_parts, expert_parts = parts_of(model, args.padded_vocab_size)
     if asked.sequence_parallel:

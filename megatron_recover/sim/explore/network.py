@@ -100,7 +100,7 @@ class Numbering[T]:
 
 
 def numbers(bits: int) -> list[int]:
-    """Return the numbers in a bit set."""
+    """Return the numbers in a bit set, in ascending order; bit 0 stands for the number 0."""
     numbers = []
     while bits:
         low = bits & -bits
