@@ -159,7 +159,11 @@ def describe_descriptors(descriptors: Mapping[str, int]) -> dict[str, str]:
 
 
 def inherited_descriptor(name: str) -> int | None:
-    """Return the descriptor that the agent gave this rank under `name`, or None without one."""
+    """Return the number of the descriptor that this rank inherited under `name`, or None.
+
+    All names and numbers are JSON in one variable of the environment. The number is returned also
+    after somebody has closed the descriptor.
+    """
     text = os.environ.get(_DESCRIPTORS_VARIABLE)
     return msgspec.json.decode(text, type=dict[str, int]).get(name) if text else None
 

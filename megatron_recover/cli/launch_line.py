@@ -232,7 +232,11 @@ class _Reader(NamedTuple):
 
 
 def _streams(reader: _Reader, environment: Mapping[str, str]) -> Streams:
-    """Return where the output of ranks goes."""
+    """Return which output of ranks has a log by itself, and what of it the console shows.
+
+    Append each mistake to `reader.found`. Only the prefix of teed lines can come from
+    `environment`. `read` reads `--log-dir`.
+    """
     given = reader.given
     tee = reader.read("tee", _by_rank) or 0
     filters = {

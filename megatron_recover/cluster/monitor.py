@@ -199,7 +199,10 @@ def _end(raised: threading.ExceptHookArgs) -> None:
 
 
 def main() -> None:
-    """Monitor a run, as the command line describes it."""
+    """Monitor the run that the command line describes, then end this process with exit code 0.
+
+    An error in a side thread ends the process with exit code 1 at once.
+    """
     threading.excepthook = _end
     settings = msgspec.json.decode(sys.argv[4], type=MonitorSettings)
     # As for the recorder. Handlers, since a command would inherit SIG_IGN.

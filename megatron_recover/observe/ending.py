@@ -205,6 +205,10 @@ class Account(msgspec.Struct):
         return self.load if self.is_complete else self.save or self.load
 
     def _checkpoint(self) -> str:
+        """Return the clause about the newest checkpoint, for the second closing line.
+
+        If a folder may hold a checkpoint that the run does not know of, name its tracker file.
+        """
         if self.newest is not None:
             iteration, folder = self.newest
             return f"newest checkpoint: iteration {iteration} in {folder}"

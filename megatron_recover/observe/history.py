@@ -183,8 +183,8 @@ class History:
     def read(cls, run_dir: str | Path) -> History:
         """Read the trace of a run directory, or a trace file.
 
-        Raise FileNotFoundError if there is none, and `trace.TraceError` for a line that is no event
-        or cannot be read.
+        Raise FileNotFoundError if there is none. Raise `trace.TraceError` for a line that is no
+        event, or a file that cannot be read.
         """
         path = Path(run_dir)
         with event_files.reading(path):

@@ -183,9 +183,10 @@ class RandomJob(TimedJob):
         return any(one.replica.number == number for one in self.reading)
 
     def look(self) -> None:
-        """Report which replicas read, alive and not stopped, if that has changed.
+        """Report to the coordinator which replicas read data, if its list differs.
 
-        Look again after 0.5 s while one reads. No member waits so briefly for another (`stall_s`).
+        A replica counts if a rank that reads is alive and not stopped. Look again after 0.5 s while
+        a rank reads or the lists differ. No member waits so briefly for another (`stall_s`).
         """
         self.reading = {one: until for one, until in self.reading.items() if one.alive and until > self.clock.now}
         at_work = tuple(sorted({one.replica.number for one in self.reading if not self.freezer.is_frozen(one)}))
