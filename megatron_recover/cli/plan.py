@@ -273,7 +273,11 @@ def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
 
 
 def _lower(sizes: Sizes) -> list[tuple[str, Sizes]]:
-    """Return a remedy for each flag that may forbid layouts, with the sizes that it leads to."""
+    """Return the remedies that lower a flag to 1, each with the sizes that it leads to.
+
+    The flags are `--recover-min-replicas` and `--context-parallel-size`. A flag that is 1 already
+    has no remedy.
+    """
     given = sizes.flags
     changed = {
         "--recover-min-replicas": msgspec.structs.replace(given, min_replicas=1),

@@ -130,7 +130,10 @@ class Recording:
         return made
 
     def output_of_rank(self, replica: int, rank: int) -> Output:
-        """Return a new output for a rank that is about to be started; its streams may be two."""
+        """Return a new output for a rank that is about to be started. Raises OSError.
+
+        If stdout and stderr of the rank have a log each, the output has another in its `stdout`.
+        """
         job, place, streams = self._job, self._job.place_of(replica, rank), self._job.streams
         alike = [job.place_of(each, rank) for each in range(job.num_replicas)]
         # Megatron prints in the first and in the last rank of a replica.

@@ -1,7 +1,8 @@
 """Find the standstills of a run: who showed no progress, where, for how long, and how it ended.
 
-A standstill is of a rank, a leader, the coordinator or the whole job. All of this was judged at the
-time by agents, leaders and the coordinator (`trace/standstill.py`); nothing is judged anew.
+A standstill is of a rank, a leader, the coordinator or the whole job. The verdicts were given at
+the time by agents, leaders and the coordinator (`trace/standstill.py`); none is judged anew. The
+end of a standstill follows from later events of the trace.
 """
 
 from __future__ import annotations

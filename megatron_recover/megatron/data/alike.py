@@ -65,7 +65,8 @@ def data(args: Namespace) -> dict[str, str]:
     """Return a digest of each indexed data set that the arguments name (`_DATA_PATHS`).
 
     The digest covers the index file and the file of samples, of a large file a sample of blocks. A
-    data set without both files is left out, and so is one that a file of data sets names.
+    data set is left out if one of its two files is missing, or if only a file of data sets names
+    the data set.
     """
     words = [word for name in _DATA_PATHS for word in _words(getattr(args, name, None))]
     return {f"the data of {prefix}": _digest_of_data(prefix) for prefix in dict.fromkeys(words) if _is_indexed(prefix)}

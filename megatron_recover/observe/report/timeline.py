@@ -385,7 +385,8 @@ def within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
 def _free_of_overlaps(spans: Iterable[Still], gone_at: float | None) -> list[Still]:
     """Return spans in the order of time, without overlaps.
 
-    The earlier span is kept, and a later one is cut to the part beyond it.
+    The earlier span is kept, and a later one is cut to the part beyond it. Each span is also cut
+    at `gone_at`, when the process was gone. A span of which nothing is left is dropped.
     """
     found: list[Still] = []
     last = float("inf") if gone_at is None else gone_at
