@@ -63,6 +63,8 @@ class Bookmark:
     """The record of what is in the files.
 
     It has two slots. One word selects the valid slot, so the bookmark changes at one instant.
+    Each object copies the valid slot when it is made, and reads that copy from then on. So it sees
+    only its own commits. One process at a time uses a bookmark.
     """
 
     def __init__(self, descriptor: int) -> None:

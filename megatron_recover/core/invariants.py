@@ -212,7 +212,8 @@ class History(Value, frozen=True):
 def check(shape: Shape, facts: Iterable[Fact]) -> History:
     """Observe all facts in order and return their history.
 
-    Raises InvariantViolation at the first fact that breaks an invariant, with its position.
+    Raises InvariantViolation at the first fact that breaks an invariant. A note of the exception
+    has the position of the fact, from 0, and the fact.
     """
     history = History(shape)
     for position, fact in enumerate(facts):

@@ -9,9 +9,12 @@ Note [What a pass takes]
     (`megatron/schedule/interleaved.py`), and a group takes PP V ticks.
 
     A last group of r < PP microbatches has vacant slots. Stages wait through these slots in all
-    chunks but the last. So the group takes PP (V - 1) + r ticks, most of a whole group. The first
+    chunks but the last. So the group counts PP (V - 1) + r ticks, most of a whole group. The first
     microbatch of a group is expensive and the others are cheap; quotas of the least makespan fill
     groups where that pays.
+
+    With V > 1 and such a last group, the count is at most 10 % above what a pass takes. Groups that
+    are configured larger than PP count as groups of PP (docs/design/schedule.md, "Virtual stages").
 
 Note [Quota 0]
     A member gets quota 0 if its one microbatch would end later than the whole shares of the others.

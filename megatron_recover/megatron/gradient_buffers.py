@@ -225,7 +225,7 @@ def find_regions(chunks: Sequence[Any], bucket_elements: int) -> dict[Region, Pa
 
     A region is one of upstream's own buckets; without `--overlap-grad-reduce` that is a whole
     gradient buffer, from which the distributed optimizer keeps a shared embedding apart. Raises
-    ValueError for gradients outside of upstream's buffers.
+    ValueError if a buffer of upstream keeps gradients outside of itself (`extra_main_grads`).
     """
     regions: dict[Region, Params] = {}
     for chunk, model in enumerate(chunks):

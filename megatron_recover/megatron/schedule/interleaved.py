@@ -183,8 +183,8 @@ class InterleavedStage:
         """Send the output of forward slot `index`; begin to receive the input of a later forward.
 
         Without `overlap` both are complete on return, if a message is due at all. `output` is None
-        for a vacant slot and for the last chunk of the model. Releases `output`, and with
-        `deallocate_pipeline_outputs` waits for its send before.
+        for a vacant slot and for the last chunk of the model. With `deallocate_pipeline_outputs`
+        the call waits for the send of `output`, and then frees the data of `output`.
         """
         chunk = self._comes(index, self._link.is_pp_first_stage)
         answer = self._link.send_forward_recv_forward(
