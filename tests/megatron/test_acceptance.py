@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
 from argparse import ArgumentParser
@@ -23,10 +24,16 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "reference" / "supported.md"
 
 
-def test_at_most_so_many_of_upstreams_configurations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def lines() -> list[acceptance.Line]:
+    """The lines of all of upstream's configurations that train."""
     checkout = upstream.script("pretrain_gpt.py").parent
-    monkeypatch.chdir(checkout.parent)  # scripts run elsewhere, and find files of the checkout all the same
-    configurations = [*acceptance.judged(acceptance.lines(Path(checkout.name)))]
+    with contextlib.chdir(checkout.parent):  # scripts run elsewhere, and find files of the checkout all the same
+        return [*acceptance.lines(Path(checkout.name))]
+
+
+def test_at_most_so_many_of_upstreams_configurations_are_refused(lines: list[acceptance.Line]) -> None:
+    configurations = [*acceptance.judged(lines)]
     print(acceptance.table(configurations))
     assert {each.kind for each in configurations} == {*AT_MOST}
     for kind, number in AT_MOST.items():
@@ -101,14 +108,9 @@ EXAMPLES = ("gpt3/train_gpt3_175b_distributed.sh", "llama/train_llama3_8b_h100_f
 """Lines of which `tests/system/test_upstream_examples.py` makes a job."""
 
 
-def test_every_flag_of_an_accepted_configuration_is_in_a_job_with_a_kill_or_has_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_flag_of_an_accepted_configuration_is_in_a_job_with_a_kill_or_has_a_reason(lines: list[acceptance.Line]) -> None:
     """Flags that Megatron's parser does not have are the script's own, and not judged."""
-    checkout = upstream.script("pretrain_gpt.py").parent
-    monkeypatch.chdir(checkout.parent)
     known = {word for action in add_megatron_arguments(ArgumentParser())._actions for word in action.option_strings}
-    lines = [*acceptance.lines(Path(checkout.name))]
     accepted = [line for line, each in zip(lines, acceptance.judged(lines), strict=True) if not each.refused]
     flags = {word.partition("=")[0] for line in accepted for word in line.words} & known
     jobs = "\n".join(
