@@ -57,6 +57,11 @@ class Flag(msgspec.Struct, frozen=True):
         """Return the name of the argument's value."""
         return self.name[2:].replace("-", "_")
 
+    @property
+    def variable(self) -> str:
+        """Return the name of the variable that may stand for the flag."""
+        return f"PET_{self.dest.upper()}"
+
 
 _CAN_END = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """Signals that may end a job. Others have another use here, or cannot be handled."""
@@ -177,8 +182,16 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
         ),
     )  # fmt: skip
     if found:
-        raise ValueError("\n".join(found))
+        absent = [flag for flag in TORCHRUN if getattr(arguments, flag.dest) is None and flag.variable in environment]
+        raise ValueError("\n".join(_with_variable(line, absent) for line in found))
     return choice
+
+
+def _with_variable(line: str, flags: Sequence[Flag]) -> str:
+    """Return the line of a mistake, with the variable if it is about one of `flags`."""
+    name, *rest = line.split(" ", 1)
+    variables = [f"{flag.variable} of the environment" for flag in flags if flag.name == name]
+    return " ".join([name, *(f"({variable})" for variable in variables), *rest])
 
 
 def _own_id(given: Mapping[str, str]) -> str:
@@ -304,7 +317,7 @@ def _given(arguments: Namespace, environment: Mapping[str, str]) -> Iterator[tup
     for flag in TORCHRUN:
         value = getattr(arguments, flag.dest)
         if value is None and flag.has_variable:
-            value = environment.get(f"PET_{flag.dest.upper()}")
+            value = environment.get(flag.variable)
             if value is not None and not flag.takes_value and value == "0":
                 value = None
         if value is not None:

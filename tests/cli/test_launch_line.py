@@ -118,6 +118,16 @@ def test_what_changes_nothing_is_told_in_one_line_each() -> None:
     ]  # fmt: skip
 
 
+def test_a_mistake_in_a_variable_names_the_variable() -> None:
+    with pytest.raises(ValueError) as refusal:
+        read("--node-rank 1", PET_NNODES="2", PET_NPROC_PER_NODE="many", PET_NODE_RANK="2")
+    assert str(refusal.value).splitlines() == [
+        "--nnodes (PET_NNODES of the environment) is 2; a job has one node for now: give --nnodes 1",
+        "--node-rank is 1; a job has one node for now: give --node-rank 0",
+        "--nproc-per-node (PET_NPROC_PER_NODE of the environment) is many; give a number of at least 1, gpu, cpu or auto",
+    ]
+
+
 @pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:1", "0:3,7:2", "0:0,1:1,2:2,3:3"])
 def test_streams_are_those_of_torchrun(text: str) -> None:
     streams = read(f"-r {text} --tee {text}").streams
