@@ -12,14 +12,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from megatron_recover.cli.plan import ScriptError, read_sizes
+from megatron_recover.cli.plan import ScriptError, gigabytes, read_sizes
 from megatron_recover.host.gpus import gpu_bytes
 from megatron_recover.megatron.launch.preflight import shape_of
 from megatron_recover.megatron.layout.choice import USABLE
 from megatron_recover.megatron.layout.memory import memory
 from megatron_recover.megatron.layout.sizes import Layout, Sizes
-
-_GB = 10**9
 
 
 def lanes_that_fit(script: Sequence[str], flags: Sequence[str], num_processes: int) -> tuple[int, str] | None:
@@ -55,10 +53,10 @@ def _choice(needed: dict[int, int], available: int) -> tuple[int, str]:
     fitting = (number for number, size in needed.items() if size <= USABLE * available)
     lanes = next(fitting, None)
     figures = ", ".join(
-        f"{_gb(size)} GB with {_lanes(number)}"
+        f"{gigabytes(size)} GB with {_lanes(number)}"
         for number, size in itertools.takewhile(lambda item: lanes is None or item[0] <= lanes, needed.items())
     )
-    room = f"{_gb(USABLE * available)} of the {_gb(available)} GB of a GPU"
+    room = f"{gigabytes(USABLE * available)} of the {gigabytes(available)} GB of a GPU"
     estimate = f"by plan's estimate a rank needs {figures}, and may use {room}"
     if lanes is None:
         fewest = min(needed)
@@ -75,7 +73,3 @@ def _bytes(sizes: Sizes, shape: Layout, lanes: int) -> int:
 
 def _lanes(number: int) -> str:
     return f"{number} lane{'s' if number > 1 else ''}"
-
-
-def _gb(number: float) -> str:
-    return f"{number / _GB:.1f}"

@@ -181,15 +181,16 @@ def table(shown: Sequence[Judged]) -> Table:
         found.add_row(
             "*" if number == 0 and judged.fits else "",
             *(str(getattr(layout, name)) for name, _ in dimensions),
-            *(_gb(getattr(memory, part)) for part in _PARTS),
-            _gb(memory.peak), _gb(memory.recovery),
+            *(gigabytes(getattr(memory, part)) for part in _PARTS),
+            gigabytes(memory.peak), gigabytes(memory.recovery),
             f"{_gpus(layout.num_ranks)} ({_share(judged.lost_share)})", str(judged.num_deaths),
             "fits" if judged.fits else "too large",
         )  # fmt: skip
     return found
 
 
-def _gb(number: int) -> str:
+def gigabytes(number: float) -> str:
+    """Return a number of bytes in GB, with one decimal."""
     return f"{number / _GB:.1f}"
 
 
@@ -367,7 +368,7 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()  # the complaint is the last line
         smallest = found[0].memory.recovery
         remedies = _remedies(sizes, gpus, job, flags, smallest) or ["use GPUs with more memory"]
-        parser.error(f"no layout fits: the smallest needs {_gb(smallest)} GB a rank; " + ", or ".join(remedies))
+        parser.error(f"no layout fits: the smallest needs {gigabytes(smallest)} GB a rank; " + ", or ".join(remedies))
     return ExitCode.OK
 
 
@@ -376,8 +377,8 @@ def _print(found: Sequence[Judged], sizes: Sizes, gpus: Gpus, script: str, *, ev
     fitting = [each for each in found if each.fits]
     shown = found if everything else fitting[:_ROWS] or found[:_ROWS_OF_NONE]
     print(
-        f"{_parameters(sizes) / _GB:.2f} billion parameters on {_gpus(gpus.number)} of {_gb(gpus.bytes)} GB, of which "
-        f"{_gb(int(USABLE * gpus.bytes))} GB may be used. GB of the rank that needs the most:\n",
+        f"{_parameters(sizes) / _GB:.2f} billion parameters on {_gpus(gpus.number)} of {gigabytes(gpus.bytes)} GB, of which "
+        f"{gigabytes(int(USABLE * gpus.bytes))} GB may be used. GB of the rank that needs the most:\n",
         flush=True,
     )
     Console(highlight=False, width=_WIDTH).print(table(shown))

@@ -67,19 +67,8 @@ def test_they_are_those_of_the_summary(name: str) -> None:
 
 
 def test_what_others_hold_complete_is_not_lost_with_a_replica() -> None:
-    """It dies when all members hold all sums, and the step is committed without another computation."""
-    run = traces.Run()
-    dealt = run.deal(range(6))
-    run.plan(dealt, traces.BUCKETS)
-    for replica, ids in dealt.items():
-        run.compute(replica, ids, traces.BUCKETS)
-    run.reduce(traces.BUCKETS)
-    run.lose(2, 0, "vote")
-    run.statuses(dealt, lambda replica: tuple((bucket, 1) for bucket in traces.BUCKETS))
-    run.plan({}, ())
-    run.commit(dict.fromkeys(traces.BUCKETS, 1))
-    run.quiet_step()
-    values, work = of(run.finish().events), WorkAccount(History(enumerate(run.events, start=1)))
+    run = traces.death_behind_all_sums()
+    values, work = of(run.events), WorkAccount(History(enumerate(run.events, start=1)))
     assert (values["microbatches_lost_total"], len(work.lost)) == (0, 0)
     assert values["recoveries_total process_ended"] == 1
 

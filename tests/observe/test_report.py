@@ -141,17 +141,7 @@ def test_what_was_dealt_again_is_found_in_memory_that_does_not_grow_with_microba
 
 def test_what_a_decided_bucket_saved_was_not_lost() -> None:
     """A replica that ends after its share is in a complete result of every bucket has lost nothing."""
-    run = traces.Run()
-    dealt = run.deal(range(6))
-    run.plan(dealt, traces.BUCKETS)
-    for replica, ids in dealt.items():
-        run.compute(replica, ids, traces.BUCKETS)
-    run.reduce(traces.BUCKETS)
-    run.lose(2, 0, "before_vote")
-    run.statuses(dealt, lambda replica: tuple((bucket, 1) for bucket in traces.BUCKETS))
-    run.plan({}, ())
-    run.commit(dict.fromkeys(traces.BUCKETS, 1))
-    work = WorkAccount(_history(run.finish()))
+    work = WorkAccount(_history(traces.death_behind_all_sums()))
     assert (len(work.lost), len(work.redone), len(work.wasted)) == (0, 0, 0)
 
 

@@ -276,6 +276,22 @@ class Run:
         return self
 
 
+def death_behind_all_sums() -> Run:
+    """Replica 2 dies when all members hold all sums, and the step is committed without another computation."""
+    run = Run()
+    dealt = run.deal(range(6))
+    run.plan(dealt, BUCKETS)
+    for replica, ids in dealt.items():
+        run.compute(replica, ids, BUCKETS)
+    run.reduce(BUCKETS)
+    run.lose(2, 0, "before_vote")
+    run.statuses(dealt, lambda replica: tuple((bucket, 1) for bucket in BUCKETS))
+    run.plan({}, ())
+    run.commit(dict.fromkeys(BUCKETS, 1))
+    run.quiet_step()
+    return run.finish()
+
+
 def faulty_run(determinism: str = "exact") -> Run:
     """3 -> 2 -> 1 replicas: one killed in a backward, one in a reduction, with quiet steps between."""
     run = Run(determinism=determinism)
