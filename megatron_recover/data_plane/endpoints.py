@@ -102,8 +102,8 @@ class RendezvousEndpoint:
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
         """Return the transport of `generation`, and close the previous one.
 
-        Raises Revoked or TransportError as `DirectEndpoint.open` does; the previous one is then not
-        closed.
+        Raises Revoked or TransportError as `DirectEndpoint.open` does. Revoked leaves the previous
+        transport open. After TransportError only the previous direct transport is closed.
         """
         both = {member: address.partition(" ") for member, address in addresses.items()}
         direct = self._direct.open(generation, me, {member: each[0] for member, each in both.items()})

@@ -365,7 +365,7 @@ class History:
         return dict(event.void for _, event in self.of(trace.Generation) if event.void is not None)
 
     def is_void(self, event: trace.AnyEvent) -> bool:
-        """Return whether an event belongs to an attempt at a step that was made void.
+        """Return whether an event is part of a void attempt at a step; only `OF_AN_ATTEMPT` can be.
 
         Readers treat such an event as absent.
         """

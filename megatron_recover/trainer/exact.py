@@ -60,4 +60,4 @@ def fold(total: Tensor, gradient: Tensor, exponent: int) -> None:
     grid = math.ldexp(1.5, exponent + SIGNIFICAND_BITS)
     chunk = _CHUNK if total.device.type == "cpu" else _DEVICE_CHUNK
     for into, source in zip(total.split(chunk), gradient.split(chunk), strict=True):
-        into += source.double().add_(grid).sub_(grid)
+        into += source.to(torch.float64, copy=True).add_(grid).sub_(grid)

@@ -24,13 +24,14 @@ def page() -> str:
         "## One replica (`core/replica.py`)",
         _phases(),
         _replica_diagram(),
+        "The diagram leaves out `Stop`, which leads from every phase to stopped.",
         _handlers({kind: row.handler for rows in replica.TABLE.values() for kind, row in rows.items()}),
         _replica_table(),
         "## One rank (`core/rank.py`)",
         "No phases: what matters is which generation is promised, and which order the training thread obeys.",
         _handlers(rank.TABLE),
         "## Membership (`core/coordinator.py`)",
-        "No phases but before generation 1, during the job, and over.",
+        "No phases but before generation 1, during the job, and over. Then every input is ignored.",
         _handlers(coordinator.TABLE),
     ]
     return "\n\n".join(parts) + "\n"

@@ -23,10 +23,11 @@ _HEAD = """\
 
 The project is under Apache-2.0 (`LICENSE`). Its wheel contains no other package. This page lists
 the packages that `make setup` installs, in the versions of `requirements.lock`, with the licence
-that each of them states about itself. `make licences` writes it anew.
+that each of them states about itself, and those that `make setup` leaves out because they need a
+GPU (`not locked`). `make licences` writes the page anew.
 
 *Asked for by*: the wheel itself (`always`), or extras of it; the others are dependencies of these.
-Packages of the extra `dev` alone are needed to change the code, not to train.
+Packages that only the extra `dev` asks for are needed to change the code, not to train.
 
 | package | version | licence | asked for by |
 |---|---|---|---|

@@ -87,7 +87,7 @@ def test_magnitude() -> None:
     assert exact.magnitude(torch.tensor([])) == 0.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_fold_leaves_the_gradient_alone(dtype: torch.dtype) -> None:
     gradient = torch.randn(1 << 19).to(dtype)
     kept, total = gradient.clone(), torch.zeros(1 << 19, dtype=torch.float64)

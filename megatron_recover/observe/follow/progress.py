@@ -1,6 +1,6 @@
 """Describe the progress of a run in one line, for `top` and the live line of `run`.
 
-The line is made only of the events that were taken so far.
+The line is made of the events that were taken so far, and of the silence that the caller reports.
 """
 
 from __future__ import annotations

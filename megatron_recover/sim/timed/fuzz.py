@@ -450,7 +450,7 @@ def replay_line(seed: int, seeds: int = 1, jobs: int = 1) -> str:
 
 @ended_by_ctrl_c()
 def main(arguments: list[str] | None = None) -> int:
-    """Run seeds and return the exit code: 1 if one fails, 130 after Ctrl-C."""
+    """Run seeds and return the exit code: 130 after Ctrl-C, else 1 if one fails, else 0."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="the first (default: 1)")
