@@ -270,8 +270,8 @@ class _Training:
     def pretrain(self, arguments: dict[str, Any]) -> None:
         """Train until the job ends, and end the process as `begin` describes.
 
-        `arguments` are those of upstream's `pretrain`, by name. The process ends with exit code 2 if
-        `parse` was not called before, or if they contain a store that is not None.
+        `arguments` are those of upstream's `pretrain`, by name. The process ends with exit code 2
+        if `parse` was not called before, or if they contain a store that is not None.
         """
         with bad_input_ends():
             if self._settings is None:

@@ -134,7 +134,8 @@ class Wandb:
         """Calls that log checkpoints as artifacts, to make at the next `log` or at `end`."""
         self._thread: threading.Thread | None = None
         self._has_begun, self._is_given_up = False, False
-        """True once the package has begun the run, or if it could not: then no call is kept."""
+        """`_has_begun`: the package has begun the run. `_is_given_up`: the package could not begin the
+        run, or too many calls wait for it. Then no further call is kept."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
 
     def __eq__(self, other: object) -> bool:
@@ -242,6 +243,11 @@ class Wandb:
     # --- The thread that calls the package --------------------------------------------------------
 
     def _do(self, calls: Sequence[_Call]) -> None:
+        """Queue calls for the thread `wandb`. The first call of this method starts that thread.
+
+        Drop the calls once this stand-in has given up. Give up, and print that, if more than
+        `_MOST_CALLS` calls wait.
+        """
         if self._is_given_up:
             return
         if self._calls.qsize() > _MOST_CALLS:

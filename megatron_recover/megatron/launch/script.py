@@ -177,7 +177,10 @@ def _is_module(name: str) -> bool:
 
 
 def main() -> None:
-    """Run the script of the command line as the dry run or a rank of `megatron-recover run`."""
+    """Run the script of the command line as the dry run or a rank of `megatron-recover run`.
+
+    Raises RuntimeError if the launcher did not start this process.
+    """
     from megatron_recover.config import rank_context
     from megatron_recover.megatron import training
 

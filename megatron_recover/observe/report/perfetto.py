@@ -97,7 +97,7 @@ def _of_rank(timeline: Timeline, labels: dict[int, str], replica: int, rank: int
 
 
 def _around(timeline: Timeline, spans: Iterable[Span]) -> list[Span]:
-    """Return the spans that begin inside a drawn episode, each once."""
+    """Return the spans that begin in the shown period of a drawn episode, each once."""
     shown = [(one.begin_shown, one.end_shown) for one in timeline.drawn]
     return [span for span in spans if any(begin <= span.begin <= end for begin, end in shown)]
 
