@@ -134,8 +134,8 @@ class Wandb:
         """Calls that log checkpoints as artifacts, to make at the next `log` or at `end`."""
         self._thread: threading.Thread | None = None
         self._has_begun, self._is_given_up = False, False
-        """`_has_begun`: the package has begun the run. `_is_given_up`: the package could not begin the
-        run, or too many calls wait for it. Then no further call is kept."""
+        """`_has_begun`: the package has begun the run. `_is_given_up`: the package could not begin
+        the run, or too many calls wait for it. Then no further call is kept."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
 
     def __eq__(self, other: object) -> bool:
