@@ -24,6 +24,8 @@ TRAINING = (TORCH, "megatron-core>=0.19,<0.20", "numpy>=1.26")
 PLOT = ("matplotlib>=3.8",)
 TENSORBOARD = ("tensorboard>=2.16",)
 METRICS = ("prometheus-client>=0.20",)
+OPTIMIZERS = ("emerging-optimizers>=0.2",)
+"""What Megatron needs for other optimizers than Adam and SGD. No extra: who uses it has it."""
 EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"train": TRAINING, "plot": PLOT, "tensorboard": TENSORBOARD, "metrics": METRICS}
 )

@@ -233,7 +233,7 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
     """
     if not has_gpu(devices):
         return 0
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    command = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"]
     try:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     except subprocess.CalledProcessError as error:
@@ -378,6 +378,8 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"megatron-recover demo: interrupted; what it has written is in {folder}", file=sys.stderr)
         return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # of stdout, as every other verb ends
+        raise
     except (RuntimeError, OSError, TraceError) as error:
         print(f"megatron-recover demo: {error}", file=sys.stderr)
         return ExitCode.FAILED

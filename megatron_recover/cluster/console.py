@@ -83,9 +83,9 @@ class Console:
         self._over.set()
 
     def close(self) -> bool:
-        """End the console; wait at most `screen_s` until all is written; return whether it is.
+        """End the console; wait at most `screen_s`, and return True if nothing is left to write.
 
-        With a terminal that is gone nothing is left to write.
+        Nothing is left to write to a terminal that is gone.
         """
         self._over.set()
         if self._thread.is_alive():

@@ -176,7 +176,7 @@ class _WarmProcesses(_Source):
                 signal.pidfd_send_signal(child.pidfd, signal.SIGCONT)
 
     def start(self) -> _Child:
-        """Start one more process, and watch its end and its socket."""
+        """Start one more process, and watch its end and its socket. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             theirs.set_inheritable(True)

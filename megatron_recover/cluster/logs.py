@@ -262,8 +262,9 @@ class Outputs:
     ) -> None:
         """Add an output.
 
-        `shown_of`: the replica that prints it, if its lines are to be shown; without
-        `is_on_console` only `keep` gets them. `tee`: how `teed` yields all of its lines.
+        `shown_of`: the replica that prints it, if its lines are to be shown while that replica is
+        the writer; without `is_on_console` only `keep` gets them. `tee`: `teed` yields every line
+        of the output, each with this value; None: `teed` yields none.
         """
         self._outputs[number] = output
         if shown_of is not None:

@@ -11,8 +11,9 @@ Note [Waiting for threads]. When all replicas have ended together (`policy.ENDED
 waits for threads that are no daemons, and then runs the exit handlers, as Python does. Upstream
 deletes old checkpoints in such a thread (`--save-retain-interval`): a rank that did not wait would
 leave half of one under its final name. The launcher bounds the wait: it kills what is left `end_s`
-after the end of the job, or `--shutdown-timeout` after a signal. With any other code the process
-ends at once: after a failure its threads may wait for ranks that are gone.
+after the end of the job. `--shutdown-timeout` takes the place of `end_s` if the code is not 0, and
+counts from the signal if there was one. With any other code the process ends at once: after a
+failure its threads may wait for ranks that are gone.
 """
 
 from __future__ import annotations

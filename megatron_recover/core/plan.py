@@ -1,7 +1,7 @@
 """The plan of a fresh step, a member's part in a recovery, and the operations of one rank.
 
-This module decides nothing that members have to agree on. Quotas come from `core/quota.py`; what is
-held and lost comes from `core/recovery.py`.
+This module decides nothing that members have to agree on. The quotas of a fresh step come from
+`core/quota.py`. Those of a recovery, and what is held and lost, come from `core/recovery.py`.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def fresh_plan(
 
 
 def plan_of(recovery: Recovery, replica: ReplicaId, generation: Generation, roster: Sequence[ReplicaId]) -> Plan:
-    """Return the part of one member in a recovery.
+    """Return the plan of one member in a recovery.
 
-    Raises ValueError if nobody has begun the step.
+    `computes` has the member's own microbatches. All other fields are equal on all members. Raises
+    ValueError if nobody has begun the step.
     """
     if recovery.work is None:
         raise ValueError("nobody has begun the step: it has no recovery plan")

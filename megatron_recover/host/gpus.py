@@ -41,7 +41,7 @@ def gpu_bytes() -> tuple[int, ...]:
     process fails or has not answered after `_ANSWERS_S`, the result is empty.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", f"import torch; {_BYTES}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-P", "-c", f"import torch; {_BYTES}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )  # fmt: skip
     try:
         words = process.communicate(timeout=_ANSWERS_S)[0].split()

@@ -77,8 +77,8 @@ def zero(descriptor: int, num_bytes: int) -> None:
 def seal_empty(descriptor: int) -> None:
     """Release all memory of a file and forbid writing to it: a write fails with EPERM.
 
-    If a process has mapped the file, only writes that would make the file larger fail. Raises
-    OSError.
+    The file keeps its size, and all bytes read as zeros. If a process has mapped the file, only
+    writes that would make the file larger fail. Raises OSError.
     """
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     free(descriptor, os.fstat(descriptor).st_size + mmap.PAGESIZE)

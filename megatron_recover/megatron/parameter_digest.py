@@ -55,7 +55,10 @@ class Digests(NamedTuple):
 
 
 class ParameterDigest:
-    """Computes the digests of the parameters of a rank's model chunks (upstream's DDP modules)."""
+    """Computes the digests of the parameters of a rank's model chunks (upstream's DDP modules).
+
+    Of parameters that lanes gather late (`late_gather.py`) only this lane's shard is digested.
+    """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         """List the parameters once: walking the modules for every digest is slow."""

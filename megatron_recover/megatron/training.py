@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 import textwrap
@@ -183,9 +184,28 @@ def parse(
         return parser
 
     with bad_input_ends():
-        args: Namespace = script.original(parse_and_validate_args)(provide, ignores_unknown, {**args_defaults})
+        with _exit_is_refusal():
+            args: Namespace = script.original(parse_and_validate_args)(provide, ignores_unknown, {**args_defaults})
         _refuse(cpu_refusals(args) if on_cpu else [])
     return args
+
+
+@contextlib.contextmanager
+def _exit_is_refusal() -> Iterator[None]:
+    """Raise ValueError with the last line on stdout where the block calls `exit()`.
+
+    So upstream's parser refuses flags of the past. What is printed appears at the end of the block.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except SystemExit as stop:
+        if stop.code is None:
+            raise ValueError((printed.getvalue().splitlines() or ["Megatron's parser has ended the process"])[-1]) from None
+        raise
+    finally:
+        print(printed.getvalue(), end="", flush=True)
 
 
 def _prepare_device() -> bool:

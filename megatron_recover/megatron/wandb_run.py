@@ -122,7 +122,8 @@ class Wandb:
     def __init__(self, driver: Driver, settings: Mapping[str, Any], finish_s: Callable[[], float]) -> None:
         """Store `settings`, the arguments of `wandb.init`.
 
-        `wandb.init` is called when this replica first logs as the writer, or at the end.
+        `wandb.init` is called when this replica first logs as the writer, or in `end` if it is the
+        writer by then. A replica that is never the writer does not call `wandb.init`.
         `finish_s()` returns the seconds that `end` waits for the package to write or send what is
         left.
         """

@@ -101,7 +101,7 @@ class Entered(Event, frozen=True, kw_only=True):
 
 
 class Stopping(Event, frozen=True, kw_only=True):
-    """Coordinator: the run cannot continue."""
+    """Coordinator: it ends the run with another exit code than 0."""
 
     exit_code: int
     reason: str

@@ -97,6 +97,8 @@ class Overlap:
         Called by the thread that runs the backward, and at the end of the pass for each bucket that
         is left, also after an exception; then by the training thread. Does nothing for a bucket
         that has passed or is not reduced in this pass.
+        After an exception the reduction does not use the bucket: the thread that waits for it
+        raises `Abandoned`.
         """
         if bucket not in self._passed or self._passed[bucket].is_set():
             return

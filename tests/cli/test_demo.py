@@ -191,7 +191,7 @@ def test_a_machine_with_a_gpu_whose_torch_cannot_be_imported_is_refused_in_one_l
     assert end.value.code == ExitCode.BAD_INPUT
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith(f"megatron-recover demo: this machine has a GPU, and torch cannot be asked for it ({cause}); ")
-    assert line.endswith(f" until `{sys.executable} -c 'import torch; print(torch.cuda.device_count())'` prints a number")
+    assert line.endswith(f" until `{sys.executable} -P -c 'import torch; print(torch.cuda.device_count())'` prints a number")
     assert not (tmp_path / "demo").exists()
 
 

@@ -1,6 +1,6 @@
 """Flags of upstream's own configurations in small jobs, each with a kill in it, against one replica that computed all.
 
-`tests/megatron/test_flag_evidence.py` asks that every flag of a configuration that is accepted be in a job here or in another
+`tests/megatron/test_acceptance.py` asks that every flag of a configuration that is accepted be in a job here or in another
 test, or listed with the reason why it cannot be.
 """
 
@@ -33,17 +33,18 @@ class Case:
 
 DENSE = Case(
     "dense",
-    "--position-embedding-type rope --rotary-base 500 --rotary-percent 0.5 --rotary-interleaved --no-rope-fusion "
-    "--qk-layernorm --apply-wd-to-qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 --no-persist-layer-norm "
-    "--squared-relu --init-method-std 0.0134 --attention-softmax-in-fp32 --no-masked-softmax-fusion --no-bias-gelu-fusion "
-    "--no-gradient-accumulation-fusion --use-mcore-models --cross-entropy-loss-fusion --cross-entropy-fusion-impl native "
-    "--adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --decoupled-lr 5e-4 --decoupled-min-lr 4.5e-5 "
-    "--untie-embeddings-and-output-weights --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-    "--num-layers 2 --enable-experimental --ddp-average-in-collective --eval-global-batch-size 4 "
-    "--make-vocab-size-divisible-by 64 --logging-level 40 --timing-log-level 0 --log-memory-to-tensorboard "
-    "--log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard "
-    "--tensorboard-dir {folder} --manual-gc --manual-gc-interval 2 --no-check-for-nan-in-loss-and-grad --no-mmap-bin-files "
-    "--distributed-timeout-minutes 60 --exit-duration-in-mins 230 --use-tp-pp-dp-mapping",
+    "--position-embedding-type rope --no-position-embedding --rotary-base 500 --rotary-percent 0.5 --rotary-interleaved "
+    "--no-rope-fusion --qk-layernorm --apply-wd-to-qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 "
+    "--no-persist-layer-norm --squared-relu --init-method-std 0.0134 --attention-softmax-in-fp32 --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-gradient-accumulation-fusion --use-mcore-models --cross-entropy-loss-fusion "
+    "--cross-entropy-fusion-impl native --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --decoupled-lr 5e-4 "
+    "--decoupled-min-lr 4.5e-5 --untie-embeddings-and-output-weights --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split --num-layers 2 --enable-experimental --ddp-average-in-collective "
+    "--eval-global-batch-size 4 --make-vocab-size-divisible-by 64 --logging-level 40 --timing-log-level 0 "
+    "--log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard "
+    "--log-validation-ppl-to-tensorboard --tensorboard-dir {folder} --manual-gc --manual-gc-interval 2 "
+    "--no-check-for-nan-in-loss-and-grad --no-mmap-bin-files --distributed-timeout-minutes 60 --exit-duration-in-mins 230 "
+    "--use-tp-pp-dp-mapping",
     ("1 1 backward step=1", "0 0 before_vote step=3"),
     Job(pp=2, steps=4),
 )
@@ -51,8 +52,8 @@ CASES = (
     DENSE,
     Case(
         "gated attention, uneven stages",
-        "--attention-output-gate --qk-layernorm --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1 "
-        "--num-layers 3 --use-mup --mup-base-hidden-size 16",
+        "--position-embedding-type none --attention-output-gate --qk-layernorm --decoder-first-pipeline-num-layers 2 "
+        "--decoder-last-pipeline-num-layers 1 --num-layers 3 --use-mup --mup-base-hidden-size 16",
         ("1 0 reduce step=2",),
         Job(pp=2, steps=4),
     ),
@@ -68,9 +69,9 @@ CASES = (
         "--num-experts 8 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk "
         "2 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
         "--moe-token-dispatcher-type alltoall --moe-layer-freq ([0]*1+[1]*1) --moe-shared-expert-intermediate-size 32 "
-        "--moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-4 --disable-bias-linear --use-distributed-optimizer "
-        "--expert-tensor-parallel-size 1 --moe-shared-expert-overlap --num-distributed-optimizer-instances 2 "
-        "--disable-gloo-process-groups",
+        "--moe-ffn-hidden-size 32 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 "
+        "--disable-bias-linear --use-distributed-optimizer --expert-tensor-parallel-size 1 --moe-shared-expert-overlap "
+        "--num-distributed-optimizer-instances 2 --disable-gloo-process-groups",
         ("1 1 reduce step=2 bucket=0",),
         Job(lanes=2, steps=4),
     ),

@@ -66,6 +66,12 @@ def test_a_script_that_trains_by_itself_is_refused_before_it_does(
     assert not (tmp_path / "ck").exists()
 
 
+def test_what_megatrons_parser_prints_before_it_exits_is_the_reason(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    outcome = run_job(Job(extra=("--checkpoint-activations",)), tmp_path / "run", data).expect(ExitCode.BAD_INPUT)
+    line = "megatron-recover run: --checkpoint-activations is no longer valid, use --recompute-activations, or"
+    assert line in outcome.output, outcome.output
+
+
 def test_interrupted_before_training_leaves_the_run_directory_free(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, signal\nos.kill(int(os.environ['LAUNCHER']), signal.SIGINT)\nsignal.pause()\n")

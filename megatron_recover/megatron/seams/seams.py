@@ -59,7 +59,10 @@ _BODIES = "bodies.toml"
 
 
 def load() -> tuple[Seam, ...]:
-    """Return all seams, sorted by name. Raises ValueError for a file that is not a seam."""
+    """Return all seams, sorted by name. Raises ValueError for a seam's file with a mistake.
+
+    Every `.toml` file of `patches/` is a seam's, except `anchors.toml` and `bodies.toml`.
+    """
     seams = []
     for file in sorted(folder().iterdir(), key=lambda entry: entry.name):
         if not file.name.endswith(".toml") or file.name in (anchors.FILE, _BODIES):

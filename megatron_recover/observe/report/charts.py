@@ -124,7 +124,10 @@ def thinned(points: Points) -> Points:
 
 
 def path(pieces: Sequence[Points], x: Scale, y: Scale) -> str:
-    """Return an SVG path through the points of each piece, with a gap between pieces."""
+    """Return the data of an SVG path through each piece, with a gap between pieces.
+
+    A piece of one point is a line of length 0, which is drawn as a dot.
+    """
     drawn = []
     for piece in pieces:
         places = [f"{x.at(one):g} {100 - y.at(other):g}" for one, other in piece]

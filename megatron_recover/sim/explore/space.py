@@ -358,7 +358,10 @@ class Space:
         return bool(self.drifted(world)) and 2 * max(alike.values()) <= len(self.coordinators[world.coordinator].roster)
 
     def differs(self, world: JobState) -> bool:
-        """Return whether a member has drifted or is flawed, so that a new generation may follow."""
+        """Return whether a member has drifted or a replica that lives is flawed.
+
+        A new generation may then follow.
+        """
         flawed = self.scenario.miscounts and any(name and self.nodes[name].flawed for name in world.nodes)
         return bool(flawed or self.drifted(world))
 

@@ -49,7 +49,10 @@ class RecoverJob(TimedJob):
         self._draw()
 
     def _draw(self) -> None:
-        """Draw when the next loss by rate strikes, if no step is left out until then."""
+        """Schedule the next loss by rate on the clock, as if no step were left out until then.
+
+        Schedule none without a rate, or with `until_replicas` replicas left.
+        """
         hazard = self.losses.hazard(self.meter.outcome.replicas_end)
         self._next_loss = None
         if hazard and self.meter.outcome.replicas_end > self.failures.until_replicas:
