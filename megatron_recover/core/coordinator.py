@@ -450,10 +450,7 @@ def _on_failing(state: CoordinatorState, failing: ReplicaFailing) -> Step:
 
 
 def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
-    """Fence the minority and withdraw all older results. Without a minority, end the job.
-
-    Ignore a report of another generation, and one of a replica outside the roster.
-    """
+    """Fence the minority and withdraw all older results. Without a minority, end the job."""
     if diverged.generation != state.generation or diverged.replica not in state.roster:
         return state, ()
     if not diverged.minority:
