@@ -65,6 +65,31 @@ def test_a_job_with_context_parallelism_survives_a_death(lanes: int, tmp_path: p
     assert code == 0 and "parameters bit-identical" in report, report
 
 
+KERNELS = {
+    "latent attention": (
+        "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 "
+        "--rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --position-embedding-type rope"
+    ),
+    "experts": (
+        "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion "
+        "--moe-token-dispatcher-type alltoall --disable-bias-linear"
+    ),
+}
+"""Flags of upstream's configurations for which no job on a CPU exists (tests/megatron/flag_evidence.toml)."""
+
+
+@pytest.mark.finding("TE")
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("flags", KERNELS.values(), ids=KERNELS)
+def test_a_job_with_layers_that_only_cuda_has_survives_a_death(flags: str, tmp_path: pathlib.Path) -> None:
+    made = Job(pp=2)
+    (tmp_path / "reference").mkdir()
+    reference = run(made, tmp_path / "reference", flags=flags).expect()
+    outcome = run(made, tmp_path, flags=flags, chaos=chaos_text("1 1 backward step=3")).expect()
+    code, report = check(outcome.run_dir, reference.run_dir)
+    assert code == 0 and "parameters bit-identical" in report, report
+
+
 @pytest.mark.finding("G15")
 @pytest.mark.parametrize(("replicas", "lanes"), [(4, 2), (2, 4)])
 def test_replicas_stay_alike_over_their_own_sums_of_four_ranks(replicas: int, lanes: int, tmp_path: pathlib.Path) -> None:
