@@ -37,9 +37,10 @@ class Decision(Value, frozen=True):
 
 
 def complete(shape: Shape, held: Sequence[Sequence[Held]], buckets: Iterable[BucketId]) -> tuple[BucketVersion, ...]:
-    """Return those of `buckets` that all their ranks hold in one version.
+    """Return those of `buckets` that all ranks of their stage hold in one version.
 
-    `held[rank]` has the results of a rank.
+    `held[rank]` has the results of a rank; if `held` is empty, no bucket is complete. Each bucket
+    comes with one checksum per rank of the stage.
     """
     by_rank = [{item.bucket: item for item in items} for items in held]
     found = []

@@ -23,9 +23,10 @@ def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
 
 
 def heard_from(state: ReplicaState) -> frozenset[ReplicaId]:
-    """Return the members whose vote has come; when PROMISING or EXCHANGING, whose status has.
+    """Return the members whose vote on this step has arrived.
 
-    This replica is one of them once it has made its own.
+    When PROMISING or EXCHANGING, return those whose status of this generation has arrived. This
+    replica is included once its own vote or status exists.
     """
     if state.phase in (ReplicaPhase.PROMISING, ReplicaPhase.EXCHANGING):
         return frozenset(status.replica for status in state.statuses if status.generation == state.generation)

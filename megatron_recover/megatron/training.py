@@ -80,8 +80,9 @@ def begin(context: RankContext) -> None:
     """Put the training of this rank behind Megatron's entry points, before its script runs.
 
     Bad input ends the process with exit code 2. Under the launcher the wrapped `pretrain` never
-    returns: it raises SystemExit with the exit code, or what the training raised. In the dry run it
-    ends before training, with code 100. docs/reference/exit_codes.md lists the exit codes.
+    returns. It raises SystemExit with the exit code, or what the training raised. If a run of W&B
+    does not end, the process ends at once with the exit code. In the dry run `pretrain` ends before
+    training, with code 100. docs/reference/exit_codes.md lists the exit codes.
     """
     if context.dry_run:
         with bad_input_ends():  # first: nothing has replaced a function of Megatron yet

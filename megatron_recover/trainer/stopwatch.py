@@ -35,7 +35,8 @@ class Stopwatch:
     def take(self) -> tuple[int, int] | None:
         """Return (microbatches, nanoseconds) of the last pass that was measured, once.
 
-        None: they are not known yet, were returned already, or no pass was measured.
+        None: the GPU has not finished that pass, the pair was returned before, or no pass was
+        measured.
         """
         if self._ended is None:
             return None
