@@ -82,7 +82,10 @@ def _words(command: str) -> tuple[str, ...]:
 
 
 def _textfile(path: Path) -> Path:
-    """Return the whole path of the text file. Raises ValueError if it cannot be written."""
+    """Return the whole path of the text file.
+
+    Raises ValueError if its name does not end with `.prom`, or if it cannot be written.
+    """
     if path.suffix != _SUFFIX:
         raise ValueError(f"--metrics-textfile {path} does not end with {_SUFFIX}; node_exporter reads no other file")
     try:

@@ -1,4 +1,4 @@
-"""`megatron-recover top RUN_DIR`: shows one live line of a run, from its trace, until the run ends.
+"""`megatron-recover top RUN_DIR`: shows a run live, from its trace, until the run ends.
 
 It only reads: nothing in the run depends on it, and it can be started and ended at any time.
 """
@@ -92,7 +92,11 @@ def _may_start(run_dir: Path) -> bool:
 
 
 def follow(place: Path, stream: TextIO, wait: Callable[[float], None], clock: Callable[[], float]) -> None:
-    """Show the run whose trace is or will be at `place` until it ends; see `watch`."""
+    """Show the run whose trace is or will be at `place` until it ends; see `watch`.
+
+    On a terminal one line is rewritten. Any other `stream` gets a line for each step, and one if
+    the run has not started or its trace is silent. The last line says how the run ended.
+    """
     console = Console(file=stream, highlight=False, soft_wrap=True)
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     with live or contextlib.nullcontext():

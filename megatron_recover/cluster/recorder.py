@@ -86,7 +86,11 @@ class Recorder:
     def __init__(
         self, control: socket.socket, bookmark: Bookmark, outputs: OutputBookmark, settings: Settings, store: EventStore
     ) -> None:
-        """`control` is the socket to the launcher."""
+        """Start the thread that writes the trace and the one that writes logs.
+
+        `control` is the socket to the launcher and becomes non-blocking. The parent of this process
+        is taken for the launcher.
+        """
         self._control, self._bookmark, self._settings, self._deadlines = control, bookmark, settings, settings.deadlines
         self._outputs = Outputs(
             outputs, limit_bytes=settings.output_bytes, slow_disk_s=self._deadlines.slow_disk_s,

@@ -36,18 +36,21 @@ def refusals(scenario: Scenario) -> Iterator[str]:
 
 
 def flags(scenario: Scenario, data: Path) -> list[str]:
-    """Return the script and its flags, as they follow `--` in `megatron-recover run`."""
+    """Return the script and its flags, as they follow `--` in `megatron-recover run`.
+
+    `data`: the prefix of an indexed data set, for `--data-path`.
+    """
     job = scenario.job
     text = (
         f"--num-layers {max(2, job.stages)} --hidden-size 32 --num-attention-heads {HEADS} --seq-length 32"
         f" --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size {job.microbatches} --train-iters {job.steps}"
         f" --lr 1e-3 --lr-decay-style constant --seed {job.seed} --tensor-model-parallel-size {job.ranks // job.stages}"
         f" --pipeline-model-parallel-size {job.stages} --tokenizer-type NullTokenizer --vocab-size 257 --split 80,20,0"
-        f" --data-path {data} --log-interval 1 --eval-interval 1000000 --eval-iters 1 --recover-bucket-elements 8000"
+        f" --log-interval 1 --eval-interval 1000000 --eval-iters 1 --recover-bucket-elements 8000"
         f" --paced-forward-s {scenario.compute.microbatch_s * scenario.compute.forward_share}"
         f" --paced-backward-s {scenario.compute.microbatch_s * (1 - scenario.compute.forward_share)}"
     )
-    return [str(PACED), *text.split()]
+    return [str(PACED), *text.split(), "--data-path", str(data)]
 
 
 def step_times(run_dir: Path) -> tuple[StepTime, ...]:

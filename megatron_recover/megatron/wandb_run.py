@@ -117,7 +117,7 @@ class Wandb:
     """
 
     KEEP_S = 120.0
-    """Seconds for which other replicas keep what the writer logs: `wandb.init` may take 90."""
+    """Least seconds to keep what the writer logs on other replicas: `wandb.init` may take 90."""
 
     def __init__(self, driver: Driver, settings: Mapping[str, Any], finish_s: Callable[[], float]) -> None:
         """Store `settings`, the arguments of `wandb.init`.
