@@ -61,6 +61,8 @@ def test_layout_of_a_job(data: str) -> None:
         ("--expert-model-parallel-size 2", {}, "--expert-model-parallel-size 2 does not divide"),
         ("--eval-global-batch-size 5", {}, "--eval-global-batch-size 5 is not a multiple"),
         ("--eval-global-batch-size 5", {}, "5 is not a multiple of --micro-batch-size 2 = 2"),
+        ("--eval-micro-batch-size 0", {}, "--eval-micro-batch-size is 0; it must be at least 1"),
+        ("--eval-global-batch-size 0", {}, "--eval-global-batch-size is 0; it must be at least 1"),
         ("--eval-micro-batch-size 3", {}, "--global-batch-size 16 is not a multiple of --eval-micro-batch-size 3 = 3"),
         ("--eval-micro-batch-size 3 --eval-global-batch-size 4", {}, "--eval-global-batch-size 4 is not a multiple of --eval"),
         ("--step-batch-size-schedule 0:2,10:16", {}, "--step-batch-size-schedule 2 is 1 microbatches"),

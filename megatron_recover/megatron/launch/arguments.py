@@ -97,6 +97,11 @@ def _more_shards_than_ranks(args: Namespace) -> bool:
     return (args.tensor_parallel_num_weight_shards or 1) > max(1, args.tensor_model_parallel_size)
 
 
+def _more_expert_shards_than_ranks(args: Namespace) -> bool:
+    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return (args.expert_tensor_parallel_num_weight_shards or 1) > max(1, expert_tp)
+
+
 def _has_virtual_stages(args: Namespace) -> bool:
     return bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank)
 
@@ -202,6 +207,8 @@ REFUSALS = (
             "stored logits are found and named by data-parallel rank, not by sample", _DROP),
     Refusal("--tensor-parallel-num-weight-shards", _more_shards_than_ranks,
             "its ranks read samples of their own", _DROP),
+    Refusal("--expert-tensor-parallel-num-weight-shards", _more_expert_shards_than_ranks,
+            "experts would be spread over ranks beyond the expert tensor-parallel size", _DROP),
     # Files and logs.
     Refusal("--async-save", lambda args: args.async_save and args.ckpt_format == "torch",
             "Megatron writes that format only while it waits", "use --ckpt-format torch_dist"),
@@ -327,7 +334,7 @@ def cpu_refusals(args: Namespace) -> list[str]:
     num_steps = args.train_iters
     if num_steps is None:
         schedule = args.step_batch_size_schedule
-        batch = args.global_batch_size if schedule is None else least_batch(schedule)
+        batch = args.global_batch_size if schedule is None else max(1, least_batch(schedule))  # upstream refuses 0 later
         num_steps = args.train_samples // batch  # at most
     found = []
     if args.profile and not args.use_pytorch_profiler and args.profile_step_start < num_steps:

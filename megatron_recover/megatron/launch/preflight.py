@@ -151,6 +151,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--logits-load-dir": _TEXT,
     "--logits-save-dir": _TEXT,
     "--tensor-parallel-num-weight-shards": _INT,
+    "--expert-tensor-parallel-num-weight-shards": _INT,
     "--async-save": _ON,
     "--non-persistent-save-interval": _INT,
     "--ckpt-format": {"default": "torch_dist"},
@@ -280,7 +281,7 @@ class Undecided:
         mistakes may be left out.
         """
         args = self._with(tp=1, pp=1, cp=1, ep=1)
-        args.tensor_parallel_num_weight_shards = None
+        args.tensor_parallel_num_weight_shards = args.expert_tensor_parallel_num_weight_shards = None
         found = [*self._unreadable.values(), *_unknown(self._others), *refusals(args, lanes=1)]
         try:
             recover_config(args)
@@ -477,6 +478,8 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
         return 0, [f"{flag} is missing or no number; it is the batch of the whole job, split over the replicas"]
     num, found = _count(flag, batch, "--micro-batch-size", micro, num_replicas, lanes)
     evaluated, eval_micro = args.eval_global_batch_size, args.eval_micro_batch_size
+    if wrong := below_one({"--eval-global-batch-size": evaluated, "--eval-micro-batch-size": eval_micro}):
+        return num, [*found, *wrong]
     if evaluated is not None or eval_micro is not None:
         # What is not given is that of training; a mistake names the flag with that number.
         whole = ("--eval-global-batch-size", evaluated) if evaluated else (flag, batch)

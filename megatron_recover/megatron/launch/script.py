@@ -172,7 +172,9 @@ def _is_module(name: str) -> bool:
     """Return whether Python finds a module; imports the packages that it is in."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # a package that one of them imports
+            raise
         return False
 
 

@@ -41,6 +41,7 @@ _OF_ONE_SIZE: Final = {
     "--decoder-first-pipeline-num-layers": "pipeline-parallel",
     "--decoder-last-pipeline-num-layers": "pipeline-parallel",
     "--tensor-parallel-num-weight-shards": "tensor-parallel",
+    "--expert-tensor-parallel-num-weight-shards": "expert tensor-parallel",
 }
 """Flags that suit one size only, with the name of that size."""
 _KERNELS: Final = ("--apply-layernorm-1p", "--moe-permute-fusion", "--moe-router-fusion")
@@ -282,6 +283,10 @@ class _Measuring:
             self._begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self._args = args
         return without_precision_aware(args)
+
+    def is_writer(self) -> bool:
+        """Return True: the process is alone."""
+        return True
 
     def pretrain(self, arguments: dict[str, Any]) -> None:
         """Write the sizes of the model, and end the process."""
