@@ -25,7 +25,7 @@ PLOT = ("matplotlib>=3.8",)
 TENSORBOARD = ("tensorboard>=2.16",)
 METRICS = ("prometheus-client>=0.20",)
 OPTIMIZERS = ("emerging-optimizers>=0.2",)
-"""What Megatron needs for other optimizers than Adam and SGD. No extra: who uses it has it."""
+"""Requirements of Megatron for other optimizers than Adam and SGD; no extra of this package."""
 EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"train": TRAINING, "plot": PLOT, "tensorboard": TENSORBOARD, "metrics": METRICS}
 )

@@ -105,6 +105,7 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     Optimizer state, random state and tensors of integers are left out.
     """
     import torch
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -118,7 +119,10 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns that there is no process group; none is needed
-        load(state, storage_reader=reader, no_dist=True)
+        try:
+            load(state, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:  # no Exception for Python
+            raise OSError(f"{checkpoint} cannot be read: {str(error).splitlines()[-1]}") from error
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.numel():
             yield name, tensor.double()

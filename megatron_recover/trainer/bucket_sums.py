@@ -148,6 +148,8 @@ class GradientSum(BucketSum):
         self._bucket, self._accumulator = bucket, accumulator
         self._bound = None if accumulator is None else accumulator.new_zeros(())
         self.num_lanes = region.num_lanes
+        self.is_passed = region.is_passed
+        """False if the bucket has no gradient, such as counts of a router."""
 
     def clear(self, num_microbatches: int) -> None:
         """Clear the counts, `passed_by` and the bound of the local gradient."""

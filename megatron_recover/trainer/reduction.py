@@ -388,12 +388,12 @@ class Reduction:
     # --- the committed step -----------------------------------------------------------------------
 
     def mean_norms(self) -> Iterator[tuple[BucketId, list[MicrobatchId], float]]:
-        """Yield each bucket with microbatches here, their ids, and `GradientSum.mean_norm`.
+        """Yield gradient buckets with microbatches here, their ids, and `GradientSum.mean_norm`.
 
         Call it before `apply`. Waits for the device.
         """
         for bucket_sum in self._gradient_sums:
-            if (norm := bucket_sum.mean_norm()) is not None:
+            if bucket_sum.is_passed and (norm := bucket_sum.mean_norm()) is not None:
                 yield bucket_sum.id, bucket_sum.counts.counted(), float(norm)
 
     def apply(self, buckets: Sequence[BucketId]) -> None:

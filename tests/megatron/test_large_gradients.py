@@ -11,6 +11,7 @@ from megatron.core import rerun_state_machine
 
 from megatron_recover.megatron.large_gradients import warn_of_large
 from megatron_recover.trainer.bucket_sums import GradientSum
+from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.regions import Region
 
 
@@ -46,3 +47,18 @@ def test_the_norm_is_that_of_a_step_of_such_microbatches(exactly: bool) -> None:
         if exactly:
             region.local.zero_()
         assert float(gradient_sum.mean_norm()) == pytest.approx(10**0.5), count
+
+
+def test_counts_of_routers_are_no_gradient() -> None:
+    """They are orders of magnitude larger, so that no gradient would be large beside them."""
+    lane = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    sums = []
+    for number, is_passed in enumerate((True, False)):
+        region = Region(torch.ones(10), chunk=0, group=lane, scale=1.0, sharded=False, bucket_elements=10)
+        region.is_passed = is_passed
+        [bucket] = region.buckets
+        bucket.id = number
+        sums.append(GradientSum(bucket, None))
+        sums[-1].begin(6)
+        sums[-1].count(3, -44)
+    assert [bucket for bucket, _, _ in Reduction.mean_norms(SimpleNamespace(_gradient_sums=sums))] == [0]  # type: ignore[arg-type]

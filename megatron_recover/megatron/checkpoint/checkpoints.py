@@ -364,8 +364,8 @@ class Checkpoints:
             self._lock.enter_context(self.folder.locked())
             self._is_locked = True
             for name in self.folder.clear():
-                if name.startswith("iter_"):
-                    self._record(trace.Checkpoint, iteration=int(name.removeprefix("iter_")), phase="removed_partial")
+                if (number := name.removeprefix("iter_")).isdecimal():  # else moved aside (`save_folder._exchange`)
+                    self._record(trace.Checkpoint, iteration=int(number), phase="removed_partial")
             self.folder.begin(iteration)
         except OSError as error:
             self._failure = f"{type(error).__name__}: {error}"

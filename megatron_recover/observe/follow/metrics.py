@@ -52,7 +52,7 @@ METRICS = {
         Metric("replicas_live", "gauge", "Members of the newest generation; before the first one, the replicas that start."),
         Metric("replicas_min", "gauge", "Replicas below which the run ends (--recover-min-replicas)."),
         Metric("generation", "gauge", "Newest generation; 0 before the first one."),
-        Metric("recoveries_total", "counter", "Generations that a loss or a broken link made.", "cause"),
+        Metric("recoveries_total", "counter", "Generations that a loss, a broken link or a miscounted step made.", "cause"),
         Metric("microbatches_lost_total", "counter", "Microbatches lost with the replicas that held them."),
         Metric("microbatches_recomputed_total", "counter", "Microbatches dealt again in recoveries."),
         Metric("step_seconds", "histogram", "Time from the commit of the step before to the commit of a step.", "kind"),

@@ -54,7 +54,8 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
 class EntersTheLast(Rule):
     """A rule: every member of the last generation enters it, unless the member had finished.
 
-    A run that has not ended, or that was stopping because of an error, is not judged.
+    A run that has not ended, that was killed on request, or that was stopping because of an error,
+    is not judged.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
@@ -74,7 +75,8 @@ class EntersTheLast(Rule):
     def ended(self) -> Findings:
         history = self.history
         has_failed = any(event.exit_code for _, event in history.of(trace.Stopping))
-        if self._newest is None or history.first(trace.RunFinished) is None or has_failed:
+        finished = history.first(trace.RunFinished)
+        if self._newest is None or finished is None or finished.exit_code > 128 or has_failed:
             return
         line, newest = self._newest
         for replica in newest.roster:

@@ -69,9 +69,12 @@ class Promised(Rule):
 
 
 def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
-    """Require that all ranks of a lost replica are confirmed dead or set aside at the end."""
-    started = history.first(trace.RunStarted)
-    if started is None or history.first(trace.RunFinished) is None or gaps.of_launcher:
+    """Require that all ranks of a lost replica are confirmed dead or set aside at the end.
+
+    A run that was killed on request is not judged: nobody records the deaths.
+    """
+    started, finished = history.first(trace.RunStarted), history.first(trace.RunFinished)
+    if started is None or finished is None or finished.exit_code > 128 or gaps.of_launcher:
         return
     dead = {(event.replica, rank) for _, event in history.of(trace.Fenced) for rank in event.ranks}
     dead |= {(event.replica, event.rank) for _, event in history.of(trace.SetAside)}
