@@ -137,8 +137,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     close_s: float
     """Longest wait of the launcher for the fork server to kill and reap the ranks at the end. Then
     the launcher kills the fork server, too. Also the longest wait of a rank for the thread that
-    reads ahead to end, and for an NCCL communicator to come to rest. Then the rank continues
-    without the thread, and keeps the communicator."""
+    reads ahead to end, for an NCCL communicator to come to rest, and for wandb to finish. Then the
+    rank continues without them, and keeps the communicator."""
     stop_s: float
     """Longest wait of the launcher for the ranks to end by themselves after a job that failed. Then
     the launcher kills them. Before generation 1 it kills them at once."""

@@ -102,9 +102,10 @@ class Unproven:
         self.say(self.acceptor.decide(verdict, generation))
 
     def say(self, message: bytes) -> None:
-        """Send a message of the handshake. Raises OSError if the socket accepts only a part of it.
+        """Send a message of the handshake.
 
-        The socket's buffer is empty before, so it has room for the message.
+        Raises OSError if the peer is gone or the socket accepts only a part of the message. The
+        socket's buffer is empty before, so it has room for the message.
         """
         if self.sock.send(message) != len(message):
             raise OSError(errno.ENOBUFS, "the socket took a part of a message")
@@ -161,7 +162,7 @@ ReportStrangers = Callable[[str, int], None]
 """`report(name, number)` is called when `number` connections to the listener `name` were closed as
 strangers.
 
-The thread of `Admission.turn` calls it.
+The thread that calls `Admission.turn` or `Admission.tell` calls it.
 """
 
 

@@ -62,7 +62,7 @@ def usage() -> str:
 
 
 def _lacking() -> list[str]:
-    """Return one line for each thing that every verb needs and this interpreter lacks."""
+    """Return lines about what every verb needs and this interpreter lacks; none if all is there."""
     found = packages.mistakes(packages.REQUIRED)
     if sys.version_info < (3, 12):  # noqa: UP036 - any python may start a checkout
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"

@@ -2,8 +2,8 @@
 
 The exit code is 14 if an invariant is broken, two exact runs differ, the run ended without a step,
 the trace lacks its start, or a trace with its end cannot be compared with the reference. Otherwise
-it is 3 if the run has not ended, or if part of it could not be judged. Without a readable trace it
-is 2.
+it is 3 if the run has not ended, or if part of it could not be judged. On bad input, such as no
+readable trace, it is 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _json(verdict: Verdict) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Judge one run, print the verdict and return the exit code; exit with 2 without a trace."""
+    """Judge one run, print the verdict and return the exit code; exit with 2 on bad input."""
     parser = Parser(
         prog="megatron-recover check",
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",

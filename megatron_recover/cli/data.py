@@ -162,7 +162,7 @@ def _claim(prefix: str, *, overwrite: bool) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; return 0, or exit with 2 and a message on bad input or a PREFIX that fails."""
+    """Run the verb; return 0, or exit with 2 and a message if no data set can be written."""
     parser = Parser(
         prog="megatron-recover data", description="Turn text into a Megatron dataset, byte by byte, one document a file."
     )

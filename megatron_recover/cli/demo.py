@@ -264,7 +264,8 @@ class _Demo:
     def run(self) -> tuple[Verdict, Verdict]:
         """Make the data, run both runs and check them; return the verdicts on both.
 
-        Raises RuntimeError if a verb fails, and what `check` raises.
+        Raises RuntimeError if a verb fails, OSError if a file cannot be written, and what `check`
+        raises.
         """
         model = "a GPT of 4 layers as 2 pipeline stages"
         self.tell("1/4  the text of Python's standard library becomes a data set")
@@ -346,10 +347,9 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
 
 
 def main(argv: list[str]) -> int:
-    """Run the demo and return its exit code.
+    """Run the demo and return its exit code; exit with 2 on bad input.
 
-    0: every claim holds; 14: a claim does not hold; 1: a stage failed; 2: bad input;
-    15: interrupted.
+    0: every claim holds; 14: a claim does not hold; 1: a stage failed; 15: interrupted.
     """
     parser = Parser(
         prog="megatron-recover demo",

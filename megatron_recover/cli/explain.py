@@ -75,7 +75,7 @@ def used_packages() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the wanted explanation; return 2 if packages are lacking for training."""
+    """Print the wanted explanation; `packages` exits with 2 if any are lacking for training."""
     parser = Parser(
         prog="megatron-recover explain",
         description="timeouts: print who waits for what in a run, how long, who ends the wait, and why in that order. "

@@ -24,8 +24,8 @@ def lanes_that_fit(script: Sequence[str], flags: Sequence[str], num_processes: i
     """Return the number of lanes of each replica, and a line for the user about it.
 
     `script` is the path of the script, or `-m` and a module. None: there is nothing to choose,
-    since torch sees no GPU, or the processes suffice for one number of lanes only. Raises
-    ValueError as `shape_of` does.
+    since torch sees no GPU, or the processes fit one number of lanes at most. Raises ValueError as
+    `shape_of` does.
     """
     shape = shape_of(flags)
     numbers = [

@@ -149,7 +149,7 @@ def add_flags(parser: ArgumentParser) -> None:
 def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     """Return what torchrun's flags say; PET_ variables of `environment` stand for absent ones.
 
-    Raises ValueError with one line per flag that cannot be accepted.
+    Raises ValueError with one line per mistake.
     """
     given = dict(_given(arguments, environment))
     if _SHUTDOWN_VARIABLE in environment:
@@ -195,10 +195,10 @@ def _with_variable(line: str, flags: Sequence[Flag]) -> str:
 
 
 def _own_id(given: Mapping[str, str]) -> str:
-    """Return the id of a run without --rdzv-id: a new one, unless a flag says where nodes meet.
+    """Return the id of a run without --rdzv-id: a new one or `none`.
 
-    Scripts name their files by it, so torchrun makes one where it can (torch/distributed/run.py,
-    `config_from_args`).
+    It is `none` if a flag says how nodes meet and --standalone is not given. Scripts name their
+    files by it, so torchrun makes one where it can (torch/distributed/run.py, `config_from_args`).
     """
     meets = {"rdzv_endpoint", "master_port"} & given.keys() or given.get("rdzv_backend", "static") != "static"
     return "none" if meets and "standalone" not in given else str(uuid.uuid4())
@@ -247,8 +247,8 @@ class _Reader(NamedTuple):
 def _streams(reader: _Reader, environment: Mapping[str, str]) -> Streams:
     """Return which output of ranks has a log by itself, and what of it the console shows.
 
-    Append each mistake to `reader.found`. Only the prefix of teed lines can come from
-    `environment`. `read` reads `--log-dir`.
+    Append each mistake to `reader.found`. Of `environment` only the prefix of teed lines is read
+    here. The function `read` reads `--log-dir`.
     """
     given = reader.given
     tee = reader.read("tee", _by_rank) or 0

@@ -194,8 +194,9 @@ def _fitting(
 ) -> tuple[int, str] | None:
     """Return the number of lanes that memory asks for, and a line about it.
 
-    None: the user gives the number, or the number of replicas, or there is no GPU. `words` name the
-    script. Raises ValueError if flags are wrong whatever the size of a replica is.
+    None: the user gives the number, the number of replicas or no number of processes, or there is
+    nothing to choose, as without a GPU. `words` name the script. Raises ValueError if flags are
+    wrong whatever the size of a replica is.
     """
     if arguments.replicas is not None or arguments.lanes is not None or line.num_processes is None or not has_gpu():
         return None
@@ -211,7 +212,8 @@ def _size(
 ) -> tuple[int, int]:
     """Return the number of replicas, and of lanes of each: `fitting`, if the user gives neither.
 
-    Raises ValueError where the number of processes is missing or fits no number of replicas.
+    Raises ValueError as `shape_of` does, and where neither processes nor replicas are given or
+    their numbers do not fit.
     """
     processes, replicas = line.num_processes, arguments.replicas
     wanted = fitting if arguments.lanes is None else arguments.lanes

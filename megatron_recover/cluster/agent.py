@@ -58,7 +58,7 @@ _NO_DESCRIPTOR = "the launcher has no descriptor left to watch a rank with; rais
 
 @contextlib.contextmanager
 def descriptors_needed() -> Iterator[None]:
-    """Raise `NodeLost` with the remedy if this process has no descriptors left."""
+    """Raise `NodeLost` with the remedy if the body fails for lack of a descriptor."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,8 @@ class Agent:
 
         The server imports the modules `preload` and forks ranks; see `is_ready`. With `num_warm`,
         that many warm processes import the modules instead, and ranks are made of them (`warm`).
-        Server and ranks ignore `TOLD_TO_ALL` and the signals `ignored`.
+        The server ignores `TOLD_TO_ALL` and the signals `ignored`, and so does a rank until it sets
+        handlers.
         """
         self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -126,7 +127,8 @@ class Agent:
     def importing(self) -> str:
         """Return which process still imports, with its state letter in /proc/PID/stat.
 
-        Call this after `is_ready` has returned False.
+        Call this after `is_ready` has returned False. Without a report about warm processes it is
+        the fork server.
         """
         if (last := self._importing) is None:
             fields = self._server_stat.read()
@@ -250,9 +252,9 @@ class Agent:
         """Return the state letter of a rank's process in /proc/PID/stat; empty after it is reaped.
 
         `at_the_poll`: return what the newest `poll` read, without another read if it read the rank
-        and has not reported the rank's end. A process that was seen in state `t` is reported as `t`
-        until its tracer is gone. The reason is strace, which lets the process run between its
-        system calls, where the tracer also delays it.
+        and has not reported the rank's end. A process that was seen in state `t`, and now runs or
+        sleeps, is reported as `t` until its tracer is gone. The reason is strace, which lets the
+        process run between its system calls, where the tracer also delays it.
         """
         process = self._processes[replica, rank]
         if process.reported or not (at_the_poll and process.fields):
@@ -293,7 +295,8 @@ class Agent:
     def have_written_stacks(self, replica: int) -> bool:
         """Return whether every rank that can write has written the requested stacks of all threads.
 
-        A rank in state T, t or D cannot write, and is left out. This reads only /proc.
+        A rank in state T, t, D or Z, or a reaped one, cannot write, and is left out. This reads
+        only /proc.
         """
         return all(
             self.state(process.replica, process.rank) in CANNOT_WRITE or process.has_handled(STACKS_SIGNAL)

@@ -191,7 +191,8 @@ def _strike(dice: random.Random, living: list[int], step: int, point: FaultPoint
     occurrence = 1
     if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD):
         # Equally fast members each compute at least this many microbatches of a step, whichever
-        # replicas are left. In a slower member the fault may not strike.
+        # replicas are left, if there are enough for all. In a slower member, or if there are not,
+        # the fault may not strike.
         occurrence = 1 + dice.randrange(max(1, target.num_microbatches // target.num_replicas))
     return Fault(replica=replica, rank=rank, point=point, step=step, occurrence=occurrence)
 

@@ -1,8 +1,8 @@
 """The terminal of `megatron-recover run`: lines, and one live line below them.
 
 The console runs in the recorder's process. A thread of its own writes to the terminal and touches
-no disk. So a terminal that is slow, stopped or gone holds up nothing else. The narrator makes the
-lines.
+no other file. So a terminal that is slow, stopped or gone holds up nothing else. The narrator
+makes the lines.
 """
 
 from __future__ import annotations

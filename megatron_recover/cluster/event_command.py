@@ -1,4 +1,4 @@
-"""Runs the command of `--on-event`, once for each notice, one at a time, in the order of the run.
+"""Runs the command of `--on-event`, at most once for each notice, one at a time, in their order.
 
 Nothing here is in the way of a run: it is in the monitor's process, in a thread of its own.
 
@@ -33,13 +33,14 @@ from megatron_recover.observe.follow.notices import AnyNotice, Ended
 
 MAX_WAITING = 64
 _LAST_WORDS = 500
-"""Bytes of stderr that the line about a failure shows."""
+"""Maximum of bytes of stderr that the line about a failure shows."""
 _REAPED_S = 1.0
 """Seconds within which what was killed has ended, unless the kernel holds it."""
 _PIPE_BYTES = 2**16
 """Bytes that a pipe holds (pipe(7)): one read takes all that is in it."""
 _MEMORY = struct.Struct("=qqqq")
-"""Number of the newest notice, process of the command and its start, whether the end was given."""
+"""Number of the newest notice that was given, process of the command and its start, whether the end
+was given."""
 _BEGINS = -1
 """Stands for the process of a command that is about to start."""
 
@@ -53,7 +54,7 @@ class Memory:
 
     @property
     def num_given(self) -> int:
-        """Return the number of the newest notice that was given to the command, or dropped."""
+        """Return the number of the newest notice that was given to the command; 0: none was."""
         given: int = _MEMORY.unpack_from(self._memory)[0]
         return given
 
@@ -73,7 +74,7 @@ class Memory:
         _MEMORY.pack_into(self._memory, 0, self.num_given, pid if fields else 0, began, self.has_end)
 
     def end_command(self) -> bool:
-        """Kill the command that a monitor before has left running, if it still runs.
+        """Kill the command that a monitor before has noted by `runs`, if it still runs.
 
         Return whether that monitor died between the start and the end of a command.
         """
@@ -97,7 +98,7 @@ class EventCommand:
         """Start the thread.
 
         `command_s`: seconds that one run of the command may take. `says(line)`: called for each
-        failure, in the thread of this object.
+        failure, and when notices were dropped, in the thread of this object.
         """
         self._command, self._memory, self._command_s, self._says = command, memory, command_s, says
         self._waiting: deque[AnyNotice] = deque()
@@ -110,7 +111,7 @@ class EventCommand:
         self._thread.start()
 
     def give(self, notice: AnyNotice) -> None:
-        """Queue a notice, unless a monitor before has given it; this never waits.
+        """Queue a notice, unless a monitor before has given it or too many wait; this never blocks.
 
         Of the end of the run the memory knows by itself: a monitor that had no time to read the
         trace again has counted fewer notices than the one before has given.

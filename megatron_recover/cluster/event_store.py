@@ -40,7 +40,7 @@ PART_BYTES = 256 * 2**20
 """Default size in bytes at which a file is put aside."""
 _RETRY_S = 1.0
 _HEAD = struct.Struct("=qqqq")
-"""Head of a slot: parts put aside, bytes of the newest file, largest stamp in it, number of
+"""Head of a slot: parts put aside, bytes of the newest file, largest stamp in all files, number of
 rings."""
 _SLOT_BYTES = _HEAD.size + 16 * MAX_RINGS
 _COMPRESSION_LEVEL = 6
@@ -132,7 +132,7 @@ class EventStore:
         """Append a batch and enter it in the bookmark.
 
         Then put the file aside if it has reached `part_bytes`. Raises OSError; the batch is then
-        cut off the file again, now or in the next call.
+        cut off a regular file again, now or in the next call.
         """
         if self._file is None:
             self._file = self._open()

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from megatron_recover.observe.follow.metrics import PREFIX, Histogram, Metric, RunMetrics
 
 MAX_CONNECTIONS = 8
-"""Connections that are answered at once."""
+"""Maximum of connections that are answered at the same time."""
 MAX_THREADS = 4 * MAX_CONNECTIONS
 """Threads that answer, or are about to end as their connection was ended. With so many a new
 connection is closed unanswered."""
@@ -99,7 +99,10 @@ class MetricsServer(WSGIServer):
         threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own; end the oldest if there are too many."""
+        """Answer a connection in a thread of its own; end the oldest if there are too many.
+
+        If `MAX_THREADS` run already, close the new connection instead.
+        """
         with self._lock:
             is_full = self._num_threads >= MAX_THREADS
             if not is_full:

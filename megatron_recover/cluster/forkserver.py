@@ -165,7 +165,7 @@ class _WarmProcesses(_Source):
         return Importing(num_done=total - len(left), num_processes=total, pid=pid, state=state_of(pid))
 
     def wake(self) -> None:
-        """Continue each process that somebody has stopped (SIGSTOP).
+        """Continue each process that is no rank yet and that somebody has stopped (SIGSTOP).
 
         A stopped process that imports would keep the run from its start. `take` also continues the
         process that it takes.

@@ -73,7 +73,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True):
-    """A message from the server instead of `Started`: the system gave it no process."""
+    """A message from the server instead of `Started`: the system refused what a rank needs."""
 
     errno: int
     """The number of the system's error."""

@@ -48,8 +48,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     signals: tuple[int, ...] = TOLD_TO_ALL
     """Signals that request the end of the job."""
     shutdown_s: int | None = None
-    """Seconds from such a signal until everything is killed, and the same for the ranks that are
-    left after a failure. None: no limit of its own after a signal, and `stop_s` after a failure."""
+    """Seconds from such a signal until everything is killed, and from an end of the job with a code
+    other than 0 until the ranks that are left are killed. None: no limit of its own after a signal;
+    `end_s` after an end with a code of `policy.ENDED_TOGETHER`, and `stop_s` after any other."""
     numa_binding: NumaBinding | None = None
     run_id: str = "none"
     """TORCHELASTIC_RUN_ID of the ranks."""
@@ -142,7 +143,8 @@ def link_logs(job: Job) -> None:
     """Make links to the logs where torchrun writes logs: `attempt_0/RANK/stdout.log`, `stderr.log`.
 
     RANK counts the ranks of all replicas. Where one log has both streams, in the order of printing,
-    both links lead to it. Does nothing without `--log-dir`. Raises ValueError with the remedy.
+    both links lead to it. The logs of `Streams.filters` get links in `attempt_0`. Does nothing
+    without `--log-dir`. Raises ValueError with the remedy.
     """
     if job.log_links is None:
         return

@@ -113,11 +113,12 @@ class Launcher:
         """Run the job to its end; return its exit code.
 
         The code is one of `core.values.ExitCode`, or 128 + signal if the job was killed on request.
-        Raises OSError if the run directory accepts no description or no trace.
+        Raises OSError if the run directory accepts no description or no trace, or if the system
+        refuses what the launcher needs, such as memory or a process.
         """
         job = self._job
         write_description(job)
-        raise_descriptor_limit()  # first: the recorder inherits the limit, and has three descriptors for each rank
+        raise_descriptor_limit()  # first: the recorder inherits the limit, and has 3 to 5 descriptors for each rank
         self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
         self._recording.record(
             trace.RunStarted(
@@ -457,7 +458,7 @@ class Launcher:
             self._recording.says("somebody stopped the fork server: continued it, since it starts ranks and reports their ends")
 
     def _say_if_it_stood_still(self) -> None:
-        """Report, once this process continues, that it was stopped (Ctrl-Z, SIGSTOP, suspend).
+        """Report, once this process continues, that it was stopped (Ctrl-Z, SIGSTOP).
 
         A stop shorter than `Deadlines.silence_s` is not reported.
         """

@@ -250,7 +250,7 @@ class Outputs:
         self.is_filling = False
         """True if new output would fill the memory within a second; then each turn follows soon."""
         self.has_more = False
-        """True if the last `look` has left lines for the next one."""
+        """True if the last `look`, or `teed` after it, has left lines for the next one."""
         self.num_emptied = 0
         """Number of times that somebody has emptied an output (`output.py`, Note [Emptied])."""
         self.num_unshown = 0

@@ -132,7 +132,7 @@ class Monitor:
         """
         tail, trouble = Tail(Path(self._settings.run_dir) / trace.EVENTS_FILE), ""
         is_served = not self._settings.has_metrics
-        while not self._has_read_end.is_set():
+        while not (self._has_read_end.is_set() or self._is_over.is_set()):
             try:
                 for line in tail.lines():
                     self._take(line)

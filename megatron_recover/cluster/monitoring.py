@@ -60,7 +60,8 @@ class Monitoring:
     ) -> None:  # fmt: skip
         """Start a monitor, which outlives `signals`, those that the launcher handles.
 
-        `says(line)` shows a line until `finish` is called. Raises OSError.
+        `says(line)` shows a line until `finish` is called. A start that fails is tried again by
+        `poll`. Raises OSError if the shared memory of monitors cannot be created.
         """
         self._wanted, self._deadlines, self._says = wanted, deadlines, says
         self._settings = MonitorSettings(

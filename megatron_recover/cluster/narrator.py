@@ -106,6 +106,7 @@ class Narrator:
         """Return whether a replica is the writer, according to the newest event taken.
 
         That event may not be shown yet. Before the first generation the roster is all replicas.
+        With an empty roster every replica is the writer.
         """
         return replica == min(self._roster, default=replica)
 

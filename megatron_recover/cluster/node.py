@@ -103,7 +103,7 @@ class Node(Protocol):
     def state(self, replica: int, rank: int, *, at_the_poll: bool = False) -> str:
         """Return the state letter of a rank's process (proc(5)); empty after it is reaped.
 
-        `at_the_poll`: return what the newest `poll` read, without another read.
+        `at_the_poll`: prefer what the newest `poll` read to another read.
         """
 
     def pid(self, replica: int, rank: int) -> int:
@@ -113,7 +113,10 @@ class Node(Protocol):
         """Return the name and pid of the process that traces a rank; empty if none does."""
 
     def ask_for_stacks(self, replica: int, *, of_all_threads: bool) -> None:
-        """Have each rank of a replica write its stack, or all its threads' stacks, to its log."""
+        """Have each rank of a replica write its stack, or all its threads' stacks, to its log.
+
+        A rank that a tracer holds is left out.
+        """
 
     def have_written_stacks(self, replica: int) -> bool:
         """Return whether every rank that can write has written the requested stacks.

@@ -2,14 +2,14 @@
 
 `cluster/logs.py` copies. Nothing here touches a disk.
 
-Note [Output never waits]. Stdout and stderr of a rank, and of its child processes, are one file in
-memory (memfd), opened for appending. So a write there ends at once, even while the disk stalls, or
-while the recorder or the launcher is stopped. A pipe would need a reader at every instant. While
-its reader is stopped or dead, a pipe blocks or fails every process that prints, native code and
-child processes included. Therefore the readers drop output that has no room; the writers never do.
-The oldest output that was not copied is dropped first, since a rank's last words show why it died.
-The recorder drops output, and so does the launcher, since either may be stopped. Lost bytes are
-counted. The log reports them where they are missing, with the reason.
+Note [Output never waits]. Stdout and stderr of a rank, and of its child processes, are one or two
+files in memory (memfd), opened for appending. So a write there ends at once, even while the disk
+stalls, or while the recorder or the launcher is stopped. A pipe would need a reader at every
+instant. While its reader is stopped or dead, a pipe blocks or fails every process that prints,
+native code and child processes included. Therefore the readers drop output that has no room; the
+writers never do. The oldest output that was not copied is dropped first, since a rank's last words
+show why it died. The recorder drops output, and so does the launcher, since either may be stopped.
+Lost bytes are counted. The log reports them where they are missing, with the reason.
 
 Note [Dropping]. All processes of a node share `WAITING_BYTES`. While more than that waits, the
 outputs with the most waiting bytes lose their oldest, until all fits. Before a process drops
@@ -55,8 +55,8 @@ from megatron_recover.host import memory_file
 WAITING_BYTES = 2**29
 """Bytes of output, of all processes of a node, that may wait in memory for a disk."""
 KEPT_BYTES = 2**18
-"""Bytes of the newest output of each process that stay in memory, copied or not, for readers of its
-last words."""
+"""Bytes at the end of each output that stay in memory, copied or not, for readers of the last words
+of its process."""
 CHUNK_BYTES = 2**18
 """Maximum bytes of one read."""
 MAX_OUTPUTS = 2 * MAX_RINGS + 8

@@ -7,8 +7,8 @@ starts the recorder, sends it what it has to know (`ToRecorder`), and starts ano
 The recorder ends on `FinishRecording`, or when the launcher is gone. `narrator.py` puts the run
 into words.
 
-`cluster.recording.Recording` runs it as ``python -m megatron_recover.cluster.recorder FD BOOKMARK
-OUTPUTS SETTINGS``:
+`cluster.recording.Recording` runs it as ``python -P -m megatron_recover.cluster.recorder FD
+BOOKMARK OUTPUTS SETTINGS``:
 
 - FD: a SOCK_SEQPACKET socket, on which each packet is one JSON message;
 - BOOKMARK, OUTPUTS: the descriptors of the bookmarks of events and of outputs;
@@ -125,7 +125,7 @@ class Recorder:
     def run(self) -> None:
         """Record until the launcher sends `FinishRecording`, or is gone.
 
-        Then write what is left within a deadline, show the end, and seal all outputs.
+        Then write and show what is left, within deadlines, and seal all outputs.
         """
         self._console.start()
         while self._finish is None and not self._is_orphan:
@@ -253,7 +253,7 @@ class Recorder:
                 self._control.send(self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
-            return  # the launcher is busy or stopped; at most one reply per ring and line waits
+            return  # the launcher is busy or stopped; at most one reply per ring, line and checkpoint waits
         except OSError:
             self._unsent.clear()  # the launcher is gone
 
@@ -379,7 +379,7 @@ class Recorder:
         """Show the rest, and how the run ended if the launcher has sent that.
 
         On the console the end comes after the last lines of the logs of what failed. After bad
-        input only stderr gets the reason. A quiet console shows no end with exit code 0.
+        input stderr gets the reason instead. A quiet console shows no end with exit code 0.
         """
         finish, narrator = self._finish, self._narrator
         self._narrate(float("inf"))

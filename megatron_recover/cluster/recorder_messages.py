@@ -115,13 +115,13 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
     """The last message from the recorder: it has written and shown all that it could."""
 
     num_unwritten: int
-    """Least number of events that are not in the file; 0: all are."""
+    """Least number of events at the end of the trace that are not in the file; 0: none."""
     why: str
-    """Reason why something could not be written; empty if all events and output are in files."""
+    """Reason why something is left unwritten; empty if nothing is."""
     num_missing: int = 0
-    """Bytes that were printed and are not in the logs."""
+    """Bytes at the end of the outputs that are not in the logs."""
     is_seen: bool = True
-    """True if the terminal has taken all lines, those about the end of the run included."""
+    """True if no line for the terminal is left to write, as also where the terminal is gone."""
 
 
 class LinesTold(msgspec.Struct, frozen=True, tag=True):

@@ -37,7 +37,7 @@ from megatron_recover.trace import ring
 _LAUNCHER = -1
 """Replica number of the launcher in the trace."""
 _MAX_WAITING = 10_000
-"""Maximum of messages that wait for a recorder. Beyond it a line drops the oldest message, if that
+"""Number of messages waiting for a recorder at which a new line drops the oldest message, if that
 is a line as well."""
 _MAX_TEXT = 8_000
 """Characters of such a line that are shown."""
@@ -185,8 +185,8 @@ class Recording:
     def finish(self, exit_code: int, reason: str) -> bool:
         """Have the rest of the trace written and the run's end shown, within a deadline.
 
-        Returns whether the whole trace is written. What the recorder could not show is printed on
-        stderr, and what it could not write is reported there.
+        Returns whether the end of the trace is written. If the recorder could not show the run's
+        end, that is printed on stderr. What the recorder could not write is reported there.
         """
         self._finish = messages.FinishRecording(exit_code, reason[:_MAX_TEXT])
         self._outbox.append(self._finish)
@@ -277,7 +277,7 @@ class Recording:
         return descriptor
 
     def _start(self) -> None:
-        """Start a recorder, and queue for it everything that the one before knew.
+        """Start a recorder, and queue all messages that it needs.
 
         If none can be started, try again later.
         """

@@ -6,7 +6,7 @@ Only a person at a terminal can kill everything at once, with a second Ctrl-C. A
 SIGINT to its foreground process group. So a SIGINT counts as Ctrl-C if this process has a
 controlling terminal and belongs to that terminal's foreground group. Any other SIGINT (`scancel
 --signal=INT`, a wrapper script without a terminal) counts like SIGTERM. Without a terminal, send
-SIGKILL to the launcher to kill at once: everything that the launcher started dies with it.
+SIGKILL to the launcher to kill at once: all ranks die with it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class EndRequest:
         self._num_ctrl_c = 0
         self._before: list[tuple[int, Callable[..., object] | int | None]] = []
         self.is_hurried = False
-        """True if a signal came after the end of `received`. The exit code is known by then, and
-        what is left to do should end early."""
+        """True if a signal that was not ignored came after the end of `received`. The exit code is
+        known by then, and what is left to do should end early."""
 
     @property
     def is_made(self) -> bool:
-        """Return whether any signal has arrived."""
+        """Return whether `take` has counted any signal."""
         return self._is_made
 
     def take(self, number: int, *, at_terminal: bool) -> Answer:

@@ -36,7 +36,7 @@ class Tee(msgspec.Struct, frozen=True):
     is_error: bool
     """True: the lines go to the launcher's stderr."""
     filters: tuple[str, ...] = ()
-    """Texts; a line with one of them is also in a log of its own."""
+    """Texts; a line with one of them is also in a log of such lines."""
 
 
 class Streams(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +73,8 @@ class Streams(msgspec.Struct, frozen=True, kw_only=True):
     def is_on_console(self, place: int, stream: Stream, alike: Iterable[int] = ()) -> bool:
         """Return whether the console may show a stream of a rank that is not teed.
 
-        `alike`: the places of this rank in all replicas. Only the writer prints, and any replica
-        may become the writer, so a filter that names one of these ranks means all.
+        `alike`: the places of this rank in all replicas. Only the writer's lines are shown, and any
+        replica may become the writer, so a filter that names one of these ranks means all.
         """
         is_shown = any(map(self._is_shown, (place, *alike)))
         return not (_at(self.redirects, place) | _at(self.tee, place)) & stream and is_shown

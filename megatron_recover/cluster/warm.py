@@ -3,9 +3,10 @@
 CUDA cannot be used in a forked process once its parent has asked the driver anything, and imports
 do ask: Megatron's and Transformer Engine's modules call `torch.cuda.is_available`. So on a machine
 with GPUs ranks are not forked. The fork server starts this program once for each rank and for the
-dry run, and again where such a process ends before it becomes a rank. It does so as ``python -m
-megatron_recover.cluster.warm FD SERVER MODULE...``. FD is a SOCK_SEQPACKET socket and SERVER the
-pid of the fork server. The launcher requests the first rank when all have imported, as with forks.
+dry run. It starts another where such a process has imported everything and ends before it becomes a
+rank, or where a request finds none. It does so as ``python -P -m megatron_recover.cluster.warm FD
+SERVER MODULE...``. FD is a SOCK_SEQPACKET socket and SERVER the pid of the fork server. The
+launcher requests the first rank when all have imported, as with forks.
 An import should touch no device: a context on device 0 for each rank would cost hundreds of MiB
 there. Megatron's do not. One that does is named in the log (Transformer Engine asks for the
 capability of device 0 where flash-attn is installed).

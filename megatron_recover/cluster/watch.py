@@ -96,10 +96,10 @@ class Watch:
         return [self._fence(replica, now_s) for replica in self._due(replicas, now_s)]
 
     def _name(self, named: Named, *, is_waited_for: bool) -> None:
-        """Report a finding on a rank to people and to the trace.
+        """Report a finding on a rank to the trace, and to people unless the rank is only slow.
 
-        `is_waited_for`: the rank's replica is not about to be fenced. The training threads of its
-        ranks are then requested to write their stacks.
+        `is_waited_for`: the rank's replica is not about to be fenced. Unless the rank is only slow,
+        the training threads of the replica's ranks are then requested to write their stacks.
         """
         self._record(
             trace.RankSilent(
@@ -138,7 +138,10 @@ class Watch:
         return None if watched is None else round(max(0.0, self._clock() - watched.progress.since_ns / 1e9), 3)
 
     def _waiting(self, least_s: float) -> tuple[trace.WaitingRank, ...]:
-        """Return the ranks that have waited for others for `least_s` seconds, longest first."""
+        """Return ranks that have waited for others for `least_s` seconds, longest first.
+
+        Return at most `_MOST_WAITING`, and none that was reported as silent.
+        """
         found = [
             (watched.silent_s, replica, rank, watched.progress.phase)
             for (replica, rank), watched in self._state.ranks.items()

@@ -1,8 +1,8 @@
 """The driver of the coordinator machine (`core/coordinator.py`): its sockets, timers and addresses.
 
-The machine decides which replicas are in the job. The driver reaches their leaders. It keeps two
-things that the core does not know: the addresses of every replica's ranks, and since when something
-has been wrong.
+The machine decides which replicas are in the job. The driver reaches their leaders. It keeps what
+the core does not know, such as the addresses of every replica's ranks, and since when something has
+been wrong.
 """
 
 from __future__ import annotations

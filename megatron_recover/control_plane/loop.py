@@ -1,7 +1,7 @@
 """A small event loop for links, timers and calls that other threads post.
 
 One thread runs the loop. The loop delivers messages without knowing their meaning, and holds no
-state of the protocol. asyncio was not used: its transports buffer without reporting how much, and
+state of the protocol. asyncio was not used: its transports buffer without telling the caller, and
 its loop cannot run for one step at a time.
 
 Note [Standing still]. A process that is stopped (SIGSTOP, Ctrl-Z, a suspended machine) reads
@@ -147,8 +147,9 @@ class Loop:
     def send(self, link: Link, message: Message) -> None:
         """Send a message without waiting.
 
-        If the link breaks and cannot dial again, `on_closed` is called soon. On a link that was
-        dropped nothing happens. Raises ValueError for a message that is too large (`frame`).
+        If the link breaks and cannot dial again, or its queue is full, `on_closed` is called soon.
+        On a link that was dropped nothing happens. Raises ValueError for a message that is too
+        large (`frame`).
         """
         self.put(link, frame(message))
 

@@ -220,7 +220,7 @@ class ReplicaDriver:
                 self._fail(f"rank {rank} of this replica sent a {type(message).__name__}{other}")
 
     def _rank_lost(self, rank: int, why: str) -> None:
-        """End this process after `follow_s`, unless the agent kills the replica before."""
+        """End this rank after `follow_s`, unless the agent kills the replica before."""
         self._ranks.pop(rank, None)
         reason = f"rank {rank} of this replica is gone ({why})"
         if self._state.phase is not machine.ReplicaPhase.STOPPED:

@@ -223,7 +223,7 @@ class Link:
     def __init__(self, connection: socket.socket | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         """Make a link over a connection, or without one.
 
-        A frame whose body is longer than `max_body_bytes` closes the link before the body is read.
+        A frame whose body is longer than `max_body_bytes` closes the link before all of it is read.
         A link made without a connection (None) has to be connected by `redial` before it is used.
         """
         if connection is not None:

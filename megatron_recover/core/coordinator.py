@@ -30,7 +30,7 @@ Note [Waiting for one at work]
     A replica may read data, compile, digest its state or compute longer than the others wait in a
     sum. Only its progress page shows that the network is not at fault. So the agents report all
     replicas at work (`AtWork`; the rule is in `core/detector.py`). A step needs every member. While
-    one is at work nobody can be called late:
+    one is at work nobody can be called late for the step:
 
     - Generations are made as usual, which proves that all members answer.
     - Waits are no evidence against anybody, nor are earlier waits in the same step.
@@ -45,8 +45,7 @@ Note [Waiting for one at work]
 
 Note [Timers]
     An expired timer shows that a member is late compared with others. Without a member that is in
-    time nobody is late, so a timer never removes the last members: only the end of their processes
-    does. What each timer does:
+    time nobody is late, so no timer removes the last members. What each timer does:
 
     - `follow` removes the members that have not entered the generation, if another has. It waits
       for members at work. If nobody has entered, the job waits and reports this (`Waits`); the

@@ -15,6 +15,8 @@ in both. Facts come in an order in which they can have happened: cause before ef
     states with which these ranks began the step.
   - Checksums and digests are equal everywhere.
   - No result in which an outvoted replica took part is committed by votes.
+  - A replica commits each step once, in order, and adopts only what a replica has committed. Its
+    ranks apply only what it has committed.
 - INV-3 no corruption: a local gradient that is read holds exactly what was planned into it
   (`Read`).
 - INV-4 decided once: no plan reduces a bucket while a member holds it complete in an older version
@@ -22,10 +24,12 @@ in both. Facts come in an order in which they can have happened: cause before ef
 - INV-5 fencing: a replica plans, holds results, votes and commits only in the newest generation
   that it entered, and enters only newer ones.
 - INV-6 single history: generations are consecutive, with one roster each, and no replica comes
-  back. A commit by votes in the newest generation has the equal votes of all members.
+  back. Only members enter a generation. A commit by votes in the newest generation has the equal
+  votes of all members.
 - INV-7 least work: no microbatch is dealt for a bucket if a member was dealt it for that bucket.
-- INV-3, INV-4 and INV-7 are not judged for a replica that is not in the newest roster, and what its
-  vote names as held neither: the history has forgotten what that replica was dealt and holds.
+- INV-3, INV-4 and INV-7 are not judged for a replica that is not in the newest roster, nor are the
+  results and the state digest of its vote, nor the paces that it learned: the history has forgotten
+  what that replica was dealt, holds and began with.
 - INV-3, INV-4 and INV-7 have one more exception: a step that is made void (`values.Void`) begins
   anew for each member that enters. It is given up only where it was void before, and then committed
   by all without a result.

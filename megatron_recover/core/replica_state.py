@@ -113,7 +113,7 @@ class ReplicaState(Value, frozen=True):
     """Journal of `step`, as rank 0 sent it with its last promise."""
 
 
-# --- Inputs: NewGeneration, Stop (coordinator), Report (ranks), Status, Vote (leaders), and: ------
+# --- Inputs: NewGeneration, Stop (coordinator), Report (ranks), PeerMessage (leaders), and: -------
 
 
 class LinkLost(Value, frozen=True):

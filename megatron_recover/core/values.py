@@ -1,4 +1,4 @@
-"""The values of the protocol: everything that its machines receive, store and send.
+"""The values that the machines of the protocol send each other, and what these consist of.
 
 Every value of this module is immutable and hashable. So a state of the protocol can be compared,
 kept in a set by the explorer, and sent over a wire as it is. This module knows no torch, clock,

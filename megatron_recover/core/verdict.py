@@ -48,7 +48,7 @@ class Verdict(enum.Enum):
 
 
 class Named(Value, frozen=True):
-    """Effect: record the silence. Unless the rank is slow, tell the user; have stacks written."""
+    """Effect: record the silence. Unless the rank is slow, tell users and have stacks written."""
 
     replica: ReplicaId
     rank: int

@@ -435,7 +435,8 @@ class DirectTransport:
         """Sleep until a socket is ready, a peer arrives, somebody revokes, or the time is over.
 
         The sleep ends earlier if a peer is to be dialled. Raises PeerLost if a connection on which
-        nothing is to be sent or received was reset, or if a proven watch has ended.
+        nothing is to be sent or received was reset, or if a proven watch has ended (Revoked if that
+        follows a revoke).
         """
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
@@ -470,7 +471,8 @@ class DirectTransport:
         """Accept the peers that have connected to this generation, if one of `peers` is missing.
 
         Refused are a second connection of a peer, and one of a peer that is no member or has a
-        lower id. Raises PeerAhead if a missing peer has connected to a newer generation.
+        lower id. Raises PeerAhead if a missing peer has connected to a newer generation, and
+        Revoked if the endpoint is closed.
         """
         self._arrivals = None
         if all(peer in self._connections for peer in peers):

@@ -72,7 +72,7 @@ class Exchange:
         """Receive at most the rest of one frame; return whether any byte came.
 
         Call `arrived` if the frame is complete. Raises TransportError if the header is not the
-        expected one. Raises PeerLost at the end of the stream.
+        expected one, PeerLost at the end of the stream, and OSError if the connection has failed.
         """
         views = self._views[peer]
         if not views:

@@ -294,8 +294,8 @@ class NcclTransport:
     def _come_to_rest(self) -> bool:
         """Wait a little for older communicators of ours; return whether all rest or are kept.
 
-        Wait at most `slowest_s` / 8. A communicator that is not at rest in time is kept from then
-        on (`Retirement.is_resting`). Raises Revoked after a revoke.
+        Wait at most `slowest_s` / 8. A communicator that is not at rest `close_s` after it was
+        retired is kept (`Retirement.is_resting`). Raises Revoked after a revoke.
         """
         self._pause_while(lambda: not self._retirement.is_resting(self.generation))
         return self._retirement.is_resting(self.generation)

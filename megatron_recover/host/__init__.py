@@ -1,1 +1,1 @@
-"""Services of one machine to processes: files, locks, addresses, processes, lines on stderr."""
+"""Services of one machine to processes, such as files, locks, addresses and lines on stderr."""

@@ -1,4 +1,4 @@
-"""The addresses at which the processes of a job listen. No other module names an address or host.
+"""The addresses at which the processes of a job listen for each other. No other module names one.
 
 All ranks of a job are on one machine. They connect through its loopback interface, which no other
 machine reaches.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 
 HOST = "127.0.0.1"
-"""The address on which every listener of a job listens."""
+"""The address of every listener of a job, unless `--metrics-address` names another."""
 ANY_PORT = f"{HOST}:0"
 """The address of a listener whose port the kernel chooses."""
 INTERFACE = "lo"

@@ -22,7 +22,7 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
-    """Return whether this machine has a GPU of NVIDIA that this process may use."""
+    """Return whether `devices` has the file of a GPU of NVIDIA. On WSL it has none."""
     return any(devices.glob(_NVIDIA))
 
 

@@ -24,7 +24,8 @@ def replacing(
 
     - `partial` is the name during the writing, in the same folder; the file then replaces a link at
       `place`. None: a hidden name of this process; the file then replaces the target of a link.
-    - `durable` writes the file to disk before it gets its name, and its folder after that.
+    - `durable` writes the file to disk before it gets its name, and its folder after that. If the
+      folder cannot be written, OSError is raised, and the file has its name already.
     - `before_naming()` is called when the file is complete. What it raises is raised.
     """
     target = place if partial is not None else place.resolve()

@@ -222,7 +222,8 @@ class CommitLoop:
         """Return the reduction of this rank; on the first call also join the job.
 
         Joining reports the buckets of this rank and blocks until the first generation. Raises
-        `JobStopped` if the job ends before.
+        `JobStopped` if the job ends or this rank fails before, and ValueError for gradients that
+        replicas cannot sum (`GradientBuffers`, `Reduction`).
         """
         if self._reduction is None:
             self._chunks = list(chunks)
@@ -263,8 +264,8 @@ class CommitLoop:
         upstream has finalized it. An evaluation step that is given up returns an empty list. After
         a step that is given up every call returns an empty list at once, without a step.
 
-        Raises `GivenUp` for a training step that is given up, and whatever the driver, the
-        computation of a microbatch and the reduction raise. Raises ValueError for
+        Raises `GivenUp` for a training step that is given up, and whatever `join`, `_next_order`,
+        the computation of a microbatch and the reduction raise, among others. Raises ValueError for
         `collect_non_loss_data`: no replica has that data for the whole batch.
         """
         if self._has_given_up:  # the job ends at upstream's next iteration boundary
@@ -315,7 +316,7 @@ class CommitLoop:
 
         Raises `JobStopped`. Raises RuntimeError for an order of another step, of work that is
         neither `work` nor what replaces it when the step is given up, or of an older generation
-        than the order before.
+        than the order that this method returned before.
         """
         order = self._driver.next_order()
         asked: Work | str

@@ -44,7 +44,7 @@ class NoStream:
 
 
 class Properties:
-    """The device properties that Megatron reads.
+    """The device properties that Megatron reads outside of kernels for GPUs.
 
     Below compute capability 10, with TP or CP above 1, Megatron insists on the environment variable
     CUDA_DEVICE_MAX_CONNECTIONS.

@@ -20,9 +20,9 @@ def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     The ratio is lanes times CP, times the loss scale. Replicas add no factor: each microbatch is in
     one of them, and its loss is divided by the M of the whole step.
 
-    With a per-token loss upstream divides no loss, and the ratio is an upper bound: it counts
-    tokens that the loss leaves out, and the whole sequence for each context-parallel rank. There
-    are two kinds of loss functions then, and upstream accepts both:
+    With a per-token loss upstream divides no loss that comes with a token count, and the ratio is
+    an upper bound: it counts tokens that the loss leaves out, and the whole sequence for each
+    context-parallel rank. Such loss functions are of two kinds, and upstream accepts both:
 
     - those that return the sum over the rank's own tokens, whose gradient is smaller by the
       context-parallel size;

@@ -43,8 +43,8 @@ class Digests(NamedTuple):
     shards are digested (`late_gather.py`)."""
     lanes: int | None
     """Digest of all parameters but those of `HeldBy.RANK`: equal on the ranks of all lanes at the
-    same tensor-parallel position. None where no parameter is `HeldBy.RANK`: `everything` is equal
-    on these ranks then."""
+    same tensor-parallel position. None where no parameter is `HeldBy.RANK` (`everything` is equal
+    on these ranks then), and where only shards are digested."""
 
     def fields(self) -> dict[str, str]:
         """Return the digests as fields of `trace.Applied`."""

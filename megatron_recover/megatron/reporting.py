@@ -85,7 +85,8 @@ class TensorBoard:
 
     The writer may die before it has flushed its newest values. So every other replica keeps the
     values since the last log line but one, and a new writer writes these values first. The event
-    files may then contain the values twice; both copies are equal.
+    files may then contain the values twice. Both copies are equal, except for what each replica
+    measures itself, such as times.
     """
 
     def __init__(self, driver: Driver, create: Callable[[], Any]) -> None:

@@ -1,9 +1,10 @@
 """Tokens per expert of the routers of a model chunk, summed over replicas like a gradient.
 
 With `--moe-router-enable-expert-bias` each router counts in its forward how many tokens it gave to
-each expert. Upstream's finalize sums the counts over the ranks of its world, which here is one
-replica. It then lowers the bias of each expert with more tokens than the average by a fixed amount,
-and raises that of each with fewer (`core/transformer/moe/moe_utils.py`, `get_updated_expert_bias`).
+each expert. Upstream's finalize sums the counts over the ranks of a pipeline stage, here those of
+one replica. It then lowers the bias of each expert with more tokens than the average by a fixed
+amount, and raises that of each with fewer (`core/transformer/moe/moe_utils.py`,
+`get_updated_expert_bias`).
 The bias is state, so every replica needs the counts of all microbatches, each once. So the counts
 are a region, whose buckets count each microbatch as those of gradients do.
 

@@ -1,8 +1,8 @@
 """Runs one rank: from Megatron's arguments to the exit code of the process.
 
 Under `megatron-recover run`, `begin` puts `_Training` behind the two functions of Megatron that a
-training script calls (`launch/script.py`). It parses the arguments, installs the seams, lets
-upstream train, and makes all replicas end together.
+training script calls (`launch/script.py`). `_Training` parses the arguments, installs the seams,
+lets upstream train, and makes all replicas end together.
 
 `pretrain` is for scripts that shall also run on CPU under torchrun. Without a launcher (no
 `RankContext`) it installs no seam: upstream trains. Only the parsing differs: `--rerun-mode` is
@@ -292,7 +292,7 @@ class _Training:
         """Train until the job ends, and end the process as `begin` describes.
 
         `arguments` are those of upstream's `pretrain`, by name. The process ends with exit code 2
-        if `parse` was not called before, or if they contain a store that is not None.
+        if `parse` was not called before, or for an argument that is not supported, such as a store.
         """
         with bad_input_ends():
             if self._settings is None:

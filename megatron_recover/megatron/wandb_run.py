@@ -6,7 +6,7 @@ package.
 
 Note [One run]
     All replicas know the same run id: that of `WANDB_RUN_ID`, else that of the checkpoint with
-    which the job in `--save` continues, else a hash of what only this start of a job has (in
+    which the job continues (`_loaded_id`), else a hash of what only this start of a job has (in
     containers, unrelated jobs have run directories of the same path). Each checkpoint contains the
     id. A replica that becomes the writer resumes the run of that id, and first logs what the dead
     writer may not have logged (`MissedCalls`). If a step is logged twice, the server keeps the
@@ -73,7 +73,7 @@ class WandbFactory:
         """Set the run id, and on the last rank Megatron's wandb writer, with `--wandb-project`.
 
         Raises ValueError if the package is missing or no folder for its files is given, and OSError
-        if that folder cannot be made.
+        if that folder cannot be made or the checkpoint to load cannot be read.
         """
         from megatron.training import global_vars
 

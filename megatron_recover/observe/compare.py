@@ -26,8 +26,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Largest loss difference over the steps that both runs have; None without a common step. A
     resumed run has only the later steps."""
     param_max_rel_diff: float | None
-    """Largest max |a - b| / max |b| over the parameter tensors; None if the digests are
-    not known to be equal and the checkpoints cannot be compared, as those of different models."""
+    """Largest max |a - b| / max |b| over the parameter tensors, or max |a - b| where b is zero.
+    None if the digests are not known to be equal and the checkpoints cannot be compared, as those
+    of different models."""
     param_bit_identical: bool | None
     """True if the digests of the newest step that has some are equal; None if a digest is missing,
     or layouts or those steps differ."""
@@ -38,7 +39,8 @@ def compare(run: History, reference: History, name: str) -> Comparison:
 
     Parameters are compared by their digests. If the digests are not known to be equal, the newest
     checkpoints are compared, if both are of the same iteration. Raises `packages.Lacking` if that
-    would need torch and it is not there.
+    would need torch and it is not there, and OSError or torch's `CheckpointException` if a
+    checkpoint cannot be read.
     """
     identical = _bit_identical(run, reference)
     difference = 0.0 if identical else _parameter_difference(run, reference)

@@ -199,7 +199,7 @@ class Account(msgspec.Struct):
 
     @property
     def _unknown(self) -> str | None:
-        """Return the folder that may hold a checkpoint that this run does not know of, or None."""
+        """Return the folder that may hold a checkpoint where this run knows of none; else None."""
         if self.newest is not None or (self.is_complete and self.loaded is not None):
             return None
         return self.load if self.is_complete else self.save or self.load
@@ -207,7 +207,7 @@ class Account(msgspec.Struct):
     def _checkpoint(self) -> str:
         """Return the clause about the newest checkpoint, for the second closing line.
 
-        If a folder may hold a checkpoint that the run does not know of, name its tracker file.
+        If the run knows of none and a folder may hold one, name the tracker file of the folder.
         """
         if self.newest is not None:
             iteration, folder = self.newest

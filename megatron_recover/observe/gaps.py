@@ -36,7 +36,7 @@ class Gaps:
         self.events = [event for _, event in history.of(trace.Gap)]
         self.hides_later = False
         """True if steps after the last one in the trace may be missing: a rank of a replica that
-        was not lost never wrote again."""
+        was not lost names no step after its gap."""
         self.touched: frozenset[int] = frozenset(self._touched()) if self.events else frozenset()
         """Steps of which events are missing or may be missing."""
         self.of_launcher = any(event.replica == LAUNCHER for event in self.events)
@@ -81,8 +81,8 @@ class Gaps:
         for (replica, rank), since in open_since.items():
             if replica == LAUNCHER:
                 continue
-            # This rank never wrote again. It was at most one step ahead of the newest step that had
-            # begun.
+            # This rank never named a step again. It was at most one step ahead of the newest step
+            # that had begun.
             until = max(gap.t for gap in self.events if (gap.replica, gap.rank) == (replica, rank))
             begun = max((number for number, facts in history.steps.items() if facts.begin <= until), default=-1)
             found.update({*range(begun if since is None else since, begun + 2)} & history.steps.keys())

@@ -3,13 +3,14 @@
 A trace can be larger than memory. `History` reads it once and keeps what concerns the whole run
 (its *facts*: membership, losses, faults, and a few numbers of each step). Whoever needs more reads
 `events` again, as `replay` does step by step. Nothing is decided here: there is no rule and no
-tolerance. Facts keep the line of their event, so that a verdict can cite the line.
+tolerance. Facts that a verdict cites keep the line of their event.
 
 Memory holds:
 
 - about 900 bytes for each step;
 - the events of the types in `KEPT`, such as joins, announcements, faults and checkpoints;
 - for each generation the results that its members held;
+- for each change of the quotas in a generation, the roster and the quotas;
 - one digest for each rank.
 
 No step's facts grow with microbatches, ranks or buckets while nothing fails.
@@ -103,7 +104,7 @@ class RecoveryFacts:
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds of the slowest member."""
     committed_at: float | None = None
-    """Time at which the last member had committed."""
+    """Time of the last commit by a member; others may not have committed."""
     end: float = 0.0
     """Time of the last recorded phase."""
 

@@ -1,6 +1,7 @@
-"""Keep everything that a trace holds about one step, in a small form.
+"""Keep what the readers of a trace need of one step, in a small form.
 
-- Of each microbatch: a bit for each rank, chunk and generation, and two lines for the whole job.
+- Of each microbatch: a bit for each rank, chunk and generation, and a few numbers for the whole
+  job.
   Events that grow with microbatches x ranks are not kept.
 - Of each result (ranks x buckets): a line.
 - Plans, statuses and votes, a few for each replica: the events, with equal parts stored once.
@@ -142,7 +143,7 @@ class RankWork:
 class Cut:
     """A last backward that has passed buckets.
 
-    When the step is whole, it is known whether it ended.
+    When the step is whole, it is known whether the backward ended.
     """
 
     __slots__ = ("line", "into")

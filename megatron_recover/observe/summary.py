@@ -1,6 +1,7 @@
-"""Make `summary.json`: the facts of a run, its faults, and their cost, from its trace alone.
+"""Make `summary.json`: the facts of a run, its faults, and their cost, from its trace.
 
-The file can be made again from the trace at any time. Nothing is measured here.
+A comparison with a reference run is added as the caller gives it. All else can be made again from
+the trace at any time. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
 class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of one new generation.
 
-    Seconds of a phase are those of the slowest member (`trace.Recovery`). A phase is None if it did
-    not happen: a newer generation came first, or no replica had begun a step.
+    Seconds of a phase are those of the slowest member (`trace.Recovery`). A phase is None if no
+    member recorded it, as where a newer generation came first, or no replica had begun a step.
     """
 
     generation: int
@@ -143,7 +144,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Number of events that were lost, according to the gaps in the trace."""
     steps_not_vouched_for: tuple[tuple[int, int], ...] = ()
     """First and last step of each unbroken row of steps that lack events. Counts of microbatches
-    are lower bounds there."""
+    may be wrong there."""
     reference: str | None = None
     """Run directory that the fields below compare the run with."""
     loss_max_abs_diff: float | None = None
@@ -160,7 +161,7 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
     """Return the faults of a run in order of time.
 
     - all injected faults;
-    - standstills of ranks that no injected fault explains;
+    - standstills of ranks, except slow ones, that no injected fault explains;
     - the first failure of each replica that no injected fault explains, nor a standstill that ended
       the replica. Slowness explains no failure, nor does a freeze that has ended (`_may_end`).
     """

@@ -88,7 +88,7 @@ def innocent(fenced: Sequence[ReplicaId], roster: Sequence[ReplicaId], broken: C
     In that case no set of `at_fault` has all of them.
 
     `fenced` is in the order of fencing; `roster` has the members that are left. Of the last two
-    members either may be fenced.
+    members either may be fenced if a channel between them is broken.
     """
     if len(roster) == 1 and fenced and any({*channel} == {fenced[-1], *roster} for channel in broken):
         fenced = fenced[:-1]

@@ -39,7 +39,7 @@ class TraceError(ValueError):
 
 @contextlib.contextmanager
 def reading(place: Path) -> Iterator[None]:
-    """Raise a `TraceError` with the remedy instead of an error that keeps a file from being read.
+    """Raise a `TraceError` instead of an error that keeps a file from being read.
 
     FileNotFoundError is raised unchanged. `place` is the file or folder to name if the error names
     none.

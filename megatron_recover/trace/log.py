@@ -18,7 +18,7 @@ class Log(Protocol):
     """Interface of an object that records the events of a process."""
 
     def record(self, event: Event) -> None:
-        """Stamp the event with the time and keep it, unless this log leaves it out."""
+        """Stamp the event with the time and keep it, unless this log leaves it out or drops it."""
 
 
 class EventLog:

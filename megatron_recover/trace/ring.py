@@ -12,8 +12,9 @@ writer. If a number is even, all events that this writer records later have stam
 number is odd, one event with a stamp below N may still come. The stamp of that event is above the N
 of the last look that did not find this number. The smallest of these bounds is the *watermark*. No
 further event can have a stamp below the watermark, so the events below it are merged by stamp and
-returned. An event that is recorded before another one is begun has the smaller stamp. So the merged
-order is one in which the run can have happened.
+returned. The exception is an event whose writer is stopped for too long (`Merge.drain`). An event
+that is recorded before another one is begun has the smaller stamp. So the merged order is one in
+which the run can have happened.
 
 Note [Visibility]. A writer uses no memory barrier, since Python has none that is not a system call.
 The reader waits instead. It reads the sequence numbers `_SETTLE_S` after N, the positions
@@ -70,7 +71,7 @@ def create(*, level: trace.Level = "microbatches", capacity: int = RING_BYTES) -
     """Create a ring of `capacity` bytes and return its descriptor, which is not inheritable.
 
     `capacity` is a multiple of 8, at least 4096. The writer leaves out the events that `level` does
-    not include. Raises ValueError for another capacity, and OSError if there is no memory.
+    not include. Raises ValueError for another capacity, and OSError if no memory can be had.
     """
     if capacity < 4096 or capacity % 8:
         raise ValueError(f"a ring of {capacity} bytes is not possible; give a multiple of 8 from 4096 on")
@@ -325,8 +326,8 @@ class Merge:
 
         - `settle` waits for `_SETTLE_S` (Note [Visibility]).
         - `after` is the largest stamp of the events of these rings that a former reader has stored.
-        - `stuck_s` is the seconds for which all events wait for one that a process has begun to
-          record.
+        - `stuck_s` is the seconds for which later events wait, at most, for one that a process has
+          begun to record.
         """
         self._settle, self._stuck_s = settle, stuck_s
         self._readers: dict[int, RingReader] = {}

@@ -176,7 +176,8 @@ class Reduced(Event, frozen=True, kw_only=True):
     """Checksum of the result on this rank, combined with the newest checksum of the parameters."""
     provenance: Literal["ones"] | tuple[int, ...]
     """The word "ones" if each microbatch 0..M-1 is in the sum exactly once (with lanes: once for
-    each lane). Otherwise the count of each microbatch, over all lanes; -1 if it is not finite."""
+    each lane of the bucket). Otherwise the count of each microbatch, over all lanes; -1 if it is
+    not finite."""
     seconds: float = 0.0
     """Seconds that `Transport.sum_into` took on this rank. The event may be recorded later."""
 
@@ -253,8 +254,8 @@ class Voted(Event, frozen=True, kw_only=True):
 class Disagreed(Event, frozen=True, kw_only=True):
     """Leader: members voted for different records, and this is the record of its own replica.
 
-    The event allows a comparison of the records. Members may also disagree on what the step is.
-    Then there is no vote, and `digest` is empty.
+    The event allows a comparison of the records. Members may also disagree on what the step is, or
+    on the record of the step before. Then there is no vote, and `digest` is empty.
     """
 
     replica: int

@@ -92,7 +92,7 @@ class Microbatches:
         """Return the microbatches to which an exception is charged.
 
         Inside a forward or backward that is its microbatch. Between two of them no microbatch is
-        known to be at fault, so all of the pass are returned.
+        known to be at fault, so all that the pass has begun are returned.
         """
         return tuple(self._of_pass) if self._current is None else (self._current.microbatch,)
 

@@ -137,8 +137,9 @@ class Region:
     def __init__(self, local: Tensor, *, chunk: int, group: Any, scale: float, sharded: bool, bucket_elements: int) -> None:
         """Cut `local`, one-dimensional, into buckets of about `bucket_elements` elements.
 
-        `group` is the process group of the lanes. A result is multiplied by `scale` when it becomes
-        the gradient.
+        `group` is the process group over which the trainer reduces `local`. Each rank of `group`
+        counts as a lane here, context-parallel ranks too. A result is multiplied by `scale` when it
+        becomes the gradient.
         """
         self.local, self.chunk, self.group, self.scale = local, chunk, group, scale
         self.num_lanes: int = group.size()

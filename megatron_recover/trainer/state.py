@@ -5,7 +5,7 @@ rank.
 
 State is what the next step depends on:
 
-* parameters (frozen ones too) and persistent buffers;
+* parameters (frozen ones too), persistent buffers and extra state of modules;
 * the tensors of the optimizer with their scales, and master weights;
 * scalars: step counts, values of parameter groups, scheduler, loss scaler, counters of samples.
 

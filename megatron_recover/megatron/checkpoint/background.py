@@ -72,7 +72,8 @@ class BackgroundSave:
     def complete(self) -> None:
         """Call what completes the checkpoint, once all ranks have written their part. Collective.
 
-        Raises what upstream's functions raise: CheckpointException on all ranks, or OSError on one.
+        Raises what these functions raise, such as CheckpointException on all ranks, or OSError on
+        one.
         """
         for complete in self._request.finalize_fns:
             complete()

@@ -32,8 +32,8 @@ Note [A save that fails]
     the folder or to write small metadata files: that ends a replica of several ranks. In format
     `torch` that rank writes the failure to the replica's store, which rank 0 reads before it
     publishes the checkpoint. Such a rank still takes part in the barriers that are left of
-    Megatron's save. Only rank 0 reads the folder. A folder that cannot be read counts as empty,
-    except for the checkpoint that this replica has saved there.
+    Megatron's save. After the start only rank 0 reads the folder. A folder that cannot be read then
+    counts as empty, except for the checkpoint that this replica has saved there.
 
 Note [In the background]
     With `--async-save` the writer trains on while a thread of each of its ranks writes
@@ -91,6 +91,8 @@ class Checkpoints:
         run_id: str = "",
     ) -> None:
         """Look at the tracker in `save`; create this object before the job can save anything there.
+
+        Raises OSError if the tracker cannot be looked at.
 
         - `originals`: Megatron's functions behind the seams `save_checkpoint`, `write_checkpoint`
           and `checkpoint_name`.

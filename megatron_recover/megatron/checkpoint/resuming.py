@@ -18,9 +18,10 @@ from megatron_recover.megatron.data import alike
 def judge(args: Namespace, resume_data: Literal["same", "other"]) -> str:
     """Compare the samples of the checkpoint to load with the samples that this run reads.
 
-    Returns a note for the user if they differ or the checkpoint has no description; otherwise, and
-    if no checkpoint is to be loaded, an empty text. Raises ValueError with both values if they
-    differ and `resume_data` is "same", and OSError if the tracker or description cannot be read.
+    Returns a note for the user if they differ or the checkpoint has no description; otherwise, with
+    `--finetune`, and if no checkpoint is to be loaded, an empty text. Raises ValueError with both
+    values if they differ and `resume_data` is "same", and OSError if the tracker, the description
+    or the data cannot be read.
     """
     if args.load is None or args.finetune:  # fine-tuning counts iterations anew, on its own data
         return ""

@@ -44,7 +44,7 @@ def arguments(args: Namespace, rank: int) -> dict[str, str]:
 
 
 def software(*, exact: bool) -> dict[str, str]:
-    """Return the versions of Python and of the packages that compute.
+    """Return the versions of Python and of the packages in `_PACKAGES`.
 
     With CUDA return also the settings of NCCL that decide the order of its additions
     (`config.NCCL_ORDER`). With `exact` (`--recover-determinism exact`) return also the kind of

@@ -114,8 +114,8 @@ class MicrobatchIterator:
 
     Each value of the batch is stacked over the samples: a tensor of shape [micro_batch_size, ...],
     on a machine with CUDA in pinned memory, as upstream's loader returns it. `next` does not
-    advance: until the cursor's microbatch changes it returns the same samples. It raises
-    StopIteration where the dataset ends before the batch does.
+    advance: until the cursor's microbatch or the step changes it returns the same samples. It
+    raises StopIteration where the dataset ends before the batch does.
     """
 
     def __init__(

@@ -327,9 +327,9 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
 
 
 def cpu_refusals(args: Namespace) -> list[str]:
-    """Return one line for each argument that is refused without CUDA; call it only there.
+    """Return one line for each argument with which Megatron would fail without CUDA.
 
-    Megatron would fail there in the middle of its start, or of the training.
+    Megatron would fail in the middle of its start, or of the training. Call this only without CUDA.
     """
     num_steps = args.train_iters
     if num_steps is None:
@@ -345,7 +345,7 @@ def cpu_refusals(args: Namespace) -> list[str]:
 
 
 def without_interval(args: Namespace) -> list[str]:
-    """Return one line if upstream would divide by an `--eval-interval` that is missing or 0.
+    """Return one line if `--eval-interval`, by which upstream divides, is missing or below 1.
 
     Upstream counts the samples of all evaluations before it looks whether there are any
     (training.py, get_train_valid_test_num_samples). A script may set a default.

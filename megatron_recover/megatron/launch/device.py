@@ -53,8 +53,8 @@ def device_line(*, num_gpus: int, num_used: int) -> str:
 def other_device(own: int) -> list[str]:
     """Return the refusal, in one line, if this thread's GPU is not the rank's own.
 
-    `own` is the device that LOCAL_RANK names, which upstream has chosen. A script may have chosen
-    another one since. Without CUDA return no line.
+    `own` is the device that LOCAL_RANK names. Upstream has chosen that one, or another by
+    `--local-rank`, and a script may have chosen another one since. Without CUDA return no line.
     """
     import torch
 

@@ -17,8 +17,9 @@ _BIND = "_bind_all_threads_in_current_process_to_logical_cpus"
 def bind(context: RankContext) -> None:
     """Have all threads of this rank, now and later, run on the CPUs near its GPU.
 
-    The dry run prints for the console which these are for all GPUs. Does nothing without
-    `--numa-binding`. Raises ValueError as `cpus_near` does.
+    The dry run only prints, for the console, how many CPUs these are for each GPU, of at most as
+    many GPUs as there are ranks. Does nothing without `--numa-binding`. Raises ValueError as
+    `cpus_near` does; in the dry run also if torch cannot bind a process.
     """
     mode = context.numa_binding
     if mode is None:
@@ -39,7 +40,7 @@ def bind(context: RankContext) -> None:
 def cpus_near(mode: NumaBinding, gpu: int) -> set[int]:
     """Return the CPUs for a rank on a GPU; they are never none.
 
-    Raises ValueError with the remedy if torch sees no GPU or cannot tell.
+    Raises ValueError with the remedy if torch sees no GPU, cannot tell the CPUs, or names none.
     """
     import torch
 

@@ -8,10 +8,10 @@ It is that of the first of these folders that has one:
 
 This is the order of `python SCRIPT`, and so of torchrun.
 
-The choice is made once, before anything is imported: the launcher puts the chosen folder first for
-all processes that it starts. `megatron` is a namespace package, of which Python takes each part
-from the first folder that has it. So a folder with a part of a Megatron in front of a whole one
-makes two Megatrons of one, which is refused.
+The choice is made once, before Megatron is imported: if the first of these folders has one, the
+launcher puts that folder first for all processes that it starts. `megatron` is a namespace package,
+of which Python takes each part from the first folder that has it. So a folder with a part of a
+Megatron in front of a whole one makes two Megatrons of one, which is refused.
 
 Imports no Megatron.
 """
@@ -35,11 +35,11 @@ def import_folder(script: str, *, is_module: bool) -> str:
 
 
 def choose(script: str, *, is_module: bool) -> None:
-    """Have this process and those that it starts import the Megatron of the script's checkout.
+    """Have this process and those that it starts import the same Megatron as the script.
 
-    From now on this process imports nothing from the working directory, as those do not. Raises
-    ValueError if parts of different Megatrons would be imported. Call it before Megatron is
-    imported.
+    From now on this process, as those, does not import from the working directory only because
+    Python has put that first. Raises ValueError if parts of different Megatrons would be imported.
+    Call it before Megatron is imported.
     """
     _leave_working_directory()
     folder = import_folder(script, is_module=is_module)
@@ -56,7 +56,11 @@ def choose(script: str, *, is_module: bool) -> None:
 
 
 def _leave_working_directory() -> None:
-    """Remove the working directory from `sys.path` if `python -m` or `-c` has put it there."""
+    """Remove the working directory from `sys.path` if `python -m` or `-c` has put it there.
+
+    If this package can be imported from there only, put it first instead, also for the processes
+    that this one starts.
+    """
     here, paths = os.getcwd(), [os.path.abspath(folder) for folder in sys.path]
     if paths[0] == here and paths.count(here) > (here in import_path()):
         del sys.path[0]

@@ -24,7 +24,8 @@ _NOT_OWN: Final = frozenset({"megatron", "megatron_recover"})
 def own_folders() -> list[Path]:
     """Return the folders of `sys.path` without those of Python's library and of installed packages.
 
-    These are the folder of the script, those of PYTHONPATH, and those that `.pth` files add.
+    These are the folder of the script (with `-m` the working directory), those of PYTHONPATH, and
+    those that `.pth` files add.
     """
     libraries = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = dict.fromkeys(Path(entry).resolve() for entry in sys.path)
@@ -69,7 +70,7 @@ def _imported(importer: Path, code: ast.Module, folders: Sequence[Path]) -> Iter
 
 
 def _files(parts: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that Python reads to import a dotted name, from the first folder with one.
+    """Yield the files that Python may read to import a dotted name, from the first folder with one.
 
     The last part may be a name inside a module.
     """

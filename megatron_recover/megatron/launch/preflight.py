@@ -180,8 +180,8 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     """Check `argv`, the flags after the training script's name, and return the facts about the job.
 
     Each of the `num_replicas` replicas has `lanes` lanes. Raises ValueError with one line per
-    mistake, which names the flag; also if the installed Megatron is not supported. After a value
-    that cannot be read, or fewer than one replica or lane, other mistakes may not be in it.
+    mistake, which names the flag; also if the installed Megatron is not supported. A mistake may
+    hide others: a value that cannot be read, for example, or fewer than one replica or lane.
     """
     args, others, unreadable = _read(argv)
     found = [*unreadable.values(), *_unknown(others), *refusals(args, lanes=lanes)]
@@ -231,8 +231,9 @@ def unsupported(argv: Sequence[str]) -> list[str]:
 def shape_of(argv: Sequence[str], lanes: int | None = None) -> sizes.Layout:
     """Return the shape of one replica.
 
-    Without `lanes` a replica has the fewest lanes over which its experts can be spread. Sizes that
-    `preflight` refuses count as 1. Raises ValueError as `Undecided` does.
+    Without `lanes` a replica has the fewest lanes over which its experts can be spread. Sizes below
+    1 that `preflight` refuses count as 1, and a size that cannot be read counts as not given.
+    Raises ValueError as `Undecided` does.
     """
     args, _, _ = _read(argv)
     given = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
@@ -275,10 +276,10 @@ class Undecided:
         self._args, self._others, self._unreadable = _read(argv)
 
     def mistakes(self) -> list[str]:
-        """Return one line for each mistake that no layout cures; data and folders are not checked.
+        """Return one line for each mistake that no layout cures.
 
-        Sizes of a replica that `argv` gives are ignored. After a value that cannot be read, other
-        mistakes may be left out.
+        Data, folders, `--eval-interval` and packages are not checked. Sizes of a replica that
+        `argv` gives are ignored. A mistake may hide others, such as a value that cannot be read.
         """
         args = self._with(tp=1, pp=1, cp=1, ep=1)
         args.tensor_parallel_num_weight_shards = args.expert_tensor_parallel_num_weight_shards = None

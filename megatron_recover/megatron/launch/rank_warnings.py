@@ -1,6 +1,7 @@
 """Warns of places in a user's script that go wrong with replicas because RANK counts inside one.
 
-The dry run shows a line for each such place (docs/how_to/what_rank_means.md). Nothing is refused.
+The dry run shows a line for each such place, for at most `MAX_LINES` of them
+(docs/how_to/what_rank_means.md). Nothing is refused.
 
 Note [What is warned of]
     A use of RANK alone is no mistake: inside a replica it means what it means under torchrun. So a
@@ -13,10 +14,11 @@ Note [What is warned of]
     asks for `is_writer` or a variable MEGATRON_RECOVER_* knows about replicas and is not named.
 
 Note [Which names have such a value]
-    A name has the values of the expressions that it is assigned in its function, or else at module
-    level, in any order of the lines. An attribute has those that it is assigned anywhere in the
-    file. Values do not cross calls, except for parameters with a name of `_PARAMETERS`. A function
-    of the user's that makes an outward call is outward itself, by its name.
+    A name has the values of the expressions that it is assigned in its function, or else in those
+    around it or at module level, in any order of the lines. An attribute has those that it is
+    assigned anywhere in the file. Values do not cross calls, except for parameters with a name of
+    `_PARAMETERS`. A function of the user's that makes an outward call is outward itself, by its
+    name.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class _Guard(NamedTuple):
 def warnings(script: Path, folders: Sequence[Path]) -> list[str]:
     """Return lines for the console about a script: one per place, and one that names the guide.
 
-    `folders` have the user's own modules. Without a place there is no line.
+    At most `MAX_LINES` places are shown; without a place there is no line. `folders` have the
+    user's own modules. Code that is nested too deeply gets one line that says so.
     """
     code = dict(own_code(script, folders))
     try:
@@ -230,7 +233,10 @@ def _is_outward(call: ast.Call, functions: Collection[str]) -> bool:
 
 
 def _naming(call: ast.Call) -> Iterator[ast.AST]:
-    """Yield the parts of an outward call that may name a file or a port; contents are left out."""
+    """Yield the parts of an outward call that may name a file or a port.
+
+    Left out are dictionaries, and the arguments of the calls in `_WITH_CONTENT`.
+    """
     yield call.func
     if _name(call.func) not in _WITH_CONTENT:
         yield from (each for each in (*call.args, *(each.value for each in call.keywords)) if not isinstance(each, ast.Dict))
@@ -266,7 +272,7 @@ class _Reader:
     def _inside(
         self, node: ast.AST, names: _Names, guard: _Guard | None, below: _Guard | None
     ) -> Iterator[tuple[int, str]]:  # fmt: skip
-        """Yield the places inside a statement or expression; its bodies are below `below`."""
+        """Yield the places inside a statement, handler or case; its bodies are below `below`."""
         if isinstance(node, ast.stmt) and (place := self._judge(node, names, guard)) is not None:
             yield place
         if isinstance(node, (*_FUNCTION, ast.Lambda)):
@@ -295,7 +301,7 @@ class _Reader:
             yield from self._expression(child, names, guard)
 
     def _judge(self, node: ast.AST, names: _Names, guard: _Guard | None) -> tuple[int, str] | None:
-        """Return line and text if an expression is a place that is warned of."""
+        """Return line and text if a statement or expression is a place that is warned of."""
         match node:
             case ast.Call():
                 return self._judge_call(node, names, guard)

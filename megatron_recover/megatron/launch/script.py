@@ -6,8 +6,9 @@ the dry run and all ranks so.
 
 From Megatron 0.18 on, upstream's training scripts call `parse_and_validate_args` and then
 `pretrain`. `wrap` replaces both names before the script imports them, so the script needs no
-change. A script that begins to train in another way is refused: in the dry run it would train alone
-on the user's data, and in ranks it would wait for ranks that were never started.
+change. The dry run refuses a script that calls `torch.distributed.init_process_group` itself: there
+it would train alone on the user's data, and in ranks it would wait for ranks that were never
+started.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def is_wrapped() -> bool:
 def is_writer() -> bool:
     """Return whether this rank's replica is the one that logs and saves for the job at present.
 
-    Until the job has begun that is replica 0. If it dies, it is the next one. Under plain torchrun
-    there is one replica, and the result is True.
+    Until the job has begun that is replica 0. If the writer dies, the next replica becomes the
+    writer. Under plain torchrun there is one replica, and the result is True.
     """
     import megatron.training
 
@@ -131,7 +132,7 @@ def run(argv: list[str], *, warns: bool = False) -> None:
 
 
 def refuse_own_training() -> None:
-    """Have a script that begins to train without `pretrain` end with exit code 2 and the remedy."""
+    """Have a script that calls `init_process_group` itself end with exit code 2 and the remedy."""
     import torch.distributed
 
     torch.distributed.init_process_group = _refused("torch.distributed.init_process_group")

@@ -174,8 +174,8 @@ def activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Acti
 
     Upstream's estimate is linear in the number of layers. It takes each for a dense one without
     gated units, so that share of it is multiplied by `_layer_ratio`. Upstream knows no context
-    parallelism either. The estimate is linear in the length of the sequence, so the caller divides
-    it by the context-parallel size.
+    parallelism either. The estimate is linear in the length of the sequence, so `memory.memory`
+    divides it by the context-parallel size.
     """
     from megatron.training.theoretical_memory_usage import compute_activation_memory, compute_activation_memory_without_sp
 

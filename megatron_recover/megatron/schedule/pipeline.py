@@ -18,8 +18,9 @@ Note [Divisor]
     In upstream `num_microbatches` has two uses: the length of the schedule, and the divisor of the
     losses (`schedules.forward_step`). Here the queue determines the length. The divisor is M, the
     number of microbatches of the step over all replicas. So the sum over replicas is the gradient
-    of the full batch. With `--calculate-per-token-loss` upstream divides no loss. It divides the
-    summed gradient by the number of tokens when it finalizes the gradient.
+    of the full batch. With `--calculate-per-token-loss` upstream divides no loss that comes with a
+    token count. It divides the summed gradient by the number of tokens when it finalizes the
+    gradient.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def read(function: Callable[..., Any]) -> Body:
 def unknown(known: Known, functions: Mapping[str, Callable[..., Any]]) -> list[str]:
     """Return a text for each of `functions` whose body nobody has read.
 
-    Its first line has place, file and digests. Each further line, indented, is a difference to the
-    body that was read and is most alike.
+    Its first line has place, file and digests. The further lines, indented, are those of
+    `_difference`, if the function has a source.
     """
     found = []
     for place, function in functions.items():
@@ -109,7 +109,10 @@ def unknown(known: Known, functions: Mapping[str, Callable[..., Any]]) -> list[s
 
 
 def _difference(known: Mapping[str, str], body: Body) -> list[str]:
-    """Return one line for each difference of `body` to the most similar known body, if any."""
+    """Return lines about the differences of `body` to the most similar known body, if any.
+
+    At most `_SHOWN_DIFFERENCES` are shown; a last line counts the others.
+    """
     others = [
         tuple(marks[at : at + _MARK_CHARACTERS] for at in range(0, len(marks), _MARK_CHARACTERS)) for marks in known.values()
     ]  # fmt: skip

@@ -25,7 +25,7 @@ from megatron_recover.shipped import shipped
 
 
 class UnsupportedMegatron(ValueError):
-    """The seams do not fit the installed Megatron; the message lists each misfit and the remedy."""
+    """Seams or anchors do not fit the installed Megatron; the message lists misfits and remedy."""
 
 
 class Seam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,8 +2,8 @@
 
 The words are those of `observe.work`, which reads a whole trace and knows which microbatches a rank
 really computed. Here a microbatch counts when a plan deals it, at every level of the trace that has
-steps. The two differ only where a replica dies while it computes what another one lost, and where a
-step is made void.
+steps. The two differ where a replica dies that was dealt what another one lost, and where a step is
+made void.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeldWork:
         """Microbatches that were dealt to a replica that was lost before all of their buckets were
         safe with others; each once a step."""
         self.num_dealt_again = 0
-        """Microbatches in plans although an older plan of the step had dealt them for a bucket."""
+        """Microbatches in plans although an older plan had dealt them for the same bucket."""
         self._deals: dict[int, list[_Deal]] = {}
         self._lost: dict[int, list[int]] = {}
         """Step that is not committed -> replicas lost in it, in the order of their losses."""

@@ -37,7 +37,7 @@ def this_process() -> LauncherProcess:
 
 
 def about(run_dir: Path) -> str:
-    """Return a sentence on the launcher of a run whose trace has had nothing new, with advice."""
+    """Return a sentence on the launcher of a run whose trace has had nothing new."""
     try:
         launcher = msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=_Description).launcher
     except (OSError, msgspec.MsgspecError):

@@ -252,8 +252,8 @@ class _Recovery:
 class _StepTimes:
     """The time of steps, and how much of it faults took: `observe.goodput`, step by step.
 
-    The estimate of a step without its fault is the median of the newest steps before it, where
-    `observe.goodput` knows the steps after it as well.
+    The estimate of a step without its fault comes from the newest steps so far, where
+    `observe.goodput` knows all later steps as well. Without an estimate a step waits for one.
     """
 
     def __init__(self) -> None:
@@ -280,7 +280,10 @@ class _StepTimes:
         self._is_disturbed = True
 
     def committed(self, event: trace.Committed, num_replicas: int) -> float | None:
-        """Take the first commit of a step, and return its seconds; None if it has no microbatch."""
+        """Take the first commit of a step, and return its seconds.
+
+        None if the step has no microbatch, or no plan in the trace.
+        """
         num_microbatches = self._microbatches.get(event.step, 0)
         self._microbatches = {step: number for step, number in self._microbatches.items() if step > event.step}
         if not num_microbatches or self._begin is None:

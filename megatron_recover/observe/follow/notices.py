@@ -1,6 +1,6 @@
 """Decide which events of a run an operator is told at once, and in which words.
 
-`run --on-event` gives each notice to a command, as JSON. The same trace always gives the same
+`run --on-event` gives notices to a command, as JSON. The same trace always gives the same
 notices with the same numbers, so whoever has to begin anew knows by the number which were given.
 """
 
@@ -136,7 +136,10 @@ class Notices:
                 yield self.ended(event.exit_code, event.reason, event.t)
 
     def ended(self, exit_code: int | None, reason: str, seconds: float) -> Ended:
-        """Return the notice of the end, `seconds` after the start of the run. None: see `Ended`."""
+        """Return the notice of the end, `seconds` after the start of the run.
+
+        `exit_code`: see `Ended`.
+        """
         self.has_ended = True
         name = "killed" if exit_code is None else ExitCode.words(exit_code)
         ended = Ended(

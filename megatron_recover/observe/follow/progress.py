@@ -37,7 +37,7 @@ class RunProgress:
         """Newest generation that lost a replica, and the lost replicas; None once a training or
         evaluation step is committed in this generation or a later one."""
         self._has_steps = True
-        """False if the trace leaves steps out; the end of a recovery is then unknown."""
+        """False if the trace leaves steps out: no commit would then reset `_repairing`."""
         self._asked = ""
         """Reason why all replicas have been requested to end."""
         self._silent: dict[tuple[int, int], trace.RankSilent] = {}

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_POINTS = 400
-"""Largest number of points of a curve. A longer curve keeps the lowest and highest point of each
-stretch: no peak is lost."""
+"""Largest number of points that `thinned` keeps: the lowest and highest point of each stretch of a
+longer curve, so that no peak is lost."""
 MAX_DOTS = 60
 """Largest number of points that are drawn as dots; with more only the curve is drawn."""
 

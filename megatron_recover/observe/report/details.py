@@ -55,7 +55,7 @@ class _Keeping:
         self._begun: set[tuple[int, ...]] = set()
         """Keys of microbatches whose start is kept. Their end is kept as well, however late."""
         self._waiting: dict[tuple[int, ...], Numbered] = {}
-        """Starts before a window, of microbatches that may end in the window."""
+        """Starts outside all windows, of microbatches that may end in a window."""
         self.rank_limit: int | None = None
         self.events: list[Numbered] = []
 
@@ -69,7 +69,8 @@ class _Keeping:
     def take(self, line: int, event: trace.AnyEvent) -> None:
         """Keep an event of a window, if it is a plan, a phase of a recovery, or of `_DRAWN`.
 
-        Ranks from `rank_limit` on that no fault struck are left out. A start is kept with its end.
+        Plans of all steps that were under way in a window are kept. Ranks from `rank_limit` on that
+        no fault struck are left out. A start is kept with its end.
         """
         if isinstance(event, trace.Plan):
             wanted = event.step in self._steps

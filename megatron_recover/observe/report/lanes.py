@@ -30,7 +30,7 @@ class Bar:
     """A span in percent of the picture's width."""
 
     kind: str
-    """Style: a span's kind, or `busy` for several kinds that are drawn as one."""
+    """Style, for example a span's kind; `busy`: several kinds are drawn as one."""
     at: float
     width: float
     text: str
@@ -47,7 +47,8 @@ class Row:
     computing: tuple[Bar, ...]
     reducing: tuple[Bar, ...]
     frozen: tuple[Bar, ...]
-    """Periods in which an injected fault had stopped the process and no standstill shows it."""
+    """Periods in which an injected fault had stopped the process and no `stopped` standstill shows
+    it."""
     still: tuple[Bar, ...]
     """Periods of standstill, and of waiting for another rank that showed no progress."""
     gone: float | None

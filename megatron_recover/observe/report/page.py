@@ -1,8 +1,8 @@
 """Render the report of a run as one HTML page without scripts that needs no network.
 
-Everything on the page comes from the trace. Its numbers are those of `summary.Summary`, and its
-verdict is `check`'s. This module assembles the content; `charts` places it, and `templates/` decide
-how it looks.
+Everything on the page comes from the trace and from the comparison with a reference run. Its
+numbers are those of `summary.Summary`, and its verdict is `check`'s. This module assembles the
+content; `charts` places it, and `templates/` decide how it looks.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def _total(steps: list[StepTime]) -> float:
 
 
 def _grouped(steps: list[StepTime]) -> list[list[StepTime]]:
-    """Group neighbouring steps so that a long run has at most about `charts.MAX_POINTS` groups."""
+    """Group neighbouring steps: at most `charts.MAX_POINTS` groups, and one for each pause."""
     size = -(-len(steps) // charts.MAX_POINTS)
     groups: list[list[StepTime]] = []
     for one in steps:

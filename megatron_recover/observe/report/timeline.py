@@ -27,7 +27,7 @@ MAX_SPANS = 300_000
 """Largest number of spans of a run that is looked at whole. Of a larger run only the periods around
 drawn faults are looked at, with at most `details.MAX_EVENTS` events."""
 MAX_DRAWN = 8
-"""Largest number of recoveries that are drawn; of more the slowest are drawn."""
+"""Largest number of episodes that are drawn; of more the slowest are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Episode:
     """The reaction to one or more faults.
 
     It consists of the generations up to the one in which the step was committed, or up to the last
-    of the run. It has no generation if nothing had to be agreed on: a rank was slow, or stood still
-    for too short a time.
+    of the run. It has no generation if none was made: for example a rank was slow, stood still for
+    too short a time, or was the last one.
     """
 
     generations: tuple[trace.Generation, ...]
@@ -257,7 +257,7 @@ class Timeline:
     def recovering(self) -> dict[int, list[Span]]:
         """Return the phases of the recoveries, as the leader of each replica measured them.
 
-        No two of a replica overlap.
+        `detect` begins with the fault instead. No two of a replica overlap.
         """
         found: dict[int, list[Span]] = defaultdict(list)
         for _, event in self._events:

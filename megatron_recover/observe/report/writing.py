@@ -27,8 +27,8 @@ def write(run_dir: Path, against: Path | None = None, place: Path | None = None)
 
     Return the written files, and the lines of the trace that were cut short.
 
-    Raise FileNotFoundError or `trace.TraceError` if there is no readable trace. Raise OSError with
-    the file's name if a file cannot be written; an older file of that name is kept.
+    Raise what `check` raises. Raise OSError with the file's name if a file cannot be written; an
+    older file of that name is kept.
     """
     verdict = check(run_dir, against)
     history = verdict.history

@@ -57,7 +57,7 @@ def equal_records(history: History, step: Step) -> Findings:
 
 
 def _to_compare(history: History, step: Step, commit: trace.Committed) -> Iterator[tuple[trace.Result, Held, dict[int, int]]]:
-    """Yield the committed results that differ from what a replica may hold.
+    """Yield the committed results that may differ from what a replica holds.
 
     Each comes with its holders and the committed checksum of each rank.
     """

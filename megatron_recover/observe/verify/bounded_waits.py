@@ -54,8 +54,8 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
 class EntersTheLast(Rule):
     """A rule: every member of the last generation enters it, unless the member had finished.
 
-    A run that has not ended, that was killed on request, or that was stopping because of an error,
-    is not judged.
+    A run is not judged that has not ended, that was killed on request, or for which `stopping` was
+    recorded.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:

@@ -53,8 +53,8 @@ class Verdict:
     problems: tuple[str, ...]
     """Reasons, other than violations, why the run does not count as proven."""
     not_judged: tuple[str, ...] = ()
-    """Parts that the trace does not show: steps with a gap, and rules that need more than was
-    recorded."""
+    """Parts that could not be judged, such as steps with a gap, rules that need more than was
+    recorded, and comparisons with the reference."""
     uncounted: Mapping[str, int] = field(default_factory=dict)
     """Invariant -> number of violations that are not kept."""
 
@@ -132,7 +132,9 @@ def violations(history: History) -> tuple[Violation, ...]:
 def check(run_dir: Path, against: Path | None = None) -> Verdict:
     """Judge a run directory.
 
-    Raise FileNotFoundError or `trace.TraceError` if there is no readable trace.
+    Raise FileNotFoundError or `trace.TraceError` if there is no readable trace. Raise
+    `packages.Lacking` if a comparison needs torch and it is not there, and OSError if a checkpoint
+    to compare cannot be read.
     """
     history, reference = History.read(run_dir), History.read(against) if against else None
     gaps, accounts, comparison = Gaps(history), Accounts(history), None

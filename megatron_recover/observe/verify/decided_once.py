@@ -78,7 +78,7 @@ def counted_as_told(history: History, step: Step) -> Findings:
 class HeldAsPlanned(Rule):
     """A rule: only sums and transfers that the replica's plan of that generation asks for arrive.
 
-    They are judged whether they are held or not; `Fencing` judges their versions.
+    They are judged whether they are held or not; `Fencing` judges the versions of sums.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:

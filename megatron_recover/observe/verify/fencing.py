@@ -86,7 +86,8 @@ def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
 _OF_OTHERS = (
     trace.Fenced, trace.SetAside, trace.Failure, trace.Fault, trace.Gap, trace.RankSilent, trace.RankMoved,
 )  # fmt: skip
-"""Types of events about a replica that others write, or that do not show its actions."""
+"""Types of events about a replica that others write, or that do not show its actions. `Thawed` is
+judged as well: a fenced rank is never continued."""
 
 
 class Fencing(Rule):

@@ -5,7 +5,8 @@ lines, each with its step as it was before the event. It gets each step when the
 then the end. A rule itself holds the little that it needs from one step to the next.
 
 What a rule finds at a step that a gap in the trace touches is dropped (`gaps`). A rule must look
-for gaps itself only if it compares several steps or judges the end of the run.
+for gaps itself only if it compares several steps, judges events without a step, or judges the end
+of the run.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Explorer(Moves):
         return Exploration(self.scenario, len(came_from), self.transitions, ends, found)
 
     def way(self, world: JobState, came_from: Mapping[JobState, JobState | None]) -> tuple[str, ...]:
-        """Return what happened from the beginning to a state, and what was tried there."""
+        """Return what happened from the beginning to a state, and the last attempt from there."""
         attempts = [self.attempt]
         before = came_from.get(world)
         while before is not None:

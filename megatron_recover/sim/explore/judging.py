@@ -2,7 +2,7 @@
 
 The coordinator has evidence only. The explorer knows the truth of its world:
 
-- which members read, and since when the deadline has passed;
+- which members read, and which of them beyond the deadline;
 - whose save is overdue;
 - which channels are broken;
 - which timer it has fired.
@@ -26,12 +26,12 @@ LASTS = 2
 
 
 def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after: CoordinatorState, cause: Input) -> JobState:
-    """Return the world after the coordinator's reaction to an input, with the waits that it ends.
+    """Return the world after the coordinator's reaction to an input, without waits that it ends.
 
     Raise InvariantViolation in these cases:
 
-    - The coordinator has removed a replica that is not at fault.
-    - It has removed the last members for being late.
+    - The coordinator has removed, after a timer, a replica that is not at fault.
+    - It has removed the last members after a timer.
     - It keeps a replica whose save is overdue for longer than any trouble that passes.
     """
     losses = after.losses[len(before.losses) :]
@@ -53,7 +53,7 @@ def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after:
 
 
 def _is_not_excused(world: JobState, after: CoordinatorState) -> None:
-    """Raise InvariantViolation if a replica whose save is overdue is kept for another's work."""
+    """Raise InvariantViolation if an overdue save is excused for over `LASTS` generations."""
     for replica, since in world.late_saves:
         if after.generation - since > LASTS:
             made = f"{after.generation - since} generations without a step"

@@ -17,10 +17,12 @@ item are always left out. `reduced=False` tries those of the others, and a test 
   `links` such a message waits for its turn on its link.
 * A node that no new generation can reach takes its steps at once. Such a node is not in the newest
   roster, or it has entered the newest generation and nothing is left that could lead to another
-  one: no fault, save, drift or miscount, and no operation that takes time to fail. Its steps only
-  add messages, none disables another, and nobody has to receive what they send.
-* The coordinator sees a crash at once. Until it does, the dead replica merely does nothing, as any
-  replica may at any time. For the same reason a fenced replica is never killed.
+  one: no fault, save, drift, miscount or stopped coordinator, and no operation that takes time to
+  fail. Its steps only add messages, none disables another, and nobody has to receive what they
+  send.
+* The coordinator sees a crash at once, unless it is stopped. Until it does, the dead replica merely
+  does nothing, as any replica may at any time. For the same reason a fenced replica is never
+  killed.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ class Moves(Space):
     # --- what can happen ---
 
     def steps(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
-        """Yield every step of a live node and of the coordinator, with the state after it."""
+        """Yield every step of a live node and of the coordinator, with the state after it.
+
+        While the coordinator is stopped, no timer runs out, and no save or local work ends.
+        """
         for number, name in enumerate(world.nodes):
             if name:
                 waits = self.stalls(world, number) if world.reading else []
@@ -72,7 +77,7 @@ class Moves(Space):
             yield f"the overdue save of replica {number} is over", over
 
     def times(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
-        """Yield timers that run out where operations take time to fail, and ends of local work.
+        """Yield timers where operations take time to fail, ends and reports of local work, beats.
 
         Local work is reading data, compiling or computing, for which other members wait.
         """
@@ -178,8 +183,8 @@ class Moves(Space):
     def stimuli(self, world: JobState, number: ReplicaId) -> list[Stimulus | int]:
         """Return what can reach a live node: messages by number, own steps, ends of operations.
 
-        While a member reads, no `Stall` is among them. The caller then adds those of `stalls`,
-        which calls this function itself.
+        While a member reads, no `Stall` is among them. `steps` then adds those of `stalls`, which
+        calls this function itself.
         """
         name = world.nodes[number]
         own = self.own_steps(name)
@@ -200,9 +205,9 @@ class Moves(Space):
     def stalls(self, world: JobState, number: ReplicaId) -> list[Stimulus | int]:
         """Return a `Stall` for each operation of a node that waits in vain.
 
-        Without readers: the operations that all members have reached and that broken channels stop.
-        With readers: those that wait for a reader, once nothing else can happen and a member may
-        give up (`waits_for_readers`). A node that reads has none.
+        While nobody reads: the operations whose data is all sent and that broken channels stop.
+        Else: those that wait for a reader, once `is_quiet` and a member may give up
+        (`waits_for_readers`). A node that reads has none.
         """
         if number in world.reading:
             return []
@@ -227,7 +232,7 @@ class Moves(Space):
         return not any(items for name in members if name for items in self.nodes[name].leader.held)
 
     def is_quiet(self, world: JobState) -> bool:
-        """Return whether nothing can happen but waits for readers to end.
+        """Return whether no member can take a step, apart from a `Stall`, and no beat is due.
 
         Messages come first: none takes as long as a wait for a member does.
         """
@@ -251,7 +256,10 @@ class Moves(Space):
         return found
 
     def alarm(self, world: JobState, state: coordinator.CoordinatorState) -> Iterator[tuple[Attempt, JobState]]:
-        """Yield the requests for a new generation although nobody died."""
+        """Yield the requests for a new generation although nobody died.
+
+        Without `links` there are none while the coordinator is stopped.
+        """
         if self.scenario.links:
             for a, b in itertools.combinations(state.roster, 2):
                 links = tuple(link for link in world.links if {link[0], link[1]} != {a, b})

@@ -53,11 +53,12 @@ class Scenario(Value, frozen=True):
     """Follow timers that run out at any instant, also before any member has entered."""
     broken: Channels = frozenset()
     """Channels of the data plane that deliver nothing. An operation that needs one fails after all
-    its members have arrived at it."""
+    its data is sent."""
     miscounts: int = 0
     """Times that a replica counts a microbatch of a step twice. Several may hit the same step."""
     stops: int = 0
-    """Times that the coordinator is stopped. What arrives meanwhile waits until it continues."""
+    """Times that the coordinator is stopped. What arrives meanwhile waits until it continues.
+    Meanwhile no timer runs out, and no save or local work ends."""
     state_drifts: int = 0
     """Replicas whose state changes silently between two steps, in parts that no sum depends on.
 

@@ -77,7 +77,8 @@ class Effect(NamedTuple):
 
 
 Attempt = str | tuple[ReplicaId, Stimulus | int]
-"""Text of a fault; or a replica, and the stimulus or the number of the message that reached it."""
+"""Text of a fault or of what happens at the coordinator or a reader; or a replica, and the stimulus
+or the number of the message that reached it."""
 
 
 class Space:
@@ -117,11 +118,11 @@ class Space:
         self.void: dict[int, int] = {}
         """Messages that are known to change nothing at a node; by node."""
         self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], int] = {}
-        """Number of each announcement, by the fields that matter here: nobody requests an exit."""
+        """Number of each announcement, by the fields that matter here; these imply its requests."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
         self.attempt: Attempt = "the job starts"
-        """Step or fault that is being tried, for the report of a violation."""
+        """Newest stimulus or timer that was tried, for the report of a violation."""
 
     # --- one step ---
 
@@ -165,8 +166,8 @@ class Space:
         """Return the state after an input to the coordinator, or to its inbox while it is stopped.
 
         Of the effects, only announcements reach the network. A grace ends at once, unless
-        operations take time to fail. `Moves.faults` fires all other timers. Raises
-        InvariantViolation for a removal that is wrong (`judging.py`).
+        operations take time to fail. `Moves` fires some of the other timers. Raises
+        InvariantViolation as `judged` does, and for an announcement that breaks an invariant.
         """
         if world.stopped:
             return world._replace(inbox=(*world.inbox, self.inputs.number(message)))
@@ -310,7 +311,7 @@ class Space:
         return number
 
     def delivered(self, world: JobState, position: int, operation: Operation) -> Multiset | None:
-        """Return what an operation would deliver; None while a member reads or sent no data."""
+        """Return what an operation would deliver; None while a sender reads or has sent no data."""
         version = operation.version if operation.source is not None else 0
         parts = []
         for member in operation.members if operation.source is None else (operation.source,):

@@ -31,8 +31,8 @@ class RecoveryAccount:
     step: int | None = None
     """First step that was planned in the generation; None: none was."""
     redone: int = 0
-    """Microbatches whose backward ended in the generation although an older plan had dealt them for
-    the same bucket, as `observe/work.py` counts them in a trace."""
+    """Microbatches of the generation's plans whose backward ended although an older plan had dealt
+    them for the same bucket, as `observe/work.py` counts them in a trace."""
     in_schedule: int = 0
     """Microbatches among these that were added to passes still running."""
 

@@ -52,7 +52,7 @@ class Course(Value, frozen=True):
         return course
 
     def next_label(self, num_steps: int, save_interval: int) -> str | None:
-        """Return the label of the next step, or None when training is over.
+        """Return the label of the next step, or None when no step is left.
 
         `save_interval` is in training steps; 0: no saves.
         """

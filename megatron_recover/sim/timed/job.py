@@ -4,7 +4,8 @@
     job.run()
 
 `core` makes every decision. `sim/timed/models.py` says what takes time, and how much. A control
-thread handles one message at a time: of many to send or to receive, the last one is late.
+thread handles one message at a time: of many to send the last one is late, and so is what a thread
+sends after many that it receives.
 """
 
 from __future__ import annotations
@@ -394,7 +395,7 @@ class TimedJob:
         return number in self._dead and position in self._dead[number]
 
     def bury(self, number: ReplicaId, position: int) -> None:
-        """Make a rank dead; the coordinator does not know of it yet.
+        """Make a rank dead, without a report to the coordinator.
 
         The ranks that meet it for a sum or copy notice it, and of rank 0 also the linked leaders.
         """

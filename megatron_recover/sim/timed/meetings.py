@@ -136,7 +136,7 @@ class Meetings:
             rank.failed(operation, "no progress", accused, stalled=True)
 
     def leave(self, rank: TimedRank, operation: Operation) -> None:
-        """Let a rank leave without a result, as it has promised a newer generation.
+        """Let a rank leave without a result, as its transport is retired.
 
         If a broken channel has kept the result from it for at least half of `stall_s`, it reports
         the replicas that it accuses.

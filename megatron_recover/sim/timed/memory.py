@@ -51,7 +51,7 @@ class Memory:
 
 
 class Counts(Memory):
-    """Memory that holds multisets and observes every fact.
+    """Memory that holds multisets and observes every fact of a rank.
 
     Tests plant bugs by overriding the methods that say what the threads of a rank do.
     """

@@ -203,7 +203,7 @@ class Timing:
     def entering_s(self, num_members: int) -> dict[str, float]:
         """Return the seconds from an announcement until the coordinator knows that all entered.
 
-        Each key of `[network]` has its part. The coordinator sends one announcement after the
+        The parts are by key of `[network]`. The coordinator sends one announcement after the
         other, each with the roster.
         """
         network = self.network

@@ -1,8 +1,8 @@
 """Policies of a job at a loss, and their costs: ours, and the usual alternatives.
 
 `recover` runs the machines (`sim/timed/recover.py`). The others are baselines, computed in closed
-form, step by step, over the same models and the same random losses. They pay nothing for votes,
-plans or membership: a baseline is simplified in its favour.
+form, step by step, over the same models, with losses drawn from the same seed at the same rates.
+They pay nothing for votes, plans or membership: a baseline is simplified in its favour.
 
 checkpoint-restart
     A blocking save every n steps, n by Daly's formula (Daly 2006; Young 1974 is its first term).

@@ -78,7 +78,7 @@ class Pass:
         return self.base + filled + index * self.slot_s
 
     def extend(self, microbatches: Sequence[MicrobatchId], now: float) -> None:
-        """Add microbatches. One that comes after its time moves everything behind it."""
+        """Add microbatches. One that comes after its time moves all times of the pass."""
         late = now - self.forward_begins(self.num_microbatches)
         if self.num_microbatches and late > 0:
             self.base += late

@@ -137,7 +137,7 @@ def _wrong_fault(table: Mapping[str, object], limits: Mapping[str, tuple[float, 
 
 
 def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
-    """Yield the contradictions between tables that are right by themselves."""
+    """Yield the contradictions between keys that are right by themselves."""
     job, failures = scenario.job, scenario.failures
     if job.ranks % job.stages:
         yield ("job", "stages"), f"stages is {job.stages}; it must divide ranks, which is {job.ranks}"

@@ -1,6 +1,6 @@
 """Protocols of the parts of a simulated job: a rank, the meetings of ranks, and their memory.
 
-`job.TimedJob` is the only module that knows all parts.
+`job.TimedJob` joins the parts.
 """
 
 from __future__ import annotations
