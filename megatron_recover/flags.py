@@ -66,8 +66,10 @@ def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], list[
     """Return the parser's words, and the script with all that is behind it.
 
     The script is the first word that is neither a flag of the parser nor the value of one. A `--`
-    in front of it belongs to neither. Whether an unknown flag has a value cannot be known: it ends
-    the parser's words, or `--` does if there is one.
+    in front of the script belongs to neither list, unless an unknown flag comes before the `--`.
+    Whether an unknown flag has a value cannot be known. So an unknown flag is the last of the
+    parser's words. If a `--` follows, the parser's words end before the `--` instead, and the
+    second list begins with the `--`.
     """
     has_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
     positions = iter(range(len(argv)))

@@ -55,7 +55,7 @@ class EntersTheLast(Rule):
     """A rule: every member of the last generation enters it, unless the member had finished.
 
     A run is not judged that has not ended, that was killed on request, or for which `stopping` was
-    recorded.
+    recorded. A member whose entry a gap of the trace may hide is not judged.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:

@@ -380,7 +380,10 @@ _FAULTS = (
 
 
 def run(job: RandomJob, seed: int) -> SeedVerdict:
-    """Run a job to its end and judge it."""
+    """Run a job to its end and judge it. `seed` is the seed of the job, for the verdict.
+
+    Raises nothing: the verdict contains a broken invariant, a job without an end, and any defect.
+    """
     problem = None
     try:
         job.run(max_events=MAX_EVENTS, until_s=CALM_S)
