@@ -82,9 +82,10 @@ def preload(name: str) -> None:
 
 
 def prepare(ignored: Iterable[int] = ()) -> None:
-    """Prepare a process that imports for ranks: what it prints, and the signals that it ignores.
+    """Let printed lines leave this process at once, and ignore `TOLD_TO_ALL` and `ignored`.
 
-    Those are `TOLD_TO_ALL` and `ignored`. Every process that it starts ignores them, too.
+    The fork server and each warm process call this function before their imports. Every process
+    that they start ignores the same signals, until it sets a handler.
     """
     _print_by_lines()
     # Slurm and systemd request the end of every process of a job. The launcher reacts, and this

@@ -89,9 +89,10 @@ def gather(ballots: Sequence[Ballot], more: Iterable[Ballot]) -> tuple[Ballot, .
 
 
 def _united(said: Sequence[tuple[Ballot, Collection[ReplicaId]]]) -> Ballot:
-    """Return one ballot of equal votes, given as ballots with the voters that count of each.
+    """Unite ballots of the same digest into one ballot.
 
-    The result has the requests of all these ballots, and the paces of these voters.
+    Each item of `said` is a ballot and those of its voters that count. The result has these voters,
+    their paces, and the requests of all ballots.
     """
     first, _ = said[0]
     voters = tuple(sorted(voter for _, voters in said for voter in voters))

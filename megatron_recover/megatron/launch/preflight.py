@@ -498,6 +498,10 @@ def _length(args: Namespace) -> list[str]:
 
 
 def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
+    """Return the number of microbatches in `batch` samples, or 0 and the mistake in a list.
+
+    `flag` and `micro_flag` are the flags that the mistake names. Each replica needs a microbatch.
+    """
     one = micro * lanes
     of = f"{micro_flag} {micro}" + (f" x --lanes {lanes}" if lanes > 1 else "")
     if batch < 1 or batch % one:
