@@ -33,7 +33,7 @@ from megatron_recover.sim.timed.recover import recover
 
 
 def _begin_step(meter: Meter, losses: Losses, scenario: Scenario, seconds: float) -> float | None:
-    """Begin a step of `seconds`; return after how many of them a loss strikes, or None."""
+    """Begin a step of `seconds`; return the seconds until a loss strikes, None without a loss."""
     members = meter.outcome.replicas_end
     part = losses.in_step(members)
     if part is None:

@@ -99,7 +99,7 @@ def key_of(operation: Operation) -> tuple[int | None, ...]:
 
 
 class TimedRank:
-    """One rank. `busy` is True while its training thread can not take an order."""
+    """One rank. While `busy` is True, its training thread takes orders in `_prepare` only."""
 
     __slots__ = (
         "alive", "busy", "course", "job", "machine", "operations", "passes", "passing", "plans_taken", "position", "replica",
