@@ -25,7 +25,9 @@ PLOT = ("matplotlib>=3.8",)
 TENSORBOARD = ("tensorboard>=2.16",)
 METRICS = ("prometheus-client>=0.20",)
 OPTIMIZERS = ("emerging-optimizers>=0.2",)
-"""Requirements of Megatron for other optimizers than Adam and SGD; no extra of this package."""
+"""Requirements of Megatron for other optimizers than `BUILT_IN`; no extra of this package."""
+BUILT_IN = ("adam", "sgd")
+"""Optimizers that Megatron has without a further package."""
 EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"train": TRAINING, "plot": PLOT, "tensorboard": TENSORBOARD, "metrics": METRICS}
 )

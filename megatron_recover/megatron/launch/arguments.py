@@ -19,6 +19,7 @@ import msgspec
 from megatron_recover.config import VISIBLE_GPUS, RecoverConfig, visible_gpus
 from megatron_recover.deadlines import NCCL_CONNECTS_S, figure, shortest_on_gpu_s
 from megatron_recover.megatron.launch.batch_schedule import least_batch
+from megatron_recover.packages import BUILT_IN
 
 SAMPLES_BY_ID = "samples_by_id"
 """Attribute by which the provider of external data sets declares that they are read by index."""
@@ -150,7 +151,7 @@ REFUSALS = (
             lambda args: args.overlap_param_gather_with_optimizer_step and args.lanes > 1,
             "it steps the optimizer of each model chunk by itself, and a step is committed as a whole", _DROP),
     Refusal("--overlap-param-gather",
-            lambda args: args.overlap_param_gather and args.lanes > 1 and args.optimizer not in ("adam", "sgd"),
+            lambda args: args.overlap_param_gather and args.lanes > 1 and args.optimizer not in BUILT_IN,
             "lanes gather whole parameters then, and between two steps only shards of a buffer are compared", _DROP),
     Refusal("--use-megatron-fsdp", _set("use_megatron_fsdp"), "it reduces gradients itself", "use --use-distributed-optimizer"),
     Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), "it reduces gradients itself", "use --use-distributed-optimizer"),

@@ -524,7 +524,7 @@ def _without_package(args: Namespace) -> list[str]:
     """Return one line for each flag whose package is missing or too old."""
     lacking = packages.mistakes(packages.TENSORBOARD) if args.tensorboard_dir is not None else []
     found = [f"--tensorboard-dir: {line}, or leave the flag out" for line in lacking]
-    if args.optimizer not in ("adam", "sgd"):
+    if args.optimizer not in packages.BUILT_IN:
         found += [f"--optimizer {args.optimizer}: {line}, or use adam" for line in packages.mistakes(packages.OPTIMIZERS)]
     return found
 
