@@ -42,13 +42,13 @@ from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import address_of, listen
+from megatron_recover.control_plane.wire import listen
 from megatron_recover.core import policy
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT
+from megatron_recover.host.addresses import ANY_PORT, address_of
 from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1

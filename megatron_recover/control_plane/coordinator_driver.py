@@ -24,14 +24,13 @@ from megatron_recover.control_plane.wire import (
     LeaderHello,
     Link,
     Message,
-    address_of,
     frame,
     listen,
 )
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT
+from megatron_recover.host.addresses import ANY_PORT, address_of
 
 
 def announcements(

@@ -11,8 +11,9 @@ from megatron_recover.authentication.handshake import KEY_BYTES, Party, Role
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Link, Message, address_of, listen
+from megatron_recover.control_plane.wire import Link, Message, listen
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import address_of
 
 KEY = b"k" * KEY_BYTES
 """The job's key in tests that start no launcher."""
