@@ -59,12 +59,12 @@ from megatron_recover.control_plane.node_messages import (
     ReplicaGone,
     Roster,
 )
-from megatron_recover.control_plane.wire import LinkClosed, Message, address_of, listen
+from megatron_recover.control_plane.wire import LinkClosed, Message, listen
 from megatron_recover.core import policy
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT
+from megatron_recover.host.addresses import ANY_PORT, address_of
 from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1

@@ -21,9 +21,9 @@ from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
 from megatron_recover.control_plane.nodes_driver import NodesSettings
-from megatron_recover.control_plane.wire import Link, Message, address_of, listen
+from megatron_recover.control_plane.wire import Link, Message, listen
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT, host_name
+from megatron_recover.host.addresses import ANY_PORT, address_of, host_name
 from megatron_recover.trace import Level, ring
 
 _TURN_S = 0.05

@@ -18,7 +18,8 @@ from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext, RecoverConfig
 from megatron_recover.control_plane import rendezvous
-from megatron_recover.control_plane.wire import address_of, listen
+from megatron_recover.control_plane.wire import listen
+from megatron_recover.host.addresses import address_of
 from megatron_recover.trace import Layout
 
 pytestmark = pytest.mark.timeout(240)

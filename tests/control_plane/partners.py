@@ -12,8 +12,9 @@ from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Link, Message, address_of, listen
+from megatron_recover.control_plane.wire import Link, Message, listen
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import address_of
 
 KEY = b"k" * KEY_BYTES
 """The job's key in tests that start no launcher."""
