@@ -146,7 +146,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     fitting = _fitting(arguments, line, words, flags)
     num_replicas, lanes = _size(arguments, line, flags, None if fitting is None else fitting[0])
     judged = preflight(flags, num_replicas=num_replicas, lanes=lanes)
-    launch_line.judge(line, num_replicas * judged.layout.num_ranks, judged.config.deadline_s)
+    launch_line.judge(line, num_replicas * judged.layout.num_ranks, judged.config)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
     if arguments.chaos is not None:
