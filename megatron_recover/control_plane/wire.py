@@ -31,6 +31,7 @@ from megatron_recover.control_plane.encoding import (
     unpacked_status,
     unpacked_statuses,
 )
+from megatron_recover.control_plane.node_messages import FromAgent, ToAgent
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
 from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address
@@ -49,7 +50,10 @@ _READ_BYTES = 2**20
 """Bytes that a single call reads from a link at most, before the loop serves the other links."""
 MAX_QUEUED_BYTES = 2 * MAX_BODY_BYTES
 """Bytes queued at most for a peer that does not read. A message beyond that closes the link."""
-_LARGEST_BODIES = {(Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.RANK, Role.LEADER): 16 * 2**20}
+_LARGEST_BODIES = {
+    (Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.AGENT, Role.COORDINATOR): 4 * 2**20,
+    (Role.RANK, Role.LEADER): 16 * 2**20,
+}  # fmt: skip
 
 
 def largest_body(sender: Role, receiver: Role) -> int:
@@ -147,8 +151,10 @@ class Beat(Value, frozen=True):
     The coordinator sends one every `Deadlines.beat_s` if the leader has answered the one before.
     """
 
+    host: str
+    """Name of the coordinator's host."""
     pid: int
-    """Process id of the coordinator."""
+    """Process id of the coordinator on that host."""
     generation: values.Generation
     step: int
     """The highest step that any leader has reported as its first uncommitted one."""
@@ -184,7 +190,7 @@ def frame(message: Message) -> bytes:
 
 
 Message = (
-    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat
+    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat | FromAgent | ToAgent
     | values.Plan | values.Close | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.RankBlocked | values.RankFailing | values.RankFinished
     | values.Vote | values.Votes | values.Status | values.Statuses
