@@ -36,7 +36,7 @@ def make_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def shared_key(file: Path | None) -> bytes:
+def key_of_several(file: Path | None) -> bytes:
     """Return the key of a job of several nodes, from `--key-file` or else from `KEY_VARIABLE`.
 
     Raises ValueError with the remedy if there is neither, if others than this user could have read

@@ -73,7 +73,7 @@ _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _NUM_PROCESSES = "--nproc-per-node"
 _ONE_NODE = "all processes are on this node, and they meet without an address"
 _SIGNALS = ",".join(signal.Signals(number).name for number in TOLD_TO_ALL)
-ONE_NODE_FOR_NOW = True
+ONE_NODE_FOR_NOW = False
 """True: a job of several nodes is refused by `read`."""
 TORCHRUN = (
     Flag("--nnodes", "taken", "number of nodes, N or MIN:MAX; 1 for now"),

@@ -71,36 +71,36 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_all_nodes_derive_the_same_key_from_a_file_and_from_the_variable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = key.shared_key(file)
+    made = key.key_of_several(file)
     assert len(made) == key.KEY_BYTES and made == hashlib.blake2b(TEXT, digest_size=32, person=b"recover job key").digest()
     monkeypatch.setenv(config.KEY_VARIABLE, f"  {TEXT.decode()}\n")
-    assert key.shared_key(None) == made
+    assert key.key_of_several(None) == made
     monkeypatch.setenv(config.KEY_VARIABLE, "another key".ljust(40, "x"))
-    assert key.shared_key(None) != made and key.shared_key(file) == made, "the flag comes before the variable"
+    assert key.key_of_several(None) != made and key.key_of_several(file) == made, "the flag comes before the variable"
     link = file.with_name("link")
     link.symlink_to(file)
     file.chmod(0o400)
-    assert key.shared_key(link) == made
+    assert key.key_of_several(link) == made
 
 
 def test_the_command_in_the_messages_makes_a_file_that_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(config.KEY_VARIABLE, raising=False)
     with pytest.raises(ValueError) as refusal:
-        key.shared_key(None)
+        key.key_of_several(None)
     assert str(refusal.value) == (
         "a job of several nodes needs a key that all of them have; make one by `head -c 32 /dev/urandom | base64 > FILE; "
         "chmod 600 FILE`, and give --key-file FILE on every node"
     )
     command = str(refusal.value).split("`")[1].replace("FILE", str(tmp_path / "new"))
     subprocess.run(["sh", "-c", command], check=True, timeout=30)
-    assert len(key.shared_key(tmp_path / "new")) == key.KEY_BYTES
+    assert len(key.key_of_several(tmp_path / "new")) == key.KEY_BYTES
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o666, 0o601])
 def test_a_file_that_others_may_use_is_refused(file: Path, mode: int) -> None:
     file.chmod(mode)
     with pytest.raises(ValueError) as refusal:
-        key.shared_key(file)
+        key.key_of_several(file)
     assert str(refusal.value) == f"--key-file {file} has mode {mode:04o}, so others may know it; chmod 600 {file}"
 
 
@@ -111,18 +111,18 @@ def test_a_file_of_another_user_is_refused(file: Path) -> None:
     with pytest.raises(
         ValueError, match="belongs to user 4242, and not to user 0, who starts the job; give a file of your own"
     ):
-        key.shared_key(file)
+        key.key_of_several(file)
 
 
 def test_what_is_no_file_is_refused_and_blocks_nobody(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe", 0o600)
     for path in (pipe, tmp_path, Path("/dev/null")):
         with pytest.raises(ValueError, match="is no regular file; make one by"):
-            key.shared_key(path)
+            key.key_of_several(path)
     with pytest.raises(
         ValueError, match=rf"absent cannot be read \(No such file.*\); make one by `head .* > {tmp_path}/absent; "
     ):
-        key.shared_key(tmp_path / "absent")
+        key.key_of_several(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
@@ -136,16 +136,16 @@ def test_what_is_no_file_is_refused_and_blocks_nobody(tmp_path: Path) -> None:
 def test_a_text_that_is_no_key_is_refused(file: Path, text: bytes, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_bytes(text)
     with pytest.raises(ValueError, match=f"--key-file {file} {expected}"):
-        key.shared_key(file)
+        key.key_of_several(file)
     if len(text) < 4096:
         monkeypatch.setenv(config.KEY_VARIABLE, text.decode())
         with pytest.raises(ValueError, match=f"MEGATRON_RECOVER_KEY {expected}.*"):
-            key.shared_key(None)
+            key.key_of_several(None)
 
 
 def test_another_file_cannot_take_the_place_of_the_one_that_was_judged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check of the path would judge one file, and read another that a stranger has put there meanwhile."""
-    made, theirs = key.shared_key(file), file.with_name("theirs")
+    made, theirs = key.key_of_several(file), file.with_name("theirs")
     theirs.write_bytes(b"known to a stranger".ljust(40))
     theirs.chmod(0o644)
     opened = os.open
@@ -156,7 +156,7 @@ def test_another_file_cannot_take_the_place_of_the_one_that_was_judged(file: Pat
         return descriptor
 
     monkeypatch.setattr(key.os, "open", swap)
-    assert key.shared_key(file) == made
+    assert key.key_of_several(file) == made
 
 
 def test_no_process_that_runs_code_of_the_user_inherits_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
