@@ -228,7 +228,7 @@ def test_processes_that_follow_the_machine_are_its_cores_where_there_is_no_gpu(m
 
 def size(line: str, flags: str) -> tuple[int, int]:
     arguments = run._parser().parse_args(line.split())
-    return run._size(arguments, launch_line.read(arguments, {}), flags.split())
+    return run._size(arguments, run._slots(launch_line.read(arguments, {}), None), flags.split())
 
 
 @pytest.mark.parametrize(
