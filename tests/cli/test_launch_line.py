@@ -360,7 +360,7 @@ def test_where_no_links_can_be_made_nothing_is_left_and_the_folder_of_the_links_
         argv=("train.py",), num_replicas=2, layout=Layout(tp=1, pp=1), config=RecoverConfig(),
         run_dir=create_run_dir(tmp_path / "run"), log_links=claim_log_links(tmp_path / "logs", "none"),
     )  # fmt: skip
-    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, ""))
+    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, "", None))
 
     def symlink_to(self: Path, target: Path) -> None:
         raise OSError(kind, os.strerror(kind), str(target), None, str(self))
