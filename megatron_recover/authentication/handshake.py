@@ -61,6 +61,8 @@ class Role(enum.IntEnum):
     ECHO = 6
     """A rank that probes another rank, or the echo server that answers; nothing follows the
     handshake."""
+    STORE = 7
+    """Rank 0 of a replica, as the server of the replica's store for `torch.distributed`."""
 
 
 class Reply(enum.IntEnum):

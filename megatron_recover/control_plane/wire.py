@@ -31,6 +31,7 @@ from megatron_recover.control_plane.encoding import (
     unpacked_status,
     unpacked_statuses,
 )
+from megatron_recover.control_plane.store_messages import StoreAnswer, StoreRefusal, StoreRequest
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
 
@@ -48,7 +49,9 @@ _READ_BYTES = 2**20
 """Bytes that a single call reads from a link at most, before the loop serves the other links."""
 MAX_QUEUED_BYTES = 2 * MAX_BODY_BYTES
 """Bytes queued at most for a peer that does not read. A message beyond that closes the link."""
-_LARGEST_BODIES = {(Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.RANK, Role.LEADER): 16 * 2**20}
+_LARGEST_BODIES = {
+    (Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.RANK, Role.LEADER): 16 * 2**20, (Role.RANK, Role.STORE): 24 * 2**20,
+}  # fmt: skip
 
 
 def largest_body(sender: Role, receiver: Role) -> int:
@@ -189,6 +192,7 @@ Message = (
     | values.Vote | values.Votes | values.Status | values.Statuses
     | values.Entered | values.ReplicaBlocked | values.ReplicaSaving | values.ReplicaFailing | values.ReplicaFinished
     | values.Diverged | values.Miscounted
+    | StoreRequest | StoreAnswer | StoreRefusal
 )  # fmt: skip
 _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
 
