@@ -1,0 +1,97 @@
+"""A process that tries what a run does in one folder, and prints what it found as JSON.
+
+`python -m megatron_recover.cluster.doctor.folder_probe PATH DEED...`: a process of its own, since
+a call to a disk that does not answer cannot be interrupted. What it makes has a random name and is
+removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from megatron_recover.host import lock_file, whole_file
+
+PREFIX = ".megatron-recover-doctor-"
+"""Beginning of the name of everything that is made in a user's folder."""
+Deed = Literal["write", "rename", "lock"]
+"""What a run does in a folder beside reading it."""
+
+
+def nearest(path: Path) -> Path:
+    """Return the folder itself, or the nearest one above it that exists. Raises OSError."""
+    place = Path(os.path.abspath(path))
+    while not os.path.lexists(place):
+        place = place.parent
+    place.stat()  # follows a link, which may lead nowhere
+    return place
+
+
+def tried(path: Path, deeds: Sequence[Deed]) -> dict[str, object]:
+    """Return what there is at `path`, and which of the `deeds` failed there.
+
+    - `place`: the folder, or the nearest one above it; `is_folder`: whether it is one.
+    - `free`, `total`: bytes of its file system; `files`: how many more files it can have, -1 if it
+      counts none.
+    - `failed`: [deed, reason] of the first deed that failed; null if none did. A deed is tried in a
+      new folder inside the place.
+    - `is_full`: whether it failed for want of room, which is then no failure.
+    - `exchanges`: whether two names can change places in one step.
+
+    Raises OSError if the place cannot be looked at.
+    """
+    place = nearest(path)
+    usage = os.statvfs(place)
+    found: dict[str, object] = {
+        "place": str(place), "is_folder": place.is_dir(), "free": usage.f_bavail * usage.f_frsize,
+        "total": usage.f_blocks * usage.f_frsize, "files": usage.f_favail if usage.f_files else -1,
+        "failed": None, "is_full": False, "exchanges": True,
+    }  # fmt: skip
+    inside = place / f"{PREFIX}{os.urandom(8).hex()}"
+    deed: Deed = "write"
+    try:
+        if not place.is_dir() or not deeds:
+            return found
+        inside.mkdir()
+        (inside / "one").write_bytes(b"1")
+        (inside / "other").write_bytes(b"2")
+        whole_file.sync(inside / "one")
+        if "rename" in deeds:
+            deed = "rename"
+            os.rename(inside / "one", inside / "renamed")
+            found["exchanges"] = whole_file.exchange(inside / "renamed", inside / "other")
+        if "lock" in deeds:
+            deed = "lock"
+            with lock_file.opened(inside / "lock") as file:
+                lock_file.acquired(file, 0.0)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            found["is_full"] = True
+        else:
+            found["failed"] = [deed, error.strerror or str(error)]
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(inside)
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Try the deeds that the words name; return 1 where the folder cannot be looked at."""
+    path, *rest = words
+    try:
+        print(json.dumps(tried(Path(path), [deed for deed in get_args(Deed) if deed in rest])))
+    except OSError as error:
+        print(json.dumps({"error": error.strerror or str(error)}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
