@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from megatron_recover.cluster import doctor as package
 from megatron_recover.cluster.doctor import gpus as gpu_check
 from megatron_recover.cluster.doctor import machine, slurm
 from megatron_recover.cluster.doctor.findings import Check, Finding, Folder, Need
-from megatron_recover.cluster.doctor.folder_probe import PREFIX
 from megatron_recover.cluster.doctor.folders import DEEDS, Tried, judged
 from megatron_recover.cluster.doctor.node import examine, software
 from megatron_recover.core.values import ExitCode
@@ -104,7 +101,9 @@ def test_memory_that_cannot_be_locked_is_told_where_infiniband_is(tmp_path: Path
     assert found is not None and found.level == "warn" and found.value.startswith("8192 KiB: NCCL cannot register")
 
 
-@pytest.mark.parametrize(("on_gpus", "allowed", "level"), [(False, 2, "warn"), (True, 2, "warn"), (True, 4, "ok"), (False, 8, "ok")])
+@pytest.mark.parametrize(("on_gpus", "allowed", "level"), [
+    (False, 2, "warn"), (True, 2, "warn"), (True, 4, "ok"), (False, 8, "ok"),
+])  # fmt: skip
 def test_fewer_cores_than_ranks_are_told_where_something_holds_them_back(
     on_gpus: bool, allowed: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,8 +196,8 @@ def test_a_disk_that_does_not_answer_holds_neither_the_verb_nor_another_folder(t
     (Tried("/a", True, 2**40, 2**40), "ok", "/a/b is to be made in /a, 1048576 MiB free"),
     (Tried("/a/b", True, 2**40, 2**40, exchanges=False), "ok", "; its file system cannot exchange two names"),
     (Tried("/a", False), "fail", "/a/b: /a is no folder; give another"),
-    (Tried("/a/b", failed=("rename", "Invalid cross-device link")), "fail", "/a/b nothing can be renamed (Invalid cross-device"),
-    (Tried("/a/b", failed=("lock", "Function not implemented")), "fail", "have no locks (Function not implemented); mount it with"),
+    (Tried("/a/b", failed=("rename", "No such device")), "fail", "/a/b nothing can be renamed (No such device); give a folder"),
+    (Tried("/a/b", failed=("lock", "Function not implemented")), "fail", "have no locks (Function not implemented); mount it"),
     (Tried("/a/b", True, 2**40, 2**40, files=3), "warn", "and 3 files can be added; remove files"),
     (Tried("/a/b", True, 2**20, 2**40), "warn", "1 MiB free; make room"),
     (Tried(error="Stale file handle"), "fail", "cannot be looked at (Stale file handle)"),
@@ -282,7 +281,7 @@ LINE = (
 @pytest.mark.parametrize(("environment", "cores", "expected"), [
     ({}, 1, []),
     (JOB, 32, [("ok", "job 7")]),
-    (JOB | {"SLURM_STEP_TASKS_PER_NODE": "1(x2),4", "SLURM_NODEID": "2"}, 32, [("fail", "4 tasks start on this node, and each")]),
+    (JOB | {"SLURM_STEP_TASKS_PER_NODE": "1(x2),4", "SLURM_NODEID": "2"}, 32, [("fail", "4 tasks start on this node, and")]),
     (JOB | {"SLURM_STEP_TASKS_PER_NODE": "1(x2),4", "SLURM_NODEID": "1"}, 32, [("ok", "job 7")]),
     (JOB | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PTY_PORT": "1"}, 32, [("ok", "job 7")]),
     (JOB, 1, [("warn", "this task may use 1 of the 32 cores that the job has here")]),
@@ -336,7 +335,7 @@ def test_two_megatrons_and_missing_packages_fail(monkeypatch: pytest.MonkeyPatch
 def test_run_is_refused_before_anything_starts_and_leaves_nothing(tmp_path: Path) -> None:
     flags = "--num-layers 2 --num-attention-heads 2 --hidden-size 8 --micro-batch-size 1 --global-batch-size 20 --train-iters 1"
     flags += " --eval-interval 9 --mock-data --save x --save-interval 1"
-    words = [sys.executable, "-m", "megatron_recover", "run", "--replicas", "20", "--run-dir", str(tmp_path / "run"), "train.py"]
+    words = [sys.executable, "-m", "megatron_recover", "run", "--replicas", "20", "--run-dir", "run", "train.py"]
     (tmp_path / "train.py").touch()
     command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *words, *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)

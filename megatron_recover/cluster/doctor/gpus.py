@@ -23,9 +23,18 @@ class Query:
     def __init__(self) -> None:
         self._has_gpu = gpus.has_nvidia_gpu()
         self._query: subprocess.Popen[str] | None = gpus.start_query() if self._has_gpu else None
+        self._answer: list[gpus.Gpu] | Finding | None = None
 
     def answer(self, timeout_s: float) -> list[gpus.Gpu] | Finding:
-        """Wait up to `timeout_s` seconds for the driver; return all GPUs, or why none are known."""
+        """Wait up to `timeout_s` seconds for the driver; return all GPUs, or why none are known.
+
+        A second call returns the same.
+        """
+        if self._answer is None:
+            self._answer = self._ask(timeout_s)
+        return self._answer
+
+    def _ask(self, timeout_s: float) -> list[gpus.Gpu] | Finding:
         if not self._has_gpu:
             return []
         if self._query is None:
