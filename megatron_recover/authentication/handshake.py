@@ -61,6 +61,9 @@ class Role(enum.IntEnum):
     ECHO = 6
     """A rank that probes another rank, or the echo server that answers; nothing follows the
     handshake."""
+    DOCTOR = 8
+    """A node that tries the connections to other nodes before the job starts, and one that answers
+    (`cluster/doctor`)."""
 
 
 class Reply(enum.IntEnum):

@@ -1,8 +1,11 @@
 """A process that tries what a run does in one folder, and prints what it found as JSON.
 
-`python -m megatron_recover.cluster.doctor.folder_probe PATH DEED...`: a process of its own, since
-a call to a disk that does not answer cannot be interrupted. What it makes has a random name and is
-removed.
+It is a process of its own, since a call to a disk that does not answer cannot be interrupted. What
+it makes has a random name. It is started with one of these words:
+
+- `try PATH DEED...`: what there is at a path, and which deeds fail there. Leaves nothing.
+- `mark PATH NAME`: leave a file of that name there, for other nodes to look for.
+- `look FILE` and `remove FILE`: look for such a file; remove it.
 """
 
 from __future__ import annotations
@@ -82,11 +85,30 @@ def tried(path: Path, deeds: Sequence[Deed]) -> dict[str, object]:
     return found
 
 
+def marked(path: Path, name: str) -> Path:
+    """Leave a file in the folder at `path`, or in the nearest one above it; return the file.
+
+    Raises OSError.
+    """
+    file = nearest(path) / f"{PREFIX}{name}"
+    file.touch(exist_ok=False)
+    whole_file.sync(file)
+    return file
+
+
 def main(words: Sequence[str]) -> int:
-    """Try the deeds that the words name; return 1 where the folder cannot be looked at."""
-    path, *rest = words
+    """Do what the words say; return 1 where that cannot be done, and print why."""
+    verb, path, *rest = words
     try:
-        print(json.dumps(tried(Path(path), [deed for deed in get_args(Deed) if deed in rest])))
+        match verb:
+            case "try":
+                print(json.dumps(tried(Path(path), [deed for deed in get_args(Deed) if deed in rest])))
+            case "mark":
+                print(json.dumps({"file": str(marked(Path(path), *rest))}))
+            case "look":
+                print(json.dumps({"is_there": os.path.lexists(path)}))
+            case "remove":
+                Path(path).unlink(missing_ok=True)
     except OSError as error:
         print(json.dumps({"error": error.strerror or str(error)}))
         return 1

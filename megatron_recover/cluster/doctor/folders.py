@@ -6,8 +6,6 @@ neither this process nor the check of another folder.
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import subprocess
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -57,31 +55,47 @@ class Tried(msgspec.Struct, frozen=True):
     """Why the folder cannot be looked at; empty if it can."""
 
 
-class Trial:
-    """The process that tries one folder. Raises OSError if it cannot be started."""
+class Probe:
+    """A process of `folder_probe`."""
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        command = [*module_command(_PROBE), folder.path, *DEEDS[folder.check]]
+    def __init__(self, *words: str) -> None:
+        """Start the process. Raises OSError if there can be none."""
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [*module_command(_PROBE), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )  # fmt: skip
 
-    def finding(self, timeout_s: float) -> Finding:
-        """Wait up to `timeout_s` seconds for the process, and judge what it found.
+    def answer[Answer](self, kind: type[Answer], timeout_s: float) -> Answer | None:
+        """Return what the process prints; None if it has not done so after `timeout_s` seconds.
 
         A process that is late is killed and not waited for: its disk may keep it from its end.
+        Raises msgspec.DecodeError if the process has died instead.
         """
         try:
             text = self._process.communicate(timeout=max(_READ_S, timeout_s))[0]
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
-                self._process.send_signal(signal.SIGKILL)
-            return warn(self._folder.check, f"{self._folder.path} does not answer", "see to its disk, or give another folder")
+            self._process.kill()
+            return None
+        return msgspec.json.decode(text, type=kind)
+
+
+class Trial:
+    """The attempt to do in one folder what a run does there."""
+
+    def __init__(self, folder: Folder) -> None:
+        """Begin. Raises OSError if no process can be started."""
+        self._folder = folder
+        self._probe = Probe("try", folder.path, *DEEDS[folder.check])
+
+    def finding(self, timeout_s: float) -> Finding:
+        """Wait up to `timeout_s` seconds for the end of the attempt, and judge it."""
+        check, path = self._folder.check, self._folder.path
         try:
-            return judged(self._folder, msgspec.json.decode(text, type=Tried))
+            tried = self._probe.answer(Tried, timeout_s)
         except msgspec.DecodeError:
-            return warn(self._folder.check, f"{self._folder.path} could not be tried", "give the command again")
+            return warn(check, f"{path} could not be tried", "give the command again")
+        if tried is None:
+            return warn(check, f"{path} does not answer", "see to its disk, or give another folder")
+        return judged(self._folder, tried)
 
 
 def judged(folder: Folder, tried: Tried) -> Finding:
