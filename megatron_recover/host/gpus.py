@@ -74,7 +74,7 @@ _READ_S = 0.1
 
 
 def start_query() -> subprocess.Popen[str] | None:
-    """Start the program that asks the driver for all GPUs, or return None if there is no such one.
+    """Start the program that asks the driver for all GPUs; return None if that cannot be started.
 
     A driver that hangs holds that program only. Give it to `answered`.
     """

@@ -85,6 +85,15 @@ def test_what_is_right_is_said_and_nothing_is_left(tmp_path: Path) -> None:
     assert [*found] == [each for each in Check if each in found], "not in the order of the page"
 
 
+def test_a_machine_without_a_free_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    [found] = [each for each in examine(Need(folders=(Folder(Check.SAVE, str(tmp_path)),))) if each.check is Check.SAVE]
+    assert found.level == "fail" and found.value.endswith("no process can be started (Resource temporarily unavailable)")
+
+
 def test_a_small_limit_of_open_files_is_told_where_it_suffices_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (64, 256))
     assert machine.open_files(Need(num_ranks=2)).level == "warn"
@@ -240,7 +249,7 @@ def test_without_the_driver_s_program_nothing_is_claimed(monkeypatch: pytest.Mon
     monkeypatch.setattr(gpus, "has_nvidia_gpu", lambda: True)
     monkeypatch.setenv("PATH", "/nowhere")
     found = gpu_check.Query().answer(1)
-    assert isinstance(found, Finding) and (found.level, found.value) == ("warn", "not looked at: there is no nvidia-smi")
+    assert isinstance(found, Finding) and (found.level, found.value) == ("warn", "not looked at: nvidia-smi cannot be started")
 
 
 @pytest.mark.parametrize(("visible", "ranks", "used", "mode", "level", "text"), [

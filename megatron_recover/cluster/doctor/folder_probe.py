@@ -1,11 +1,12 @@
-"""A process that tries what a run does in one folder, and prints what it found as JSON.
+"""A process that tries what a run does in folders, and prints what it finds as lines of JSON.
 
-It is a process of its own, since a call to a disk that does not answer cannot be interrupted. What
-it makes has a random name. It is started with one of these words:
+Each folder has a process of its own, a fork of this one: a call to a disk that does not answer
+cannot be interrupted. What it makes has a random name. The first argument is a list of requests, in
+JSON:
 
-- `try PATH DEED...`: what there is at a path, and which deeds fail there. Leaves nothing.
-- `mark PATH NAME`: leave a file of that name there, for other nodes to look for.
-- `look FILE` and `remove FILE`: look for such a file; remove it.
+- `["try", PATH, DEED...]`: what there is at a path, and which deeds fail there. Leaves nothing.
+- `["mark", PATH, NAME]`: leave a file of that name there, for other nodes to look for.
+- `["look", FILE]` and `["remove", FILE]`: look for such a file; remove it.
 """
 
 from __future__ import annotations
@@ -96,24 +97,33 @@ def marked(path: Path, name: str) -> Path:
     return file
 
 
-def main(words: Sequence[str]) -> int:
-    """Do what the words say; return 1 where that cannot be done, and print why."""
-    verb, path, *rest = words
+def answer_to(verb: str, path: str, *rest: str) -> dict[str, object]:
+    """Do what a request asks for; return the answer, which has `error` if that cannot be done."""
     try:
         match verb:
             case "try":
-                print(json.dumps(tried(Path(path), [deed for deed in get_args(Deed) if deed in rest])))
+                return tried(Path(path), [deed for deed in get_args(Deed) if deed in rest])
             case "mark":
-                print(json.dumps({"file": str(marked(Path(path), *rest))}))
+                return {"file": str(marked(Path(path), *rest))}
             case "look":
-                print(json.dumps({"is_there": os.path.lexists(path)}))
-            case "remove":
+                return {"is_there": os.path.lexists(path)}
+            case _:
                 Path(path).unlink(missing_ok=True)
+                return {}
     except OSError as error:
-        print(json.dumps({"error": error.strerror or str(error)}))
-        return 1
-    return 0
+        return {"error": error.strerror or str(error)}
+
+
+def main(requests: Sequence[Sequence[str]]) -> None:
+    """Print the number and the answer of each request as soon as it is there."""
+    for number, request in enumerate(requests):
+        if os.fork() == 0:
+            line = json.dumps({"number": number, "answer": answer_to(*request)})
+            os.write(1, line.encode() + b"\n")  # in one call: the others write to the same pipe
+            os._exit(0)
+    for _ in requests:
+        os.wait()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(json.loads(sys.argv[1]))

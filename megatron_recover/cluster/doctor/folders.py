@@ -6,8 +6,13 @@ neither this process nor the check of another folder.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -55,52 +60,82 @@ class Tried(msgspec.Struct, frozen=True):
     """Why the folder cannot be looked at; empty if it can."""
 
 
-class Probe:
-    """A process of `folder_probe`."""
+class Probes:
+    """The processes of `folder_probe`, one for each request."""
 
-    def __init__(self, *words: str) -> None:
-        """Start the process. Raises OSError if there can be none."""
-        self._process = subprocess.Popen(
-            [*module_command(_PROBE), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )  # fmt: skip
+    def __init__(self, requests: Sequence[Sequence[str]]) -> None:
+        """Start them. Raises OSError if there can be none."""
+        self._num = len(requests)
+        self._process: subprocess.Popen[bytes] | None = None
+        if requests:
+            self._process = subprocess.Popen(
+                [*module_command(_PROBE), msgspec.json.encode(requests).decode()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
 
-    def answer[Answer](self, kind: type[Answer], timeout_s: float) -> Answer | None:
-        """Return what the process prints; None if it has not done so after `timeout_s` seconds.
+    def answers[Answer](self, kind: type[Answer], timeout_s: float) -> list[Answer | None]:
+        """Return the answers in the order of the requests. Call it once.
 
-        A process that is late is killed and not waited for: its disk may keep it from its end.
-        Raises msgspec.DecodeError if the process has died instead.
+        An answer that has not come after `timeout_s` seconds is None. All processes are killed then
+        and not waited for: a disk may keep one from its end.
         """
+        found: list[Answer | None] = [None] * self._num
+        if self._process is None:
+            return found
+        for line in _lines(self._process, timeout_s):
+            answer = msgspec.json.decode(line, type=_Line)
+            found[answer.number] = msgspec.json.decode(answer.answer, type=kind)
+        return found
+
+
+class _Line(msgspec.Struct, frozen=True):
+    number: int
+    answer: msgspec.Raw
+
+
+def _lines(process: subprocess.Popen[bytes], timeout_s: float) -> list[bytes]:
+    """Return the whole lines that a process and its forks print until they have all ended."""
+    assert process.stdout is not None
+    until, text = time.monotonic() + max(_READ_S, timeout_s), b""
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    with process.stdout:
+        while poll.poll(1000 * max(0.0, until - time.monotonic())):
+            chunk = os.read(process.stdout.fileno(), 2**16)
+            if not chunk:
+                process.wait()
+                break
+            text += chunk
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return text.split(b"\n")[:-1]
+
+
+class Trials:
+    """The attempts to do in some folders what a run does there, all at the same time."""
+
+    def __init__(self, folders: Sequence[Folder]) -> None:
+        """Begin."""
+        self._folders, self._why = folders, ""
         try:
-            text = self._process.communicate(timeout=max(_READ_S, timeout_s))[0]
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return None
-        return msgspec.json.decode(text, type=kind)
+            self._probes = Probes([("try", each.path, *DEEDS[each.check]) for each in folders])
+        except OSError as error:
+            self._why = f"cannot be tried: no process can be started ({error.strerror})"
+
+    def findings(self, timeout_s: float) -> list[Finding]:
+        """Wait up to `timeout_s` seconds for the end of the attempts, and judge them."""
+        if self._why:
+            return [fail(each.check, f"{each.path} {self._why}", "raise `ulimit -u`") for each in self._folders]
+        tried = self._probes.answers(Tried, timeout_s)
+        return [judged(folder, answer) for folder, answer in zip(self._folders, tried, strict=True)]
 
 
-class Trial:
-    """The attempt to do in one folder what a run does there."""
-
-    def __init__(self, folder: Folder) -> None:
-        """Begin. Raises OSError if no process can be started."""
-        self._folder = folder
-        self._probe = Probe("try", folder.path, *DEEDS[folder.check])
-
-    def finding(self, timeout_s: float) -> Finding:
-        """Wait up to `timeout_s` seconds for the end of the attempt, and judge it."""
-        check, path = self._folder.check, self._folder.path
-        try:
-            tried = self._probe.answer(Tried, timeout_s)
-        except msgspec.DecodeError:
-            return warn(check, f"{path} could not be tried", "give the command again")
-        if tried is None:
-            return warn(check, f"{path} does not answer", "see to its disk, or give another folder")
-        return judged(self._folder, tried)
-
-
-def judged(folder: Folder, tried: Tried) -> Finding:
-    """Return the finding about a folder. Pure."""
+def judged(folder: Folder, tried: Tried | None) -> Finding:
+    """Return the finding about a folder; None: there is no answer. Pure."""
     check, path = folder.check, folder.path
+    if tried is None:
+        return warn(check, f"{path} does not answer", "see to its disk, or give another folder")
     if tried.error:
         return fail(check, f"{path} cannot be looked at ({tried.error})", "make it readable, or give another folder")
     if not tried.is_folder:

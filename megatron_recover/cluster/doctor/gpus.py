@@ -38,7 +38,7 @@ class Query:
         if not self._has_gpu:
             return []
         if self._query is None:
-            return warn(Check.GPUS, "not looked at: there is no nvidia-smi", "install NVIDIA's tools beside the driver")
+            return warn(Check.GPUS, "not looked at: nvidia-smi cannot be started", "install NVIDIA's tools beside the driver")
         try:
             return gpus.answered(self._query, timeout_s)
         except OSError as error:

@@ -15,8 +15,8 @@ import msgspec
 
 from megatron_recover import __version__, packages
 from megatron_recover.cluster.doctor import machine, slurm
-from megatron_recover.cluster.doctor.findings import Check, Finding, Folder, Need, fail
-from megatron_recover.cluster.doctor.folders import Trial
+from megatron_recover.cluster.doctor.findings import Check, Finding, Need
+from megatron_recover.cluster.doctor.folders import Trials
 from megatron_recover.cluster.doctor.gpus import Query, judged
 from megatron_recover.cluster.doctor.machine import HostName
 from megatron_recover.config import VISIBLE_GPUS
@@ -33,7 +33,7 @@ def examine(need: Need, timeout_s: float = DEADLINE_S) -> list[Finding]:
     most a little more than `timeout_s` seconds.
     """
     until = time.monotonic() + timeout_s
-    trials = [_trial(folder) for folder in need.folders]
+    trials = Trials(need.folders)
     query = Query()
     name = HostName()
     if need.is_rank_per_gpu and not isinstance(there := query.answer(timeout_s), Finding):
@@ -45,7 +45,7 @@ def examine(need: Need, timeout_s: float = DEADLINE_S) -> list[Finding]:
     ]  # fmt: skip
     there = query.answer(until - time.monotonic())
     found.append(there if isinstance(there, Finding) else judged(need, there))
-    found += [each if isinstance(each, Finding) else each.finding(until - time.monotonic()) for each in trials]
+    found += trials.findings(until - time.monotonic())
     order = [*Check]
     return sorted((each for each in found if each is not None), key=lambda each: order.index(each.check))
 
@@ -71,11 +71,3 @@ def parts_of(requirements: Sequence[str], words: Sequence[str], *, is_module: bo
     installed = {name: packages.version(name) or "none" for name in map(packages.name_of, requirements)}
     interpreter = ".".join(map(str, sys.version_info[:3]))
     return {"megatron-recover": __version__, "Python": interpreter, **installed, "script": digest, "flags": shlex.join(flags)}
-
-
-def _trial(folder: Folder) -> Trial | Finding:
-    try:
-        return Trial(folder)
-    except OSError as error:  # no process or no descriptor is left
-        why = f"{folder.path} cannot be tried: no process can be started ({error.strerror})"
-        return fail(folder.check, why, "raise `ulimit -u`")

@@ -45,6 +45,7 @@ class Session:
 
         `need.address` is the numeric address at which it listens, on `ports` (0: a free one).
         `parts`: see `node.parts_of`; `software`: findings of `node.software`. `now_ns`: the clock.
+        Raises OSError if no process can be started.
         """
         assert need.address is not None
         self._key, self._need, self._now_ns = key, need, now_ns
