@@ -345,7 +345,7 @@ def test_run_is_refused_before_anything_starts_and_leaves_nothing(tmp_path: Path
     flags = "--num-layers 2 --num-attention-heads 2 --hidden-size 8 --micro-batch-size 1 --global-batch-size 20 --train-iters 1"
     flags += " --eval-interval 9 --mock-data --save x --save-interval 1"
     words = [sys.executable, "-m", "megatron_recover", "run", "--replicas", "20", "--run-dir", "run", "train.py"]
-    (tmp_path / "train.py").touch()
+    (tmp_path / "train.py").write_text("open('started', 'w')")
     command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *words, *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     lines = done.stderr.splitlines()

@@ -6,7 +6,6 @@ neither this process nor the check of another folder.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -76,8 +75,8 @@ class Probes:
     def answers[Answer](self, kind: type[Answer], timeout_s: float) -> list[Answer | None]:
         """Return the answers in the order of the requests. Call it once.
 
-        An answer that has not come after `timeout_s` seconds is None. All processes are killed then
-        and not waited for: a disk may keep one from its end.
+        An answer that has not come after `timeout_s` seconds is None. All processes are killed
+        then. Forks are not waited for: a disk may keep one from its end.
         """
         found: list[Answer | None] = [None] * self._num
         if self._process is None:
@@ -103,12 +102,11 @@ def _lines(process: subprocess.Popen[bytes], timeout_s: float) -> list[bytes]:
         while poll.poll(1000 * max(0.0, until - time.monotonic())):
             chunk = os.read(process.stdout.fileno(), 2**16)
             if not chunk:
-                process.wait()
                 break
             text += chunk
         else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # it is not reaped, so its number is its own
+    process.wait()  # for the first process, which is on no disk
     return text.split(b"\n")[:-1]
 
 
