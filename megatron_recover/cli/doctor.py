@@ -14,9 +14,11 @@ from megatron_recover.cli.node_checks import folders_of
 from megatron_recover.cli.run import add_flags
 from megatron_recover.cluster.doctor.findings import Check, Finding, Need
 from megatron_recover.cluster.doctor.node import examine, software
+from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.config import inherited_environment
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser, misplaced, split, value_of
+from megatron_recover.host import reachable
 from megatron_recover.host.addresses import host_name
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.megatron.launch import one_megatron
@@ -58,15 +60,34 @@ def _need(arguments: Namespace, command: Sequence[str], environment: dict[str, s
     if command and not line.is_module and not Path(command[0]).is_file():
         raise ValueError(f"there is no training script {command[0]}; write its path behind the flags of doctor")
     num_ranks = line.num_processes
-    if num_ranks is None and arguments.replicas is not None:
+    if num_ranks is None and arguments.replicas is not None and not line.nodes.is_of_several:
         num_ranks = arguments.replicas * shape_of(command[1:], arguments.lanes).num_ranks
+    address, mistake = _address(line.nodes)
     run_dir = [] if arguments.run_dir is None else ["--run-dir", str(arguments.run_dir)]
     ranks_per_gpu = value_of(command, "--recover-ranks-per-gpu") or "1"
     return Need(
         num_ranks=num_ranks, is_rank_per_gpu=is_rank_per_gpu, on_gpus=has_gpu(),
+        num_nodes=line.nodes.most_nodes if address or mistake else 1, address=address, address_mistake=mistake,
         ranks_per_gpu=int(ranks_per_gpu) if ranks_per_gpu.isdecimal() and int(ranks_per_gpu) else 1,
         folders=folders_of([*command, *run_dir]), environment=inherited_environment(),
     )  # fmt: skip
+
+
+def _address(meeting: Meeting) -> tuple[str | None, str]:
+    """Return the address that this node would publish, or why it has none.
+
+    Neither for one node, and where all nodes meet at a loopback address of this machine.
+    """
+    if not meeting.is_of_several:
+        return None, ""
+    try:
+        found = reachable.node_address(
+            (meeting.host, meeting.port), flag=meeting.flag, interface=meeting.interface, local_addr=meeting.local_addr
+        )
+        is_here = all(map(reachable.is_loopback, reachable.resolve(meeting.host, meeting.flag)))
+    except ValueError as error:
+        return None, str(error)
+    return (None if is_here else found), ""
 
 
 def _software(arguments: Namespace, command: Sequence[str]) -> list[Finding]:

@@ -14,6 +14,7 @@ from megatron_recover.config import inherited_environment
 from megatron_recover.flags import value_of
 from megatron_recover.host.addresses import host_name
 from megatron_recover.host.gpus import has_gpu
+from megatron_recover.host.reachable import is_loopback
 
 
 def folders_of(words: Sequence[str], but: Collection[Check] = ()) -> tuple[Folder, ...]:
@@ -25,17 +26,19 @@ def folders_of(words: Sequence[str], but: Collection[Check] = ()) -> tuple[Folde
     return tuple(Folder(check, os.path.abspath(path)) for check, path in given if path and "://" not in path)
 
 
-def passed(job: Job) -> bool:
-    """Return whether this node can run the job; print a line on stderr for what it lacks.
+def refusals(job: Job) -> list[str]:
+    """Return a line for each reason why this node cannot run the job.
 
-    What `run` has judged by itself is left out: interpreter, packages, Megatron, its run directory.
+    Print these lines, and those of what may go wrong, on stderr. What `run` has judged by itself is
+    left out: interpreter, packages, Megatron, its run directory.
     """
+    is_of_several = len(job.nodes) > 1 and not is_loopback(job.address)  # else all nodes are on this machine
     need = Need(
-        num_ranks=job.num_replicas * job.num_ranks, on_gpus=has_gpu(), ranks_per_gpu=job.config.ranks_per_gpu,
-        folders=folders_of(job.argv, but=[Check.RUN_DIR]), environment=inherited_environment(),
+        num_ranks=job.num_ranks_here, num_nodes=len(job.nodes) if is_of_several else 1, on_gpus=has_gpu(),
+        ranks_per_gpu=job.config.ranks_per_gpu, folders=folders_of(job.argv, but=[Check.RUN_DIR]),
+        address=job.address if is_of_several else None, environment=inherited_environment(),
     )  # fmt: skip
-    found = examine(need)
-    for each in found:
-        if each.level != "ok":
-            print(f"megatron-recover run: {each.line(host_name())}", file=sys.stderr)
-    return all(each.level != "fail" for each in found)
+    told = [(each.level, each.line(host_name())) for each in examine(need) if each.level != "ok"]
+    for _, line in told:
+        print(f"megatron-recover run: {line}", file=sys.stderr)
+    return [line for level, line in told if level == "fail"]

@@ -333,6 +333,21 @@ def test_the_verb_reads_the_line_of_run_and_prints_a_line_or_a_row_for_each_chec
     assert {"--save", "--run-dir", "interpreter"} <= {*rows} and "--load" not in rows
 
 
+def test_the_verb_finds_the_address_of_a_node_among_several_or_says_why_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.one_megatron, "choose", lambda *_, **__: None)
+    line = ["--json", "--nnodes", "2", "--nproc-per-node", "2", "--master-port", "29400", "--master-addr"]
+    found = {}
+    for host in ("127.0.0.1", "no.such.host.invalid"):
+        doctor.main([*line, host])
+        found[host] = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+    assert "address" not in found["127.0.0.1"], "all nodes are on this machine"
+    [row] = [rows["address"] for rows in found.values() if "address" in rows]
+    assert row["level"] == "fail" and row["value"].startswith("--master-addr: no.such.host.invalid does not resolve on node")
+    assert row["remedy"].startswith("give an address, or enter the name in")
+
+
 def test_two_megatrons_and_missing_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     found = software(["torch>=99"], "two Megatrons would be imported: a and b; put one first")
     assert [(each.check, each.level) for each in found] == [

@@ -37,11 +37,6 @@ def party(node: int) -> Party:
     return Party(Role.DOCTOR, 0, node)
 
 
-def family_of(host: str) -> socket.AddressFamily:
-    """Return the address family of a numeric address."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 def forbid_fragments(sock: socket.socket) -> None:
     """Have every packet of a UDP socket go as it is, or not at all, whatever the kernel believes.
 

@@ -93,8 +93,9 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int = 1
     folders: tuple[Folder, ...] = ()
     address: str | None = None
-    """Address under which the other nodes are to find this one; None: there are none, or it is not
-    known yet."""
+    """Address under which the other nodes are to find this one; None: there are none, all are on
+    this machine, or `address_mistake` says why there is no address."""
+    address_mistake: str = ""
     environment: Mapping[str, str] = {}
     """Variables of the environment of this process; those of Slurm and the visible GPUs are
     judged."""

@@ -21,6 +21,8 @@ from megatron_recover import packages
 from megatron_recover.cluster.doctor.findings import Check, Finding, Need, fail, ok, warn
 from megatron_recover.cluster.doctor.slurm import srun_line
 from megatron_recover.host import control_group
+from megatron_recover.host.addresses import family_of
+from megatron_recover.host.reachable import interface_of, interfaces, is_loopback
 
 _MIB, _GIB = 2**20, 2**30
 _SHARED_BYTES, _FORKED_BYTES, _WARM_BYTES = _GIB // 2, _GIB * 2 // 5, _GIB
@@ -59,7 +61,8 @@ def installed(requirements: Sequence[str]) -> list[Finding]:
 
 
 def _cut(line: str) -> tuple[str, str]:
-    value, _, remedy = line.partition("; ")
+    """Return what is wrong, and the remedy, which a message has behind its last semicolon."""
+    value, _, remedy = line.rpartition("; ")
     return value, remedy
 
 
@@ -205,25 +208,22 @@ class HostName:
         return ok(Check.HOST_NAME, value)
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    return address.startswith("127.") or address in ("::1", "localhost")
-
-
 def address(need: Need) -> Finding | None:
     """Check that the published address of this node is its own, and no loopback one."""
+    if need.address_mistake:
+        return fail(Check.ADDRESS, *_cut(need.address_mistake))
     if need.address is None:
         return None
     if need.num_nodes > 1 and is_loopback(need.address):
         return fail(Check.ADDRESS, f"{need.address} is reached from this node only", "give --interface or --local-addr")
     try:
-        with socket.socket(socket.AF_INET6 if ":" in need.address else socket.AF_INET) as probe:
+        with socket.socket(family_of(need.address)) as probe:
             probe.bind((need.address, 0))
     except OSError as error:
         return fail(
             Check.ADDRESS, f"{need.address} is none of this node ({error.strerror})", "give --interface or another --local-addr"
         )  # fmt: skip
-    return ok(Check.ADDRESS, need.address)
+    return ok(Check.ADDRESS, f"{need.address} ({interface_of(need.address, interfaces())})")
 
 
 class _Timex(ctypes.Structure):
@@ -246,6 +246,6 @@ def clock(need: Need) -> Finding:
         return ok(Check.CLOCK, value)
     if timex.status & _UNSYNCHRONISED:
         if need.num_nodes > 1:
-            return warn(Check.CLOCK, f"{value}; nothing keeps it right", "start chrony or systemd-timesyncd")
-        return ok(Check.CLOCK, f"{value}; nothing keeps it right, which matters with several nodes only")
+            return warn(Check.CLOCK, f"{value}, and nothing keeps it right", "start chrony or systemd-timesyncd")
+        return ok(Check.CLOCK, f"{value}, and nothing keeps it right, which matters with several nodes only")
     return ok(Check.CLOCK, f"{value}, right to {timex.maxerror / 1000:.0f} ms by its own account")

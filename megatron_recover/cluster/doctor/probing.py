@@ -22,6 +22,7 @@ from megatron_recover.cluster.doctor import conversation
 from megatron_recover.cluster.doctor.conversation import DATAGRAMS, REQUEST, TIMES, TOKEN_BYTES, Kind
 from megatron_recover.data_plane.connection import Connection, EndedUnproven
 from megatron_recover.data_plane.transport import PeerLost
+from megatron_recover.host.addresses import family_of
 
 ALL_PAIRS = 17
 """Largest number of nodes of which each tries all others."""
@@ -160,7 +161,7 @@ class _Probe:
 
     def _dial(self, port: int) -> Connection:
         """Begin to connect to a port. Raises OSError if that fails at once."""
-        sock = socket.socket(conversation.family_of(self._peer.host), socket.SOCK_STREAM)
+        sock = socket.socket(family_of(self._peer.host), socket.SOCK_STREAM)
         sock.setblocking(False)
         code = sock.connect_ex((self._peer.host, port))
         if code not in (0, errno.EINPROGRESS):
@@ -205,7 +206,7 @@ class _Probe:
 
     def _packets(self, port: int, token: bytes) -> dict[str, int]:
         """Return the fields of `Answer` about packets, for those that begin with `token`."""
-        with socket.socket(conversation.family_of(self._peer.host), socket.SOCK_DGRAM) as sock:
+        with socket.socket(family_of(self._peer.host), socket.SOCK_DGRAM) as sock:
             conversation.forbid_fragments(sock)
             sock.connect((self._peer.host, port))
             sock.settimeout(_PACKET_S)

@@ -20,6 +20,7 @@ from megatron_recover.authentication.admission import PAUSE_S, Admission
 from megatron_recover.authentication.handshake import Party, Reply, Role
 from megatron_recover.cluster.doctor import conversation
 from megatron_recover.cluster.doctor.conversation import DATAGRAMS, MAX_ECHO_BYTES, REQUEST, TIMES, TOKEN_BYTES, Kind
+from megatron_recover.host.addresses import family_of
 
 _CHUNK_BYTES = 2**16
 _WAITING_BYTES = 2**18
@@ -93,7 +94,9 @@ class Service:
         listeners: list[socket.socket] = []
         taken: list[int] = []
         for port in ports:
-            listener = socket.socket(conversation.family_of(host), socket.SOCK_STREAM)
+            listener = socket.socket(family_of(host), socket.SOCK_STREAM)
+            if port:  # which may have been in use a moment ago
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind((host, port))
                 listener.listen(socket.SOMAXCONN)
@@ -120,7 +123,7 @@ class Service:
 
     def _bind_datagrams(self, host: str) -> socket.socket:
         """Return a UDP socket at the first port that is free for it among `ports`, else at any."""
-        sock = socket.socket(conversation.family_of(host), socket.SOCK_DGRAM)
+        sock = socket.socket(family_of(host), socket.SOCK_DGRAM)
         for port in (*self.ports, 0):
             with contextlib.suppress(OSError):
                 sock.bind((host, port))
