@@ -20,8 +20,11 @@ def main() -> None:
     lock = threading.Lock()
     lock.acquire()
     waits = (
-        lambda: time.sleep(0.1), lambda: threading.Event().wait(0.1), lambda: lock.acquire(timeout=0.1), _wait_on_the_wall_clock,
-    )  # fmt: skip
+        lambda: time.sleep(0.1),
+        lambda: threading.Event().wait(0.1),
+        lambda: lock.acquire(timeout=0.1),
+        _wait_on_the_wall_clock,
+    )
     seconds = []
     for wait in waits:
         since = time.monotonic()

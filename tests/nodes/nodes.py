@@ -26,11 +26,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from megatron_recover.cluster.readiness import is_readable
+from tests.cluster.waiting import until_files
 from tests.nodes.inside import MESSAGE_BYTES
+from tests.nodes.proxy import Settings, Weather
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
@@ -49,10 +52,17 @@ class NoSuchDevice(OSError):
 class Program:
     """A program in a node, which outlives no node."""
 
-    def __init__(self, node: Node, command: Sequence[str], pid: int, output: Path, status: socket.socket) -> None:
-        """`pid`: as this process sees it. `output`: what it prints. `status`: where its exit code comes from."""
-        self.node, self.command, self.pid, self.output = node, command, pid, output
-        self._status = status
+    def __init__(
+        self, control: socket.socket, command: Sequence[str], environment: Mapping[str, str], cwd: Path, output: Path
+    ) -> None:
+        """Start it. `control`: what the first process of its namespace takes orders from. `output`: where it prints to."""
+        order = {"order": "start", "command": list(command), "environment": dict(environment), "cwd": str(cwd)}
+        self._status, theirs = _socket_pair()
+        with open(output, "ab") as file, theirs:
+            socket.send_fds(control, [json.dumps(order).encode()], [file.fileno(), theirs.fileno()])
+        self.command, self.output = command, output
+        self.pid, _ = _receive(self._status)
+        """As this process sees it."""
         self.returncode: int | None = None
         """Its exit code; negative: the signal that ended it; None: nobody has seen its end."""
 
@@ -119,15 +129,15 @@ class Cage:
             raise OSError(errno.EPERM, words or self.log.read_text() or "the test network's process has ended")
         return pid
 
-    def order(self, order: Mapping[str, Any], *descriptors: int) -> None:
-        """Give an order to its first process."""
-        socket.send_fds(self._control, [json.dumps(order).encode()], descriptors)
+    def start(self, command: Sequence[str], output: Path) -> Program:
+        """Start a program beside the nodes, where their bridges are."""
+        return Program(self._control, command, self.environment, ROOT, output)
 
     def make_node(self, order: Mapping[str, Any]) -> tuple[int, socket.socket]:
         """Return the pid of a node's first process, and what it takes orders from."""
         control, theirs = _socket_pair()
         with theirs:
-            self.order({"order": "node", **order}, theirs.fileno())
+            socket.send_fds(self._control, [json.dumps({"order": "node", **order}).encode()], [theirs.fileno()])
         return self._first_words(control), control
 
     def new_bridge(self) -> str:
@@ -190,6 +200,7 @@ class Node:
             self.pid, "link set lo up", f"addr add {self.address}/24 dev eth0", f"addr add {self.address6}/64 dev eth0 nodad",
             "link set eth0 up", *self._ways({each.number for each in network.nodes}),
         )  # fmt: skip
+        network.forecast()
 
     def power_off(self) -> None:
         """Take its power: its link goes down first, then all its processes end at once. Nobody is told."""
@@ -223,12 +234,7 @@ class Node:
         whole = {**self.network.cage.environment, "CLOCK_OFFSET_MS": f"{self.clock_offset_s * 1000:.0f}", **(environment or {})}
         output = output or self.network.folder / f"{self.name}-{self._num_programs}.out"
         self._num_programs += 1
-        order = {"order": "start", "command": list(command), "environment": whole, "cwd": str(cwd)}
-        status, theirs = _socket_pair()
-        with open(output, "ab") as file, theirs:
-            socket.send_fds(self._control, [json.dumps(order).encode()], [file.fileno(), theirs.fileno()])
-        pid, _ = _receive(status)
-        return Program(self, command, pid, output, status)
+        return Program(self._control, command, whole, cwd, output)
 
     def run(self, *command: str, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
         """Run a program to its end; return its exit code, and what it printed."""
@@ -341,6 +347,10 @@ class Network:
         """A folder that each node has of its own, at this path."""
         for each in (self.shared, self.local):
             each.mkdir(parents=True)
+        self.weather_log = folder / "weather.out"
+        """What the proxy prints that makes the weather."""
+        self._weather: tuple[Weather | None, int] = (None, 0)
+        self._proxy: Program | None = None
         self.bridge = cage.new_bridge()
         self.addresses = [f"10.77.0.{10 + number}" for number in range(num_nodes)]
         offsets = [*clock_offsets_s, *[0.0] * num_nodes]
@@ -371,6 +381,28 @@ class Network:
         for node in self.nodes:
             node.heal()
 
+    def set_weather(self, weather: Weather | None, seed: int = 0) -> None:
+        """Have frames between nodes come late, or not at all; None: the weather is good again."""
+        self._weather = weather, seed
+        self.forecast()
+
+    def forecast(self) -> None:
+        """See to it that the weather is what it should be, and concerns all nodes that are on."""
+        weather, seed = self._weather
+        if self._proxy is not None:
+            self._proxy.kill()
+            self._proxy.wait()
+            self._proxy = None
+        on = {node.port: node.hardware for node in self.nodes if node.pid is not None}
+        if weather is None:
+            configure(self.cage.pid, *(f"link set {port} master {self.bridge}" for port in on))
+            return
+        configure(self.cage.pid, *(f"link set {port} nomaster" for port in on))
+        settings = Settings(ports=on, weather=weather, seed=seed)
+        command = [sys.executable, "-m", "tests.nodes.proxy", msgspec.json.encode(settings).decode()]
+        self._proxy = self.cage.start(command, self.weather_log)
+        until_files(lambda: "ready" in self.weather_log.read_text(), "the proxy", self.folder, deadline_s=DEADLINE_S)
+
     def assert_nothing_left(self, deadline_s: float = 5.0) -> None:
         """Fail unless nothing is left in any node within the deadline."""
         end = time.monotonic() + deadline_s
@@ -383,6 +415,7 @@ class Network:
         for node in self.nodes:
             if node.pid is not None:
                 node.power_off()
+        self.set_weather(None)
         configure(self.cage.pid, f"link del {self.bridge}")
 
 

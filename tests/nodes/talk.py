@@ -1,7 +1,7 @@
 """Two programs that talk over TCP, and print what they see of each other.
 
 ``python -m tests.nodes.talk serve PORT`` sends back what it gets; ``call ADDRESS PORT`` sends a line, waits for it, and so on.
-They print `got`, `echo`, `silence` (for half a second), `end of file`, or the name of an error.
+They print `got`, `echo after X ms`, `silence` (for half a second), `end of file`, or the name of an error.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ def call(address: str, port: int) -> None:
     try:
         with socket.create_connection((address, port), timeout=SILENCE_S) as connection:
             _say("connected")
-            is_answered = True
+            is_answered, since = True, 0.0
             while True:
                 if is_answered:
+                    since = time.monotonic()
                     connection.sendall(b"line\n")
                 try:
                     if not connection.recv(64):
                         _say("end of file")
                         return
                     is_answered = True
-                    _say("echo")
+                    _say(f"echo after {1000 * (time.monotonic() - since):.0f} ms")
                 except TimeoutError:
                     is_answered = False
                     _say("silence")
