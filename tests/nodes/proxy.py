@@ -1,8 +1,8 @@
-"""Bad weather between nodes: in place of the bridge, a program that hands on their frames late, in fits and starts, or not at all.
+"""Bad weather between nodes: in place of the bridge, a program that hands on their frames late, in bursts, or not at all.
 
-``python -m tests.nodes.proxy JSON`` runs in the cage's network; JSON is a `Settings`. TCP sees what it sees on a bad network, and
-sends lost segments again after its own timeouts. The order of frames from one node to another stays. What befalls the n-th frame
-from one node to another is a function of the seed, but for stalls, which go by the clock.
+``python -m tests.nodes.proxy JSON`` runs in the cage's network; JSON is a `Settings`. TCP sees what it sees on a bad network,
+and sends lost segments again after its own timeouts. The order of frames from one node to another stays. What befalls the n-th
+frame from one node to another is a function of the seed, but for stalls, which go by the clock.
 """
 
 from __future__ import annotations
