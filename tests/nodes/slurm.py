@@ -92,7 +92,7 @@ class Slurm:
         self.until(lambda: set(self.states().values()) == {"IDLE"}, "all nodes are idle")
 
     def start_node(self, node: Node, *, rebooted: bool = False) -> None:
-        """Start the daemons of a node that is on. `rebooted`: slurmd tells slurmctld so, which sees it by the uptime elsewhere."""
+        """Start the daemons of a node that is on. `rebooted`: slurmd reports that."""
         self._start_munge(node)
         self._start(node, "slurmd", "-D", *["-b"] * rebooted)
 
@@ -142,10 +142,11 @@ class Slurm:
 
     def accounted(self, job: str) -> str:
         """Return the state of a job that is over, as `sacct` has it; empty: it has nothing."""
-        text = self.run(
-            "sacct", "-c", f"--file={self.network.shared / 'completed.txt'}", "-n", "-P", f"--jobs={job}", "--format=state"
-        )
-        return ",".join(text.split())
+        number = self.job(job)["JobId"]
+        command = ["sacct", "-c", f"--file={self.network.shared / 'completed.txt'}", "-n", "-P", "--format=jobid,state"]
+        lines = self.run("bash", "-c", f"{shlex.join(command)} 2>/dev/null").split()  # it complains of fields that it has no use for
+        states = [state for number_, _, state in (line.partition("|") for line in lines) if number_ == number]
+        return states[-1] if states else ""
 
     def processes(self, node: Node, *words: str) -> list[psutil.Process]:
         """Return the processes of a node that are none of Slurm's daemons, or those that match `words`."""
