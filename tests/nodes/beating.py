@@ -1,4 +1,4 @@
-"""A program that does nothing but leave a line every 20 ms, which says when: what a loss costs those that survive can be read there.
+"""A program that does nothing but leave a line every 20 ms, which says when: so what a loss costs the survivors can be read.
 
 ``python -m tests.nodes.beating FOLDER SAVE_S`` writes to a file of its node, and ends with code 0 when FOLDER has a file `end`.
 Told to end by a signal, it *saves*, which takes SAVE_S, and ends with code 0.

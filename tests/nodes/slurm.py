@@ -144,7 +144,9 @@ class Slurm:
         """Return the state of a job that is over, as `sacct` has it; empty: it has nothing."""
         number = self.job(job)["JobId"]
         command = ["sacct", "-c", f"--file={self.network.shared / 'completed.txt'}", "-n", "-P", "--format=jobid,state"]
-        lines = self.run("bash", "-c", f"{shlex.join(command)} 2>/dev/null").split()  # it complains of fields that it has no use for
+        lines = self.run(
+            "bash", "-c", f"{shlex.join(command)} 2>/dev/null"
+        ).split()  # it complains of fields that it has no use for
         states = [state for number_, _, state in (line.partition("|") for line in lines) if number_ == number]
         return states[-1] if states else ""
 

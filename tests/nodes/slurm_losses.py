@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.nodes.nodes import ROOT, Node
-from tests.nodes.slurm import KILL_WAIT_S, TIMEOUT_S, Slurm
+from tests.nodes.slurm import TIMEOUT_S, Slurm
 
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 SOON_S = 3.0
