@@ -5,19 +5,24 @@ Each row is one function, which brings its loss about on a node, the *victim*, o
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import itertools
 import json
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.nodes import nodes
 from tests.nodes.nodes import ROOT, Node
 from tests.nodes.slurm import TIMEOUT_S, Slurm
 
+NUM_NODES = 3
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 SOON_S = 3.0
 """A node that comes back so soon is back before Slurm takes it for down."""
@@ -46,6 +51,7 @@ class Case:
 
     slurm: Slurm
     shape: Shape
+    where: Where
     victim: Node
     folder: Path
     jobs: list[str] = field(default_factory=list)
@@ -57,20 +63,16 @@ class Case:
         """All nodes of the job but the victim."""
         return [node for node in self.slurm.nodes if node is not self.victim]
 
-    def submit(self, *flags: str, held_back: str = "") -> None:
-        """Submit the job. `held_back`: lines of the script before its steps start."""
+    def submit(self, *flags: str) -> None:
+        """Submit the job."""
         command = [sys.executable, "-m", "tests.nodes.beating", str(self.folder), f"{self.save_s:g}"]
         names = [node.name for node in self.slurm.nodes]
-        script = script_of(self.shape, command, names, held_back)
+        script = script_of(self.shape, command, names)
         if self.shape is Shape.ALLOCATION:
             self.jobs = [self.slurm.submit(script, f"--nodes={len(names)}", *flags)]
         else:
             array = self.slurm.submit(script, f"--array=0-{len(names) - 1}%{len(names)}", *flags)
             self.jobs = [f"{array}_{number}" for number in range(len(names))]
-
-    def job_on(self, node: Node) -> str:
-        """Return the id of the job that has a node."""
-        return next(each for each in self.jobs if node.name in _expanded(self.slurm.job(each)["NodeList"]))
 
     def beats(self, node: Node) -> list[dict]:
         """Return what the program of a node has left."""
@@ -79,13 +81,13 @@ class Case:
 
     def until_running(self, nodes: Iterable[Node] | None = None) -> None:
         """Wait until the programs of all these nodes beat."""
-        wanted = list(nodes or self.slurm.nodes)
+        wanted = list(self.slurm.nodes if nodes is None else nodes)
         self.slurm.until(lambda: all(len(self.beats(node)) > 5 for node in wanted), "all beat")
 
-    def pause_s(self, nodes: Iterable[Node] | None = None) -> float:
-        """Return the longest time between two beats of any of these nodes (default: all but the victim)."""
-        times = [[beat["at"] for beat in self.beats(node)] for node in (nodes or self.others)]
-        return max(later - earlier for each in times for earlier, later in zip(each, each[1:], strict=False))
+    def pause_s(self, nodes: Iterable[Node]) -> float:
+        """Return the longest time between two beats of any of these nodes."""
+        times = [[beat["at"] for beat in self.beats(node)] for node in nodes]
+        return max((later - earlier for each in times for earlier, later in itertools.pairwise(each)), default=0.0)
 
     def end(self) -> None:
         """Have the programs end by themselves."""
@@ -101,23 +103,14 @@ class Case:
         return [self.slurm.accounted(each) or self.slurm.state(each) for each in self.jobs]
 
 
-def script_of(shape: Shape, command: list[str], nodes: list[str], held_back: str) -> str:
+def script_of(shape: Shape, command: list[str], nodes: list[str]) -> str:
     """Return a batch script: what each shape has to have, and `command` on each node."""
     head = ["#!/bin/bash", "#SBATCH --exclusive --mem=0 --open-mode=append --output=%x-%j.out"]
     if shape is Shape.ARRAY:
-        return "\n".join([*head, "#SBATCH --nodes=1 --no-requeue", held_back, f"cd {ROOT}", f"exec {shlex.join(command)}", ""])
+        return "\n".join([*head, "#SBATCH --nodes=1 --no-requeue", f"cd {ROOT}", f"exec {shlex.join(command)}", ""])
     step = "srun --no-kill --nodes=1 --ntasks=1 --mpi=none --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --overlap"
     steps = [f"{step} --nodelist={node} --chdir={ROOT} --output={node}.log {shlex.join(command)} &" for node in nodes]
-    return "\n".join([*head, "#SBATCH --no-kill", held_back, *steps, "wait", "exit 0", ""])
-
-
-def _expanded(names: str) -> list[str]:
-    """Expand a list such as `n[0-2,4]` of names with one number."""
-    stem, _, ranges = names.rstrip("]").partition("[")
-    if not ranges:
-        return names.split(",")
-    bounds = [each.partition("-") for each in ranges.split(",")]
-    return [f"{stem}{number}" for low, _, high in bounds for number in range(int(low), int(high or low) + 1)]
+    return "\n".join([*head, "#SBATCH --no-kill", *steps, "wait", "exit 0", ""])
 
 
 def power(case: Case) -> None:
@@ -183,64 +176,98 @@ def _srun(case: Case, number: int) -> None:
         process.send_signal(number)
 
 
+def gone_before_its_step(case: Case) -> None:
+    """The node has lost its power when the job is submitted, and Slurm has not seen that yet."""
+    case.victim.power_off()
+    case.submit()
+    case.until_running(case.others if case.shape is Shape.ARRAY or case.where is Where.OTHER else ())
+    _until_down(case)
+
+
 def cancel(case: Case) -> None:
-    """A user cancels the job."""
+    """A user cancels the job, whose save takes longer than Slurm waits."""
     case.slurm.run("scancel", *case.jobs)
+    case.slurm.until(lambda: not case.slurm.leftovers(), "nothing is left", 3 * KILL_WAIT_S)
 
 
-ROWS = (
+STRIKES = (
     power, power_and_back_soon, power_and_back_late, slurmstepd, slurmd, down, drain, srun_stopped, srun_killed,
+    gone_before_its_step, cancel,
 )  # fmt: skip
 WATCHED_S = 3.0
+"""For so long after a loss it is seen who goes on."""
+STILL_S = 1.0
+"""A program that has not beaten for so long has ended."""
 
 
-def observe(case: Case, row: Callable[[Case], None]) -> str:
-    """Have a loss strike, and return a row of the table."""
-    case.submit()
-    case.until_running()
-    row(case)
+@dataclass(frozen=True)
+class Result:
+    """A row of the table: what became of a job."""
+
+    going_on: tuple[str, ...]
+    """Nodes whose programs went on."""
+    pause_s: float
+    """The longest time between two beats of a program that went on."""
+    running: tuple[str, ...]
+    """State of each job after the loss."""
+    has_ended: bool
+    """Whether the job ended when its programs did. If not, it was cancelled."""
+    accounted: tuple[str, ...]
+    """State of each job at its end, in the account."""
+    left: dict[str, list[str]]
+    """Node -> what is left there at the end."""
+
+    def __str__(self) -> str:
+        goes = ", ".join(self.going_on) or "none"
+        ends = "" if self.has_ended else " (by scancel: it did not end by itself)"
+        states, ended = "/".join(self.running), "/".join(self.accounted)
+        return f"{goes} | {self.pause_s:.2f} | {states} | {ended}{ends} | {self.left or 'nothing'}"
+
+
+def play(slurm: Slurm, strike: Callable[[Case], None], shape: Shape, where: Where) -> Result:
+    """Run a job, have a loss strike, and return what became of the job."""
+    folder = slurm.network.shared / "beats"
+    folder.mkdir()
+    save_s = KILL_WAIT_S + 5.0 if strike is cancel else 0.5
+    case = Case(slurm, shape, where, slurm.nodes[0 if where is Where.BATCH_HOST else 1], folder, save_s=save_s)
+    if strike is not gone_before_its_step:
+        case.submit()
+        case.until_running()
+    strike(case)
     time.sleep(WATCHED_S)
-    at = time.monotonic()
-    going = [node.name for node in case.slurm.nodes if (beats := case.beats(node)) and at - beats[-1]["at"] < 1.0]
-    pause = case.pause_s()
-    states = [*case.states()]
+    now = time.monotonic()
+    going_on = [node for node in slurm.nodes if (beats := case.beats(node)) and now - beats[-1]["at"] < STILL_S]
+    pause_s, running = case.pause_s(going_on), tuple(case.states())
     case.end()
+    has_ended = True
     try:
-        ended = case.until_over(20.0)
+        case.until_over(20.0)
     except AssertionError:
-        case.slurm.run("scancel", *case.jobs)
-        ended = ["scancel: ", *case.until_over(40.0)]
-    time.sleep(1)
-    left = case.slurm.leftovers()
-    return f"going {going} pause {pause:.2f} then {states} ended {ended} left {left}"
+        has_ended = False
+        slurm.run("scancel", *case.jobs)
+    accounted = tuple(case.until_over())
+    with contextlib.suppress(AssertionError):
+        slurm.until(lambda: not slurm.leftovers(), "nothing is left", 5.0)
+    return Result(tuple(node.name for node in going_on), pause_s, running, has_ended, accounted, slurm.leftovers())
 
 
 def main() -> None:
-    """Print the table."""
-    import tempfile
-
-    from tests.nodes import nodes
-
+    """Print the table, or the rows that are named."""
     wanted = sys.argv[1:]
+    print(
+        "| loss | shape | where | go on | longest pause (s) | state | at the end | left |\n|---|---|---|---|---:|---|---|---|"
+    )
     with nodes.cage(preload=False) as cage, tempfile.TemporaryDirectory() as folder:
-        number = 0
-        for row in ROWS:
-            for shape in Shape:
-                for where in Where:
-                    if wanted and row.__name__ not in wanted:
-                        continue
-                    number += 1
-                    network = nodes.Network(cage, Path(folder) / str(number), 4)
-                    slurm = Slurm(network)
-                    beats = network.shared / "beats"
-                    beats.mkdir()
-                    victim = slurm.nodes[0 if where is Where.BATCH_HOST else 1]
-                    try:
-                        text = observe(Case(slurm, shape, victim, beats), row)
-                    except Exception as error:
-                        text = f"FAILED {str(error)[:3000]}"
-                    print(f"{row.__name__:22} {shape.value:10} {where.value:12} {text}", flush=True)
-                    network.close()
+        cases = itertools.product([each for each in STRIKES if not wanted or each.__name__ in wanted], Shape, Where)
+        for number, (strike, shape, where) in enumerate(cases):
+            network = nodes.Network(cage, Path(folder) / str(number), NUM_NODES + 1)
+            try:
+                result = play(Slurm(network), strike, shape, where)
+            except (AssertionError, OSError) as error:
+                result = f"FAILED: {error}"
+            finally:
+                network.close()
+            print(f"| {strike.__name__.replace('_', ' ')} | {shape.value} | {where.value} | {result} |", flush=True)
 
 
 if __name__ == "__main__":
