@@ -46,6 +46,14 @@ def inherited_key() -> bytes:
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is None:
         raise RuntimeError("this process inherited no job key; start it by `megatron-recover run`")
+    return read_sealed(descriptor)
+
+
+def read_sealed(descriptor: int) -> bytes:
+    """Return the key in a sealed file of `sealed`, and close the descriptor.
+
+    Raises RuntimeError if the file is not sealed, or has no key of `KEY_BYTES` bytes.
+    """
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:  # closed, or no such file

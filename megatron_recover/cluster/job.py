@@ -73,6 +73,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Size in bytes at which a trace file is put aside and compressed; 0: never."""
     ring_bytes: int = RING_BYTES
     """Bytes that each process has for events that are not in the trace yet."""
+    node: int = 0
+    """Number of this node."""
+    num_nodes: int = 1
+    placement: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """(node, slot on that node) of each rank of each replica. None: all ranks are on this node."""
 
     @property
     def script(self) -> str:
@@ -92,6 +97,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def place_of(self, replica: int, rank: int) -> int:
         """Return the number of a rank among the ranks of all replicas, from 0."""
         return replica * self.num_ranks + rank
+
+    def slots(self, replica: int) -> dict[int, int]:
+        """Return the slot on this node of each rank of a replica that this node runs, by rank."""
+        if self.placement is None:
+            return {rank: self.place_of(replica, rank) for rank in range(self.num_ranks)}
+        return {rank: slot for rank, (node, slot) in enumerate(self.placement[replica]) if node == self.node}
+
+    @property
+    def replicas_here(self) -> tuple[int, ...]:
+        """Return the replicas that have ranks on this node, ascending."""
+        return tuple(replica for replica in range(self.num_replicas) if self.slots(replica))
+
+    @property
+    def num_ranks_here(self) -> int:
+        """Return the number of ranks of all replicas that this node runs."""
+        return sum(len(self.slots(replica)) for replica in range(self.num_replicas))
 
     def log_of(self, replica: int, rank: int) -> Path:
         """Return the path of the log with a rank's stdout and stderr, or with stderr alone."""

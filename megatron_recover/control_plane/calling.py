@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply
 from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, dial, largest_body
+from megatron_recover.host.addresses import parse_address
 
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
@@ -99,7 +100,7 @@ class OutgoingLink(Link):
         """
         self._take_socket(dial(self._address))
         self._is_dialled = True
-        port = int(self._address.rpartition(":")[2])
+        _, port = parse_address(self._address)
         self._connector = Connector(self._key, self._me, self._peer, port=port, nonce=secrets.token_bytes(NONCE_BYTES))
         self._to_say = self._connector.opening
 

@@ -20,6 +20,7 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.config import RecoverConfig
+from megatron_recover.control_plane.node_messages import ReplicaGone
 from megatron_recover.core.values import Loss, LossKind
 from megatron_recover.faults import Fault
 from megatron_recover.observe.follow.tail import Tail
@@ -157,7 +158,7 @@ class _Hasty(Launcher):
                 self._awake.add(author)
             if isinstance(event, trace.Fault) and event.until is not None:
                 self._overdue[event.replica] = None
-                self._membership.lost(Loss(event.replica, LossKind.SUSPECTED, "it is frozen"))
+                self._send(ReplicaGone(Loss(event.replica, LossKind.SUSPECTED, "it is frozen")))
             elif isinstance(event, trace.Thawed):  # the trace is late itself: what counts is what comes after this
                 self._overdue[event.replica] = self._step + self.LATE
             elif isinstance(event, trace.Applied):
