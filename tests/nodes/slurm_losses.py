@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.nodes import nodes
 from tests.nodes.nodes import ROOT, Node
-from tests.nodes.slurm import TIMEOUT_S, Slurm
+from tests.nodes.slurm import KILL_WAIT_S, TIMEOUT_S, Slurm
 
 NUM_NODES = 3
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -194,6 +194,21 @@ STRIKES = (
     power, power_and_back_soon, power_and_back_late, slurmstepd, slurmd, down, drain, srun_stopped, srun_killed,
     gone_before_its_step, cancel,
 )  # fmt: skip
+CASES = tuple(
+    (strike, shape, where)
+    for strike, shape, where in itertools.product(STRIKES, Shape, Where)
+    if shape is Shape.ALLOCATION or strike not in (srun_stopped, srun_killed)  # an array has no srun
+)
+ENDS_ALL = {
+    (down, Shape.ALLOCATION, Where.BATCH_HOST),
+    (gone_before_its_step, Shape.ALLOCATION, Where.BATCH_HOST),
+}
+"""Slurm kills the batch script, and with it all steps; or it never starts, and the job is queued again."""
+NEEDS_SCANCEL = ENDS_ALL - {(down, Shape.ALLOCATION, Where.BATCH_HOST)} | {
+    *itertools.product((power, power_and_back_soon, power_and_back_late), [Shape.ALLOCATION], [Where.BATCH_HOST]),
+    *itertools.product([srun_stopped], [Shape.ALLOCATION], Where),
+}
+"""The job runs on when its programs have ended: nobody is left who would end it."""
 WATCHED_S = 3.0
 """For so long after a loss it is seen who goes on."""
 STILL_S = 1.0
@@ -258,7 +273,7 @@ def main() -> None:
         "| loss | shape | where | go on | longest pause (s) | state | at the end | left |\n|---|---|---|---|---:|---|---|---|"
     )
     with nodes.cage(preload=False) as cage, tempfile.TemporaryDirectory() as folder:
-        cases = itertools.product([each for each in STRIKES if not wanted or each.__name__ in wanted], Shape, Where)
+        cases = [each for each in CASES if not wanted or each[0].__name__ in wanted]
         for number, (strike, shape, where) in enumerate(cases):
             network = nodes.Network(cage, Path(folder) / str(number), NUM_NODES + 1)
             try:
