@@ -262,7 +262,7 @@ def play(slurm: Slurm, strike: Callable[[Case], None], shape: Shape, where: Wher
         slurm.run("scancel", *case.jobs)
     accounted = tuple(case.until_over())
     with contextlib.suppress(AssertionError):
-        slurm.until(lambda: not slurm.leftovers(), "nothing is left", 5.0)
+        slurm.until(lambda: not slurm.leftovers(), "nothing is left", 2.0 * KILL_WAIT_S)
     return Result(tuple(node.name for node in going_on), pause_s, running, has_ended, accounted, slurm.leftovers())
 
 
