@@ -10,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from hashlib import blake2b
+from pathlib import Path
 
 from megatron_recover.authentication.handshake import KEY_BYTES
 from megatron_recover.config import inherited_descriptor
@@ -65,3 +67,9 @@ def read_sealed(descriptor: int) -> bytes:
         raise RuntimeError(f"the inherited job key has {len(key)} bytes instead of {KEY_BYTES}")
     os.close(descriptor)
     return key
+
+
+def key_of_several(key_file: Path | None) -> bytes:
+    """Return the key of a job of several nodes."""
+    assert key_file is not None
+    return blake2b(key_file.read_bytes().strip(), digest_size=KEY_BYTES).digest()

@@ -16,8 +16,10 @@ from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import Stream, Streams
 from megatron_recover.config import NumaBinding, RecoverConfig
+from megatron_recover.control_plane.node_messages import NodePlace
+from megatron_recover.core.placement import Placement
 from megatron_recover.faults import Fault
-from megatron_recover.host.addresses import INTERFACE
+from megatron_recover.host.addresses import HOST, INTERFACE, Ports
 from megatron_recover.observe.files import LOGS, filtered_log_name, log_name, stdout_log_name
 from megatron_recover.observe.follow import launcher
 from megatron_recover.trace import Layout, Level
@@ -75,9 +77,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that each process has for events that are not in the trace yet."""
     node: int = 0
     """Number of this node."""
-    num_nodes: int = 1
-    placement: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    """(node, slot on that node) of each rank of each replica. None: all ranks are on this node."""
+    placement: Placement | None = None
+    """The slot of every rank. None: all ranks are on this node."""
+    nodes: tuple[NodePlace, ...] = ()
+    """All nodes of the job, if there are several."""
+    address: str = HOST
+    """Address at which the processes of this node listen."""
+    ports: Ports | None = None
+    """First and last port of the listeners; None: any."""
 
     @property
     def script(self) -> str:
@@ -102,7 +109,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Return the slot on this node of each rank of a replica that this node runs, by rank."""
         if self.placement is None:
             return {rank: self.place_of(replica, rank) for rank in range(self.num_ranks)}
-        return {rank: slot for rank, (node, slot) in enumerate(self.placement[replica]) if node == self.node}
+        slots = self.placement.replicas[replica]
+        return {rank: slot.slot for rank, slot in enumerate(slots) if slot.node == self.node}
 
     @property
     def replicas_here(self) -> tuple[int, ...]:
@@ -227,6 +235,8 @@ def write_description(job: Job) -> None:
         "faults": job.faults,
         "seed": job.seed,
     }
+    if job.nodes:
+        description["nodes"] = [{"number": node.number, "name": node.name} for node in job.nodes]
     text = msgspec.json.format(msgspec.json.encode(description), indent=2)
     (job.run_dir / launcher.RUN_FILE).write_bytes(text + b"\n")
 

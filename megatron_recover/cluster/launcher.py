@@ -30,7 +30,7 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.agent import Agent, descriptors_needed
-from megatron_recover.cluster.environment import environment_of_workers, environment_warnings
+from megatron_recover.cluster.environment import environment_of_workers, environment_warnings, nccl_line
 from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Joined, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
@@ -59,12 +59,13 @@ from megatron_recover.control_plane.node_messages import (
     ReplicaGone,
     Roster,
 )
-from megatron_recover.control_plane.wire import LinkClosed, Message, listen
+from megatron_recover.control_plane.wire import Message, listen
 from megatron_recover.core import policy
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT, address_of
+from megatron_recover.host.addresses import ANY_PORT, address_of, format_address
+from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1
@@ -207,7 +208,12 @@ class Launcher:
         job = self._job
         num_ranks = job.num_ranks_here
         given, on_gpus = settings.inherited_environment(), job.rank_start == "warm"
-        environment = environment_of_workers(given, self._deadlines, on_gpus=on_gpus)
+        interface = interface_of(job.address, interfaces()) if job.nodes else None
+        environment = environment_of_workers(
+            given, self._deadlines, on_gpus=on_gpus, **({} if interface is None else {"interface": interface})
+        )
+        if job.nodes and on_gpus:
+            self._recording.says(nccl_line(environment, interfaces(), job.address))
         for line in environment_warnings(environment, self._deadlines, on_gpus=on_gpus):
             self._recording.says(line)
         self._node = Agent(
@@ -248,13 +254,10 @@ class Launcher:
     def _join(self) -> None:
         """Start a coordinator for this node alone, unless the node has met others."""
         if self._joined is None:
-            try:
-                self._joined = alone(
-                    self._key, loop=self._loop, deadlines=self._deadlines, level=self._job.trace_level,
-                    slots=self._job.num_ranks_here, run_id=self._job.run_id, ignored=self._job.signals,
-                )  # fmt: skip
-            except LinkClosed as closed:
-                raise NodeLost(f"the coordinator has ended ({closed})") from closed
+            self._joined = alone(
+                self._key, loop=self._loop, deadlines=self._deadlines, level=self._job.trace_level,
+                slots=self._job.num_ranks_here, run_id=self._job.run_id, ignored=self._job.signals,
+            )  # fmt: skip
         if self._joined.events is not None:
             self._recording.follow_coordinator(self._joined.events)
         self._joined.membership.handle(self._from_coordinator, self._coordinator_gone)
@@ -269,10 +272,13 @@ class Launcher:
                 pass  # this node knew its place before it was given a job
             case Launch(leaders):
                 self._leaders = dict(leaders)
-            case Roster(generation, roster, losses):
+            case Roster(generation, roster, losses, reason):
                 self._generation = generation
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
-                self._recording.announced(trace.Generation(generation=generation, roster=roster, losses=lost, reason=""))
+                seconds = time.monotonic() - self._started_at
+                self._recording.announced(
+                    trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason)
+                )
             case FenceReplica(replica):
                 self._fence(replica)
             case JobEnds(exit_code, reason, at_once):
@@ -395,7 +401,7 @@ class Launcher:
         with descriptors_needed():
             for replica in job.replicas_here:
                 if 0 in job.slots(replica):
-                    self._listeners[replica] = listen(ANY_PORT)
+                    self._listeners[replica] = listen(format_address(job.address, 0), job.ports)
         membership = MembershipSettings(
             num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)
         )  # fmt: skip
@@ -463,7 +469,7 @@ class Launcher:
             replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
             coordinator=self._joined.membership.address, leader=leader, run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
-            numa_binding=job.numa_binding, dry_run=dry_run,
+            numa_binding=job.numa_binding, dry_run=dry_run, address=job.address, ports=job.ports,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:
@@ -479,7 +485,7 @@ class Launcher:
             "MASTER_PORT": port,
             # What torchrun tells of its nodes and restarts: nobody is ever restarted.
             "GROUP_RANK": str(job.node),
-            "GROUP_WORLD_SIZE": str(job.num_nodes),
+            "GROUP_WORLD_SIZE": str(max(1, len(job.nodes))),
             "ROLE_NAME": job.streams.role,
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(job.num_ranks),

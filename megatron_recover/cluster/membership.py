@@ -21,12 +21,13 @@ from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
 from megatron_recover.control_plane.nodes_driver import NodesSettings
-from megatron_recover.control_plane.wire import Link, Message, listen
+from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, address_of, host_name
 from megatron_recover.trace import Level, ring
 
 _TURN_S = 0.05
+_PAUSE_S = 0.2
 
 
 def new_identity() -> int:
@@ -81,7 +82,7 @@ class Membership:
     ) -> None:
         """Begin to connect to the coordinator at `address`, for at most `patience_s`, and greet it.
 
-        Raises `LinkClosed` if nobody listens there.
+        Until then a connection that fails is made anew: the coordinator may not listen yet.
         """
         self.address = address
         """Address (host:port) at which leaders reach the coordinator, too."""
@@ -93,12 +94,12 @@ class Membership:
         self._on_message: Callable[[Message], None] = lambda message: None
         self._on_lost: Callable[[str], None] = lambda why: None
         self._waiting: list[Message] = []
-        self._link = OutgoingLink(address, key, Party(Role.AGENT), Party(Role.COORDINATOR), patience_s=patience_s)
         self._is_handled = False
         self._why = ""
         self._heard_at = loop.time()
-        loop.watch(self._link, self._received, self._ended)
-        self.send(hello)
+        self._hello, self._key, self._give_up_at = hello, key, loop.time() + patience_s
+        self._link: OutgoingLink | None = None
+        self._connect()
         loop.after(deadlines.beat_s, self._beat)
 
     def handle(self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
@@ -115,7 +116,13 @@ class Membership:
 
     def send(self, message: Message) -> None:
         """Send a message to the coordinator; nothing happens if it is lost."""
-        self._loop.send(self._link, message)
+        if self._link is not None:
+            self._loop.send(self._link, message)
+
+    @property
+    def refusal(self) -> str:
+        """Return why the process at the address is not this job's coordinator, if it is not."""
+        return self._link.refusal if self._link is not None else ""
 
     def silent_s(self) -> float:
         """Return the seconds since the coordinator was heard last."""
@@ -124,10 +131,33 @@ class Membership:
     def close(self) -> None:
         """Send what is queued, within `words_s`, and hang up."""
         until = self._loop.time() + self._deadlines.words_s
-        while self._link.wants_write and not self.is_lost and self._loop.time() < until:
+        while self._link is not None and self._link.wants_write and not self.is_lost and self._loop.time() < until:
             self._loop.run_once(_TURN_S)
-        self._loop.drop(self._link)
+        if self._link is not None:
+            self._loop.drop(self._link)
         self.is_lost = True
+
+    def _connect(self) -> None:
+        if self.is_lost:
+            return
+        try:
+            self._link = OutgoingLink(
+                self.address, self._key, Party(Role.AGENT), Party(Role.COORDINATOR),
+                patience_s=self._give_up_at - self._loop.time(),
+            )  # fmt: skip
+        except LinkClosed as closed:
+            self._connect_later(str(closed))
+            return
+        self._loop.watch(self._link, self._received, self._ended)
+        self.send(self._hello)
+
+    def _connect_later(self, why: str) -> None:
+        """Try again after a pause; give up after the time that the coordinator has."""
+        self._link = None
+        if self._loop.time() < self._give_up_at:
+            self._loop.after(_PAUSE_S, self._connect)
+        else:
+            self._lose(why)
 
     def _received(self, link: Link, message: Message) -> None:
         self._heard_at = self._loop.time()
@@ -139,6 +169,12 @@ class Membership:
             self._waiting.append(message)
 
     def _ended(self, link: Link, why: str) -> None:
+        if self._link is not None and self._link.proven:
+            self._lose(why)
+        else:
+            self._connect_later(why)
+
+    def _lose(self, why: str) -> None:
         self.is_lost, self._why = True, why
         if self._is_handled:
             self._on_lost(why)
@@ -146,7 +182,8 @@ class Membership:
     def _beat(self) -> None:
         if not self.is_lost:
             self._loop.after(self._deadlines.beat_s, self._beat)
-            if self._link.proven and not self._link.wants_write:  # at most one beat waits for a coordinator that is stopped
+            link = self._link
+            if link is not None and link.proven and not link.wants_write:  # else the coordinator does not read
                 self.send(NodeBeat())
 
 
@@ -174,7 +211,7 @@ def alone(
 ) -> Joined:
     """Start a coordinator for a job of this node alone, and connect to it.
 
-    Raises OSError, and `LinkClosed` if the coordinator has ended at once.
+    Raises OSError.
     """
     events = ring.create(level=level)
     identity = new_identity()

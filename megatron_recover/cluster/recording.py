@@ -160,9 +160,11 @@ class Recording:
         self.ended(_LAUNCHER, _COORDINATOR)
 
     def announced(self, event: trace.Generation) -> None:
-        """Note a generation that the coordinator has recorded."""
+        """Note a generation that the coordinator has recorded, on node 0."""
         self._roster = event.roster
         self._account.take(event)
+        if self._job.node:
+            self._outbox.append(messages.Announced(event))
 
     def ended(self, replica: int, rank: int) -> None:
         """Note that the process of a rank has ended."""

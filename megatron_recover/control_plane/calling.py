@@ -44,6 +44,9 @@ class OutgoingLink(Link):
         self.proven = False
         """True once the peer has proven itself and welcomed this end."""
         self._refused = False
+        self.refusal = ""
+        """Why the other end is not the wanted party, if a handshake has shown that. The link dials
+        again all the same."""
         self._is_dialled = False
         """True once there has been a connection."""
         super().__init__(None, largest_body(peer.role, me.role))
@@ -128,7 +131,8 @@ class OutgoingLink(Link):
             self._refused = error.errno == errno.ECONNREFUSED
             raise LinkClosed(str(error)) from error
         except Refused as refused:
-            raise LinkClosed(str(refused)) from refused
+            self.refusal = str(refused)
+            raise LinkClosed(self.refusal) from refused
         verdict = self._connector.verdict
         if verdict is None:
             return

@@ -26,6 +26,8 @@ class NodeHello(Value, frozen=True):
     """TORCHELASTIC_RUN_ID of the ranks; that of node 0 counts."""
     alike: tuple[tuple[str, str], ...] = ()
     """Named values that have to be equal on all nodes, as (name, value) pairs."""
+    address: str = ""
+    """Address of the node, at which its processes listen."""
 
 
 class NodeReady(Value, frozen=True):
@@ -118,7 +120,9 @@ class Roster(Value, frozen=True):
 
     generation: Generation
     roster: tuple[ReplicaId, ...]
-    losses: tuple[values.Loss, ...] = ()
+    losses: tuple[values.Loss, ...]
+    reason: str
+    """The reason of the generation, as in `NewGeneration`."""
 
 
 class FenceReplica(Value, frozen=True):

@@ -207,10 +207,16 @@ class NodesDriver:
             mine, theirs = newcomer.hello, other.hello
             if mine.node_rank is not None and mine.node_rank == theirs.node_rank:
                 return f"--node-rank {mine.node_rank} is also that of {theirs.name}; give each node its own"
-            there = dict(theirs.alike)
-            for name, value in mine.alike:
-                if there.get(name) != value:
-                    return f"{name} is {value} here and {there.get(name)} on {theirs.name}; use the same on all nodes"
+            here, there = dict(mine.alike), dict(theirs.alike)
+            for name in [*here, *there]:
+                one, two = here.get(name, "not given"), there.get(name, "not given")
+                if one != two:
+                    return f"{name} is {one} here, and {two} on {theirs.name}; use the same on all nodes"
+            if (":" in mine.address) != (":" in theirs.address):
+                return (
+                    f"its address is {mine.address}, and that of {theirs.name} is {theirs.address}; nodes need addresses of "
+                    "one family, IPv4 or IPv6: give --interface or --local-addr"
+                )
         return ""
 
     @property
@@ -348,7 +354,7 @@ class NodesDriver:
         return reason if self._settings.most == 1 else f"{agent.hello.name}: {reason}"
 
     def _announced(self, new: values.NewGeneration) -> None:
-        self._send_to(self._agents, Roster(new.generation, new.roster, new.losses))
+        self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
 
     def _fence(self, replica: int) -> None:
         nodes = self._hosts[replica]
@@ -365,6 +371,8 @@ class NodesDriver:
         if agent not in self._agents:
             return
         self._agents.remove(agent)
+        if self._stage is Stage.MEETING and agent.hello.identity == self._settings.owner:
+            self._end_everywhere(ExitCode.FAILED, agent, f"its agent is gone ({why}) before all nodes were there")
         if agent.number < 0 or self._stage is Stage.OVER:
             return
         if self._stage is Stage.PREPARING:
