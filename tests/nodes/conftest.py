@@ -20,6 +20,13 @@ def cage() -> Iterator[Cage]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def cheap_cage() -> Iterator[Cage]:
+    """A cage for tests that import no torch."""
+    with nodes.cage(preload=False) as made:
+        yield made
+
+
 @pytest.fixture
 def make_network(cage: Cage, tmp_path: Path) -> Iterator[Callable[..., Network]]:
     """Makes networks that are gone at the end of the test."""

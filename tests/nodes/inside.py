@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from tests import forks
 
 MESSAGE_BYTES = 2**20
+NOT_PERMITTED = "this machine lets nobody make namespaces"
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 _PR_SET_PDEATHSIG = 1
 _COVERED = ("/tmp", "/run")
@@ -170,7 +171,11 @@ def _set_clock(offset_s: float) -> None:
 def main() -> None:
     """Make the cage."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    os.unshare(os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWNS)
+    try:
+        os.unshare(os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWNS)
+    except PermissionError:
+        control.send(NOT_PERMITTED.encode())
+        return
     if pid := os.fork():
         control.close()
         os.waitpid(pid, 0)

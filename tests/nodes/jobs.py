@@ -1,61 +1,60 @@
-"""Toy jobs on several nodes (`toy.py`): ``python -m tests.nodes.jobs JSON`` is a node's agent; the rest is the outside."""
+"""Toy jobs on several nodes (`toy.py`), seen from outside."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from megatron_recover.authentication import key as keys
-from tests.cluster.jobs import Outcome, Spec
+from megatron_recover.cluster.meeting import Meeting
+from megatron_recover.observe.verify.check import Verdict, check
+from tests.cluster.jobs import Outcome, Spec, command
 from tests.cluster.waiting import until_files
 from tests.nodes.history import History
+from tests.nodes.merging import merge
 from tests.nodes.nodes import Network, Node, Program
 
 PORT = 29500
 TOY = Path(__file__).with_name("toy.py")
-"""Of the endpoint, which is node 0's."""
-
-
-class NodesSpec(Spec, frozen=True, kw_only=True, omit_defaults=True):
-    """A toy job on several nodes."""
-
-    script: str = str(TOY)
-    num_nodes: int = 3
-    slots: int = 2
-    """Ranks on each node."""
-    key_file: str = ""
-    node_timeout_s: float = 2.0
-    master: str = "n0"
 
 
 class NodesJob:
     """A toy job that runs on the first nodes of a network."""
 
-    def __init__(self, network: Network, **settings: object) -> None:
-        """Start it on all its nodes. `settings`: fields of `NodesSpec`."""
-        self.network = network
+    def __init__(
+        self,
+        network: Network,
+        *,
+        num_nodes: int = 3,
+        node_timeout_s: float = 2.0,
+        replicas: int = 3,
+        ranks: int = 2,
+        **settings: Any,
+    ) -> None:
+        """Start it on all its nodes. `settings`: other fields of `Spec`."""
+        self.network, self.node_timeout_s = network, node_timeout_s
         self.sums = network.shared / "sums"
         self.sums.mkdir()
         key_file = network.shared / "key"
-        if not key_file.exists():
-            key_file.write_text(keys.make_key().hex())
-            key_file.chmod(0o600)
-        self.spec = NodesSpec(
-            run_dir=str(network.shared / "run"),
-            sums_dir=str(self.sums),
-            key_file=str(key_file),
-            **settings,  # type: ignore[arg-type]
-        )
-        self.nodes = network.nodes[: self.spec.num_nodes]
+        key_file.write_text(keys.make_key().hex())
+        key_file.chmod(0o600)
+        self.nodes = network.nodes[:num_nodes]
+        self.spec = Spec(
+            run_dir=str(network.shared / "run"), sums_dir=str(self.sums), key_file=str(key_file), script=str(TOY),
+            slots=replicas * ranks // num_nodes, replicas=replicas, ranks=ranks, **settings,
+        )  # fmt: skip
         self.agents: dict[str, Program] = {node.name: self._start(node) for node in self.nodes}
 
     def _start(self, node: Node) -> Program:
-        command = [sys.executable, "-m", "tests.nodes.jobs", msgspec.json.encode(self.spec).decode()]
-        return node.start(command)
+        meeting = Meeting(
+            least_nodes=len(self.nodes), most_nodes=len(self.nodes), node_rank=node.number, host=self.nodes[0].name, port=PORT,
+            flag="--master-addr", join_timeout_s=60, last_call_s=1, node_timeout_s=self.node_timeout_s,
+        )  # fmt: skip
+        return node.start(command(msgspec.structs.replace(self.spec, meeting=meeting)))
 
     def history(self) -> History:
         """Return what its ranks have applied until now."""
@@ -101,6 +100,11 @@ class NodesJob:
     def outcome(self) -> Outcome:
         """Return what it left, as a toy job on one machine would have."""
         return Outcome(self.spec, self.agents["n0"].poll() or 0, self.output())
+
+    def verdict(self) -> Verdict:
+        """Return the judgement of `check` on the merged trace of all nodes."""
+        merged = self.network.shared / f"merged-{time.monotonic_ns()}"
+        return check(merge(Path(self.spec.run_dir), self.sums, merged))
 
     def output(self) -> str:
         """Return what all agents printed."""

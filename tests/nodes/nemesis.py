@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_recover.core.values import ExitCode
-from megatron_recover.observe.verify.check import check, describe
+from megatron_recover.observe.verify.check import describe
 from tests.nodes import nodes
 from tests.nodes.jobs import NodesJob
 from tests.nodes.nodes import ROOT, Cage, Network, Node
@@ -151,7 +151,7 @@ class Run:
         plan = self.plan
         self.job = NodesJob(
             self.network, num_nodes=plan.num_nodes, replicas=plan.replicas, ranks=plan.ranks, steps=STEPS, pace_s=0.002,
-            slots=plan.replicas * plan.ranks // plan.num_nodes, node_timeout_s=NODE_TIMEOUT_S,
+            node_timeout_s=NODE_TIMEOUT_S,
         )  # fmt: skip
         self.job.until_training()
         if plan.weather is not None:
@@ -219,7 +219,7 @@ class Run:
             return f"FAILED: {str(error).splitlines()[0]}"
         if mistake := self._wrong_end(living):
             return f"FAILED: {mistake}"
-        verdict = check(Path(self.job.spec.run_dir))
+        verdict = self.job.verdict()
         if verdict.violations:
             return f"FAILED: check: {describe(verdict).splitlines()[0]}"
         try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -32,11 +31,13 @@ import pytest
 
 from megatron_recover.cluster.readiness import is_readable
 from tests.cluster.waiting import until_files
-from tests.nodes.inside import MESSAGE_BYTES
+from tests.nodes.inside import MESSAGE_BYTES, NOT_PERMITTED
 from tests.nodes.proxy import Settings, Weather
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
+_IMPORTS_S = 180.0
+"""What importing torch and Megatron may take where all cores are busy."""
 NUM_NODES = 4
 SHM_BYTES = 2**29
 _LISTENING = "0A"
@@ -119,14 +120,16 @@ class Cage:
                 cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        self.pid = self._first_words(self._control)
+        self.pid = self._first_words(self._control, _IMPORTS_S)
         self._num_bridges = 0
 
-    def _first_words(self, link: socket.socket) -> int:
+    def _first_words(self, link: socket.socket, deadline_s: float = DEADLINE_S) -> int:
         """Return the pid of who says `ready`; raises OSError with what else it says."""
-        pid, words = _receive(link)
+        pid, words = _receive(link, deadline_s)
+        if words == NOT_PERMITTED:
+            raise PermissionError(words)
         if words != "ready":
-            raise OSError(errno.EPERM, words or self.log.read_text() or "the test network's process has ended")
+            raise OSError(words or self.log.read_text() or "the test network's process has ended")
         return pid
 
     def start(self, command: Sequence[str], output: Path) -> Program:
@@ -434,8 +437,8 @@ def cage(*, preload: bool = True) -> Iterator[Cage]:
         pytest.skip(reason)
     try:
         made = Cage(preload=preload)
-    except OSError as error:
-        pytest.skip(f"this machine lets nobody make a network of nodes: {error}")
+    except PermissionError as error:
+        pytest.skip(f"no network of nodes: {error}")
     try:
         yield made
     finally:
@@ -463,10 +466,10 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def _receive(link: socket.socket) -> tuple[int, str]:
+def _receive(link: socket.socket, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
     """Return the pid of a sender as this process sees it, and what it said."""
-    if not is_readable(link.fileno(), DEADLINE_S):
-        raise TimeoutError(f"the test network says nothing for {DEADLINE_S:g} s")
+    if not is_readable(link.fileno(), deadline_s):
+        raise TimeoutError(f"the test network says nothing for {deadline_s:g} s")
     text, ancillary, _, _ = link.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(struct.calcsize("3i")))
     pids = [array.array("i", data)[0] for _, kind, data in ancillary if kind == socket.SCM_CREDENTIALS]
     return pids[0] if pids else 0, text.decode()

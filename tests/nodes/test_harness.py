@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.cluster.waiting import until_ended, until_files
-from tests.nodes import nodes
 from tests.nodes.nodes import ROOT, Cage, Network, Node, Program
 
 PORT = 2000
@@ -22,10 +21,9 @@ TALK = [sys.executable, "-m", "tests.nodes.talk"]
 
 
 @pytest.fixture(scope="module")
-def cage() -> Iterator[Cage]:
-    """A cheap one: nothing here imports torch."""
-    with nodes.cage(preload=False) as made:
-        yield made
+def cage(cheap_cage: Cage) -> Cage:
+    """Nothing here imports torch."""
+    return cheap_cage
 
 
 def serve(node: Node) -> Program:

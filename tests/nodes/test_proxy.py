@@ -7,7 +7,9 @@ import statistics
 import sys
 from collections.abc import Callable
 
-from tests.nodes.nodes import Network
+import pytest
+
+from tests.nodes.nodes import Cage, Network
 from tests.nodes.proxy import Way, Weather
 from tests.nodes.test_harness import call, serve, until_printed
 
@@ -27,6 +29,12 @@ with socket.create_connection((sys.argv[1], 3000)) as connection:
     connection.sendall(data)
 print(True, zlib.crc32(data))
 """
+
+
+@pytest.fixture(scope="module")
+def cage(cheap_cage: Cage) -> Cage:
+    """Nothing here imports torch."""
+    return cheap_cage
 
 
 def test_frames_come_late_and_the_weather_clears_up(make_network: Callable[..., Network]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.nodes.nodes import Network
+from tests.nodes.nodes import Cage, Network
 from tests.nodes.slurm import Slurm, why_not
 from tests.nodes.slurm_losses import (
     CASES,
@@ -24,6 +24,12 @@ from tests.nodes.slurm_losses import (
 )
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def cage(cheap_cage: Cage) -> Cage:
+    """Nothing here imports torch."""
+    return cheap_cage
 
 
 @pytest.fixture
