@@ -64,7 +64,7 @@ from megatron_recover.core import policy
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT, address_of, format_address
+from megatron_recover.host.addresses import ANY_PORT, address_of, format_address, parse_address
 from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
 
@@ -474,7 +474,7 @@ class Launcher:
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:
         # torch's rendezvous is not used, and the port is occupied.
-        host, _, port = leader.rpartition(":")
+        host, port = parse_address(leader)
         return (sharing_a_gpu(place) if shared > 1 else {}) | {
             CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
             "RANK": str(rank),
@@ -482,7 +482,7 @@ class Launcher:
             "LOCAL_RANK": str(context.gpu),
             "LOCAL_WORLD_SIZE": str(job.num_ranks_here),
             "MASTER_ADDR": host,
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(port),
             # What torchrun tells of its nodes and restarts: nobody is ever restarted.
             "GROUP_RANK": str(job.node),
             "GROUP_WORLD_SIZE": str(max(1, len(job.nodes))),
