@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.meeting import Meeting
-from megatron_recover.observe.verify.check import Verdict, check
+from megatron_recover.observe.verify.check import check
 from tests.cluster.jobs import Outcome, Spec, command
 from tests.cluster.waiting import until_files
 from tests.nodes.history import History
@@ -101,10 +101,15 @@ class NodesJob:
         """Return what it left, as a toy job on one machine would have."""
         return Outcome(self.spec, self.agents["n0"].poll() or 0, self.output())
 
-    def verdict(self) -> Verdict:
-        """Return the judgement of `check` on the merged trace of all nodes."""
-        merged = self.network.shared / f"merged-{time.monotonic_ns()}"
-        return check(merge(Path(self.spec.run_dir), self.sums, merged))
+    def mistakes(self, lost: Collection[int] = ()) -> list[str]:
+        """Return what `check` finds wrong with the merged trace of all nodes.
+
+        `lost`: replicas on nodes that lost their power. There is nobody who could fence them, and nothing to fence.
+        """
+        verdict = check(merge(Path(self.spec.run_dir), self.sums, self.network.shared / f"merged-{time.monotonic_ns()}"))
+        ended = tuple(f"replica {replica} was lost, and its ranks " for replica in lost)
+        found = [f"{each.invariant}: {each.message}" for each in verdict.violations if not each.message.startswith(ended)]
+        return [*found, *verdict.problems]
 
     def output(self) -> str:
         """Return what all agents printed."""

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_recover.core.values import ExitCode
-from megatron_recover.observe.verify.check import describe
 from tests.nodes import nodes
 from tests.nodes.jobs import NodesJob
 from tests.nodes.nodes import ROOT, Cage, Network, Node
@@ -219,9 +218,8 @@ class Run:
             return f"FAILED: {str(error).splitlines()[0]}"
         if mistake := self._wrong_end(living):
             return f"FAILED: {mistake}"
-        verdict = self.job.verdict()
-        if verdict.violations:
-            return f"FAILED: check: {describe(verdict).splitlines()[0]}"
+        if mistakes := self.job.mistakes(range(self.plan.replicas) if self._off else ()):
+            return f"FAILED: check: {mistakes[0]}"
         try:
             self.network.assert_nothing_left()
         except AssertionError as error:
