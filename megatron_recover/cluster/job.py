@@ -179,7 +179,7 @@ def link_logs(job: Job) -> None:
         return
     attempt = job.log_links / "attempt_0"
     try:
-        for replica, rank in itertools.product(range(job.num_replicas), range(job.num_ranks)):
+        for replica, rank in ((replica, rank) for replica in job.replicas_here for rank in job.slots(replica)):
             folder = attempt / str(job.place_of(replica, rank))
             folder.mkdir(parents=True)
             (folder / "stdout.log").symlink_to(job.stdout_log_of(replica, rank))

@@ -17,11 +17,6 @@ NO_STORE = "changes nothing here: nodes meet at a process of megatron-recover, a
 ONE_NODE = "changes nothing here: all processes are on this node, and they meet without an address"
 
 
-@pytest.fixture(autouse=True)
-def _several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_line, "ONE_NODE_FOR_NOW", False)
-
-
 def read(line: str, **environment: str) -> launch_line.Choice:
     return launch_line.read(run._parser().parse_args(line.split()), environment)
 
@@ -177,9 +172,3 @@ def test_several_ranks_of_a_gpu_are_for_one_node() -> None:
     with pytest.raises(ValueError, match="--recover-ranks-per-gpu is 2, for trials on few GPUs of one node, .*; leave it out"):
         launch_line.judge(line, num_processes=4, config=RecoverConfig(ranks_per_gpu=2))
     launch_line.judge(read(""), num_processes=4, config=RecoverConfig(ranks_per_gpu=2))
-
-
-def test_for_now_a_job_of_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_line, "ONE_NODE_FOR_NOW", True)
-    with pytest.raises(ValueError, match="--nnodes is 1:2; a job has one node for now: give --nnodes 1$"):
-        read("--nnodes 1:2 --master-addr h")
