@@ -63,6 +63,8 @@ class Role(enum.IntEnum):
     handshake."""
     AGENT = 7
     """The agent of a node. Its replica and rank are 0."""
+    STORE = 8
+    """Rank 0 of a replica, as the server of the replica's store for `torch.distributed`."""
 
 
 class Reply(enum.IntEnum):
