@@ -80,5 +80,5 @@ def bind_free(host: str, ports: Ports | None = None) -> socket.socket:
     assert ports is not None
     raise OSError(
         errno.EADDRINUSE,
-        f"all ports of --port-range {ports[0]}-{ports[1]} are taken on {host}; give a wider range: a rank needs up to 3 ports",
+        f"all ports of --port-range {ports[0]}-{ports[1]} are taken on {host}; give a wider range: a rank needs up to 4 ports",
     )
