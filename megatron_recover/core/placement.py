@@ -46,6 +46,10 @@ class Placement(Value, frozen=True):
     left_over: tuple[Slot, ...]
     """Slots without a rank, in order."""
 
+    def nodes_of(self, replica: int) -> tuple[int, ...]:
+        """Return the nodes of a replica, in the order of its ranks."""
+        return tuple(dict.fromkeys(slot.node for slot in self.replicas[replica]))
+
 
 def most_replicas(slots: Sequence[int], num_ranks: int) -> int:
     """Return how many replicas of `num_ranks` ranks fit on nodes with so many slots each."""

@@ -67,14 +67,9 @@ def made(job: tuple[list[int], int, int, int]) -> Placement:
     return place(slots, num_replicas=num_replicas, num_ranks=num_ranks, tp=tp)
 
 
-def nodes_of(placement: Placement, replica: int) -> tuple[int, ...]:
-    """Nodes of a replica, in the order of its ranks."""
-    return tuple(dict.fromkeys(slot.node for slot in placement.replicas[replica]))
-
-
 def replicas_on(placement: Placement, node: int) -> list[int]:
     """Replicas that the loss of a node ends."""
-    return [replica for replica in range(len(placement.replicas)) if node in nodes_of(placement, replica)]
+    return [replica for replica in range(len(placement.replicas)) if node in placement.nodes_of(replica)]
 
 
 def divided(placement: Placement, tp: int) -> int:
@@ -98,7 +93,7 @@ def test_ranks_that_follow_each_other_are_on_one_node_and_in_its_order(job: tupl
     placement = made(job)
     for replica, places in enumerate(placement.replicas):
         groups = [[*group] for _, group in itertools.groupby(places, lambda slot: slot.node)]
-        assert tuple(group[0].node for group in groups) == nodes_of(placement, replica), "a node is not left and entered again"
+        assert tuple(group[0].node for group in groups) == placement.nodes_of(replica), "a node is not left and entered again"
         for group in groups:
             assert [slot.slot for slot in group] == [*range(group[0].slot, group[0].slot + len(group))]
     assert [each[0].node for each in placement.replicas] == sorted(each[0].node for each in placement.replicas)
@@ -113,7 +108,7 @@ def test_no_group_is_divided_that_need_not_be(job: tuple[list[int], int, int, in
 
 def pairs(placement: Placement) -> int:
     """Number of pairs (replica, node): how often a node's loss is a replica's."""
-    return sum(len(nodes_of(placement, replica)) for replica in range(len(placement.replicas)))
+    return sum(len(placement.nodes_of(replica)) for replica in range(len(placement.replicas)))
 
 
 def fewest_pairs(slots: Sequence[int], num_replicas: int, num_ranks: int) -> int:
@@ -145,13 +140,13 @@ def test_each_replica_in_its_turn_is_on_as_few_nodes_as_can_be(slots: list[int],
     """In the order of making, which is by the number of nodes: what is left for one replica is not used up by a later one."""
     num_replicas = min(wanted, most_replicas(slots, num_ranks))
     placement = made((slots, num_replicas, num_ranks, 1))
-    on_one = [replica for replica in range(num_replicas) if len(nodes_of(placement, replica)) == 1]
+    on_one = [replica for replica in range(num_replicas) if len(placement.nodes_of(replica)) == 1]
     assert len(on_one) >= min(num_replicas, sum(each // num_ranks for each in slots))
     first_divided = [each for each in range(num_replicas) if each not in on_one][:1]
     if first_divided and len(on_one) + 1 == num_replicas:
         rest = sorted((each % num_ranks for each in slots), reverse=True)
         least = next(num for num in range(len(rest) + 1) if sum(rest[:num]) >= num_ranks)
-        assert len(nodes_of(placement, first_divided[0])) == least
+        assert len(placement.nodes_of(first_divided[0])) == least
 
 
 @given(fitting())
