@@ -79,6 +79,15 @@ class EndAsked(Value, frozen=True):
     reason: str
 
 
+class LeaveWanted(Value, frozen=True):
+    """Somebody wants replicas back, which leave the job after a common step."""
+
+    id: str
+    """Name of the request."""
+    replicas: tuple[ReplicaId, ...]
+    reason: str
+
+
 class KillAsked(Value, frozen=True):
     """A person requests that all nodes kill everything at once."""
 
@@ -138,6 +147,20 @@ class FenceReplica(Value, frozen=True):
     replica: ReplicaId
 
 
+class Dismiss(Value, frozen=True):
+    """A replica leaves the job: its ranks end by themselves, which is no loss."""
+
+    replica: ReplicaId
+
+
+class LeaveAnswer(Value, frozen=True):
+    """The answer to `LeaveWanted`."""
+
+    id: str
+    refused: tuple[tuple[ReplicaId, str], ...]
+    """(replica, reason) of those that do not leave."""
+
+
 class JobEnds(Value, frozen=True):
     """The job is over, and its leaders were told so."""
 
@@ -174,6 +197,7 @@ class Idle(Value, frozen=True):
 
 
 FromAgent = (
-    NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked | KillAsked | FenceDone
+    NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked | LeaveWanted | KillAsked
+    | FenceDone
 )
-ToAgent = Met | Launch | Roster | FenceReplica | JobEnds | Idle | JobState
+ToAgent = Met | Launch | Roster | FenceReplica | Dismiss | LeaveAnswer | JobEnds | Idle | JobState
