@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from megatron_recover.authentication import admission
 from megatron_recover.cluster.doctor import conversation, sharing
 from megatron_recover.cluster.doctor.between import Report, has_failed, judged, lines
 from megatron_recover.cluster.doctor.findings import Check, Folder, Need, warn
@@ -33,8 +35,10 @@ _PATIENCE_S = 30.0
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, ALL_PAIRS, ALL_PAIRS + 1, 64, 100, 1024])
 def test_few_nodes_try_all_pairs_and_many_a_bounded_number_that_leaves_nobody_out(num_nodes: int) -> None:
     tries = {node: peers_of(node, num_nodes) for node in range(num_nodes)}
+    crowded = {node: [peer for peer, is_crowded in peers.items() if is_crowded] for node, peers in tries.items()}
+    assert all(peers in ([], [0]) and (num_nodes > ALL_PAIRS or not peers) for peers in crowded.values())
     by = {node: [other for other, peers in tries.items() if node in peers] for node in range(num_nodes)}
-    assert all(node not in peers and len({*peers}) == len(peers) for node, peers in tries.items())
+    assert all(node not in peers for node, peers in tries.items())
     if num_nodes <= ALL_PAIRS:
         assert all(len(peers) == num_nodes - 1 for peers in tries.values())
         return
@@ -44,6 +48,7 @@ def test_few_nodes_try_all_pairs_and_many_a_bounded_number_that_leaves_nobody_ou
         (num_nodes - 1).bit_length() - 1 <= len(by[node]) <= (num_nodes - 1).bit_length() for node in range(1, num_nodes)
     )
     assert sum(map(len, tries.values())) <= 11 * num_nodes
+    assert sum(not peers for peers in crowded.values()) <= (num_nodes - 1).bit_length() + 1, "node 0 is full of packets"
     reached, edge = {num_nodes // 2}, {num_nodes // 2}
     for _ in range((num_nodes - 1).bit_length()):  # the farthest of them is as many connections away
         edge = {peer for node in edge for peer in tries[node]}
@@ -188,6 +193,15 @@ def test_a_closed_port_a_silent_program_and_another_job_are_told_apart(service: 
     assert [len(each.unreached) for each in (of_another_job, of_another_node)] == [1, 1]
     assert of_another_job.ahead_s is None and of_another_job.has_echo is None
     assert "job's key" in of_another_job.unreached[0][1]
+
+
+def test_nodes_that_crowd_each_other_out_try_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_UNPROVEN", 1)
+    with ThreadPoolExecutor(24) as pool:
+        peer = Peer(1, HERE, service.ports[:1], is_crowded=True)
+        answers = [*pool.map(lambda node: probe(node, [peer], KEY)[0], range(2, 26))]
+    assert [each.unreached for each in answers] == [()] * 24
+    assert all(each.ahead_s is not None and each.has_echo is None and not each.packet_bytes for each in answers)
 
 
 def test_ports_of_other_programs_are_left_out_and_named() -> None:

@@ -69,8 +69,8 @@ class Session:
         `opened` are those of all nodes, in the order of their numbers.
         """
         node = self._report.node
-        chosen = [opened[each] for each in peers_of(node, len(opened))]
-        peers = [Peer(each.node, each.host, each.ports) for each in chosen if each.ports]
+        chosen = [(opened[each], is_crowded) for each, is_crowded in peers_of(node, len(opened)).items()]
+        peers = [Peer(each.node, each.host, each.ports, is_crowded) for each, is_crowded in chosen if each.ports]
         sights = {} if node == 0 else sharing.look(opened[0].marks)
         answers = probe(node, peers, self._key, now_ns=self._now_ns)
         return msgspec.structs.replace(self._report, sights=sights, answers=answers)
