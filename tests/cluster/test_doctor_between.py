@@ -19,7 +19,6 @@ from megatron_recover.authentication import admission
 from megatron_recover.cluster.doctor import conversation, sharing
 from megatron_recover.cluster.doctor.between import Report, has_failed, judged, lines
 from megatron_recover.cluster.doctor.findings import Check, Folder, Need, warn
-from megatron_recover.cluster.doctor.node import parts_of
 from megatron_recover.cluster.doctor.probing import ALL_PAIRS, MAX_PORTS, Answer, Peer, peers_of, probe, sample
 from megatron_recover.cluster.doctor.service import Service
 from megatron_recover.cluster.doctor.session import Opened, Session
@@ -65,28 +64,21 @@ def test_a_range_of_ports_is_tried_from_end_to_end() -> None:
 # --- What follows from reports --------------------------------------------------------------------
 
 
-def _reports(
-    *answers: Answer, sights: dict[str, sharing.Sight] | None = None, parts: dict[str, str] | None = None
-) -> list[Report]:
-    """Those of three nodes: node 1 has the answers and sights, and node 2 none; all else is equal."""
-    same = {"flags": "--lr 1", "Python": "3.12.1"}
-    return [
-        Report(node=0, name="a", parts=same),
-        Report(node=1, name="b", parts=parts or same, answers=answers, sights=sights or {}),
-        Report(node=2, name="c", parts=same),
-    ]
+def _reports(*answers: Answer, sights: dict[str, sharing.Sight] | None = None) -> list[Report]:
+    """Those of three nodes: node 1 has the answers and sights, the others none."""
+    return [Report(node=0, name="a"), Report(node=1, name="b", answers=answers, sights=sights or {}), Report(node=2, name="c")]
 
 
 def _judged(reports: list[Report]) -> list[str]:
     return lines(judged(reports), ["a", "b", "c"])
 
 
-def test_nodes_that_are_alike_and_reach_each_other_are_ok() -> None:
+def test_nodes_that_reach_each_other_are_ok() -> None:
     fine = {"has_echo": True, "packet_bytes": 1500, "passed_bytes": 1500, "within_s": 0.1}
     reports = _reports(Answer(node=0, ahead_s=0.2, **fine), sights={"--save": "seen"})
     reports[0] = msgspec.structs.replace(reports[0], answers=(Answer(node=1, **fine), Answer(node=2, **fine)))
     assert _judged(reports) == [
-        "ok    a  alike: flags, Python of 3 nodes", "ok    a  ports: each node is reached from 1 others",
+        "ok    a  ports: each node is reached from 1 others",
         "ok    a  packets: packets of 1500 bytes, and messages of 256 KiB",
         "ok    a  clock: at most 0.200 s between it and others", "ok    a  --save: shared by 2 nodes",
     ]  # fmt: skip
@@ -135,12 +127,6 @@ def test_a_port_is_named_where_it_is_closed_with_those_who_do_not_reach_it() -> 
     assert has_failed(judged(reports)) and not has_failed(judged(_reports()))
 
 
-def test_a_node_that_differs_is_named_with_what_node_0_has() -> None:
-    found = [line for line in _judged(_reports(parts={"flags": "--lr 2", "Python": "3.12.1"})) if "alike" in line]
-    remedy = "give every node the same line and the same installation"
-    assert found == [f"fail  b  alike: flags is --lr 2, and --lr 1 on a; {remedy}"]
-
-
 @pytest.mark.parametrize(("check", "level"), [
     (Check.SAVE, "fail"), (Check.LOAD, "fail"), (Check.RUN_DIR, "ok"), (Check.CACHE, "ok"), (Check.TENSORBOARD, "warn"),
 ])  # fmt: skip
@@ -154,14 +140,6 @@ def test_a_local_folder_is_refused_only_where_it_has_to_be_shared(check: Check, 
 def test_equal_lines_of_many_nodes_are_one() -> None:
     found = [(node, warn(Check.CORES, "few", "more")) for node in range(1000)]
     assert lines(found, [f"n{node}" for node in range(1000)]) == ["warn  n0,n1,n2 and 997 more  cores: few; more"]
-
-
-def test_what_has_to_be_equal_is_the_content_of_the_script_and_not_its_place(tmp_path: Path) -> None:
-    for name, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
-        (tmp_path / f"{name}.py").write_text(text)
-    a, b, c = (parts_of(["torch>=2"], [str(tmp_path / f"{name}.py"), "--lr", "1"]) for name in "abc")
-    assert a == b and {name for name in a if a[name] != c[name]} == {"script"} and a["flags"] == "--lr 1" and a["torch"]
-    assert parts_of([], ["a.module"], is_module=True)["script"] == "a.module"
 
 
 # --- Real sockets ---------------------------------------------------------------------------------
@@ -355,7 +333,6 @@ def test_each_fault_of_a_network_is_found_and_named(network: Network, tmp_path: 
     found = _told(network.reports(opened))
     assert time.monotonic() - begin < 20
     assert found == {
-        "alike": [(0, "ok", "flags of 3 nodes")],
         "ports": [(1, "fail", "port 40001 is not reached from any of 2 nodes (no answer)")],
         "packets": [(0, "ok", "packets of 1500 bytes, and messages of 256 KiB")],
         "clock": [(0, "ok", "at most 0.0"), (2, "fail", "75.0 s ahead of n0: traces could not be put in order")],
