@@ -420,8 +420,8 @@ class Launcher:
 
     def _spawn_all(self) -> None:
         for replica in self._job.replicas_here:
-            # The launcher closes its copies as soon as the ranks are started: a copy would keep the port
-            # of a dead leader answering.
+            # The launcher closes its copies as soon as the ranks are started: a copy would keep the
+            # port of a dead leader answering.
             with contextlib.ExitStack() as stack:
                 sockets = self._listeners.pop(replica, {})
                 for each in sockets.values():
