@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import re
@@ -354,7 +355,14 @@ def main(argv: list[str]) -> int:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
     for line in behind:
         print(f"megatron-recover run: {line}", file=sys.stderr)
-    if refusals := node_checks.refusals(job):
+    try:
+        refusals = node_checks.refusals(job, joined)
+    except NotMet as error:
+        if joined is not None:
+            several_nodes.leave(joined, str(error), command[1:])
+        _discard(job, existed=existed)
+        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+    if refusals:
         if joined is not None:
             several_nodes.leave(joined, "\n".join(refusals), command[1:])
         _discard(job, existed=existed)
@@ -425,9 +433,10 @@ def _discard(job: Job, *, existed: bool) -> None:
     run_dir = job.run_dir
     if job.log_links is not None:
         shutil.rmtree(job.log_links)
-    _empty(run_dir)
-    if not existed:
-        run_dir.rmdir()
+    with contextlib.suppress(FileNotFoundError):  # with several nodes, node 0 may have removed all of it
+        _empty(run_dir)
+        if not existed:
+            run_dir.rmdir()
     done = "emptied" if existed else "removed"
     print(f"megatron-recover run: nothing was trained, so {run_dir} was {done} again", file=sys.stderr)
 
