@@ -29,6 +29,7 @@ import msgspec
 from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
+from megatron_recover.cluster import status
 from megatron_recover.cluster.agent import Agent, descriptors_needed
 from megatron_recover.cluster.environment import environment_of_workers, environment_warnings, nccl_line
 from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
@@ -49,6 +50,7 @@ from megatron_recover.control_plane.node_messages import (
     FenceReplica,
     Idle,
     JobEnds,
+    JobState,
     KillAsked,
     Launch,
     Met,
@@ -138,6 +140,8 @@ class Launcher:
         """Replica -> address of its store, if the replica spans nodes."""
         self._listeners: dict[int, dict[str, socket.socket]] = {}
         """Replica -> listening sockets that its rank 0 inherits, by name, until it is started."""
+        self._state: JobState | None = None
+        """Newest state of the job that the coordinator has sent."""
         self._orphaned = ""
         """The loss of the coordinator in words; empty while the link to it lives."""
         self._node: Node
@@ -176,6 +180,7 @@ class Launcher:
                 exit_code = self._run()
             reason = self._ending[1] if self._ending else ""
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
+            self._write_status(None, exit_code, reason)
             self.is_recorded = self._recording.finish(exit_code, reason)
             if self._monitoring is not None:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
@@ -288,10 +293,27 @@ class Launcher:
                 self._end(exit_code, reason)
                 if at_once:
                     self._end_by = 0.0
+            case JobState():
+                self._write_status(message)
             case Idle(reason):
                 self._recording.says(f"{reason}: this node waits for the end of the job")
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
+
+    def _write_status(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
+        """Write the state of the job, on node 0. None: the newest one."""
+        self._state = state = state or self._state
+        if state is None or self._job.node:
+            return
+        account = self._recording.account
+        status.write(
+            self._job.run_dir,
+            status.Status(
+                at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
+                step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,
+                nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
+            ),
+        )  # fmt: skip
 
     def _coordinator_gone(self, why: str) -> None:
         """Leave the ranks to themselves: they end at the next save point. Before training, end."""
