@@ -282,6 +282,14 @@ class Network:
         assert process.stdout is not None
         return msgspec.json.decode(process.stdout.readline(), type=Opened)
 
+    def run(self, node: int, words: list[str], environment: dict[str, str], setup: str = "true") -> subprocess.Popen[str]:
+        """Start a command on a node, with a host name of its own."""
+        shell = f'hostname n{node}; ip netns exec {self._prefix}{node} sh -ec \'{setup}; exec "$@"\' sh "$@"'
+        return subprocess.Popen(
+            ["unshare", "--uts", "sh", "-ec", shell, "sh", *words], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
     def reports(self, opened: list[Opened]) -> list[Report]:
         """Have all nodes try each other at the same time."""
         for process in self.processes:
@@ -392,3 +400,37 @@ def test_a_node_that_cannot_listen_is_reported_and_holds_nobody(tmp_path: Path) 
     assert [(node, each.level, each.value) for node, each in found] == [
         (1, "fail", f"nothing can listen at {HERE} (other programs use all of the ports {taken} to {taken})")
     ]  # fmt: skip
+
+
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+
+
+def test_run_is_refused_on_all_nodes_with_the_lines_of_all_before_any_of_them_imports(network: Network, tmp_path: Path) -> None:
+    """Node 1 has a local --save, few open files, and a clock that is 75 s ahead."""
+    if not FAKETIME.exists():
+        pytest.skip("there is no libfaketime, which gives a process another clock")
+    (tmp_path / "save").mkdir()
+    (tmp_path / "train.py").write_text(f"open('{tmp_path}/started', 'w')")
+    flags = "--num-layers 2 --num-attention-heads 2 --hidden-size 8 --micro-batch-size 1 --global-batch-size 40 --train-iters 1"
+    flags += f" --eval-interval 9 --mock-data --save {tmp_path}/save --save-interval 1"
+    line = f"--nnodes 2 --nproc-per-node 20 --master-addr 10.99.0.1 --master-port 29400 --run-dir {tmp_path}/run --node-rank"
+    words = [sys.executable, "-m", "megatron_recover", "run", *line.split()]
+    environment = os.environ | {"MEGATRON_RECOVER_KEY": KEY.hex()}
+    ahead = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+75s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    script = [str(tmp_path / "train.py"), *flags.split()]
+    nodes = [
+        network.run(0, [*words, "0", *script], environment),
+        network.run(1, [*words, "1", *script], environment | ahead, f"mount -t tmpfs none {tmp_path}/save; ulimit -n 256"),
+    ]
+    said = [each.communicate(timeout=120)[0] for each in nodes]
+    expected = [
+        "fail  n1  open files: 256 (hard limit); 20 ranks need 320; ",
+        "fail  n1  clock: 75.0 s ahead of n0: traces could not be put in order; ",
+        "fail  n1  --save: not the folder that n0 has under this path",
+    ]
+    for process, text in zip(nodes, said, strict=True):
+        lines = [each.removeprefix("megatron-recover run: ") for each in text.splitlines()]
+        failed = [each for each in lines if each.startswith("fail")]
+        assert process.returncode == 2 and len(failed) == len(expected), text
+        assert all(one.startswith(two) for one, two in zip(failed, expected, strict=True)), text
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["save", "train.py"] and not [*(tmp_path / "save").iterdir()]
