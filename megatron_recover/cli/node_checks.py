@@ -53,7 +53,7 @@ def refusals(job: Job, joined: Joined | None) -> list[str]:
         ports = sample(*job.ports) if job.ports is not None and is_of_several else [0]
         names = [each.name for each in job.nodes]
         told, refused = examination.examine(
-            joined, names, lambda: Session(job.node, host_name(), need, joined.key, ports=ports)
+            joined, names, job.config.deadline_s, lambda: Session(job.node, host_name(), need, joined.key, ports=ports)
         )  # fmt: skip
     for line in told:
         print(f"megatron-recover run: {line}", file=sys.stderr)

@@ -22,9 +22,6 @@ from megatron_recover.control_plane.wire import Message
 from megatron_recover.core.values import ExitCode
 
 _TURN_S = 0.02
-EXAMINED_S = 60.0
-"""Seconds that a node waits for the others in one round. Their checks take 5 s, and 10 s for each
-16 connections at most."""
 
 
 class Examined(NamedTuple):
@@ -36,14 +33,15 @@ class Examined(NamedTuple):
     """What fails, on any node; equal on all nodes."""
 
 
-def examine(joined: Joined, names: Sequence[str], open_session: Callable[[], Session]) -> Examined:
+def examine(joined: Joined, names: Sequence[str], deadline_s: float, open_session: Callable[[], Session]) -> Examined:
     """Examine this node together with the others of its job; all of them call it.
 
-    `names` are those of the nodes. `open_session()` is called in a thread, so that signs of life go
-    on. Raises `NotMet` if the job ends meanwhile, or if a node is late; the caller then hangs up.
-    Raises what `open_session` raises.
+    `names` are those of the nodes. A node waits for the others for at most `deadline_s` seconds in
+    each round; their checks take 5 s, and 10 s for each 16 connections. `open_session()` is called
+    in a thread, so that signs of life go on. Raises `NotMet` if the job ends meanwhile, or if a
+    node is late; the caller then hangs up. Raises what `open_session` raises.
     """
-    exchange = _Exchange(joined)
+    exchange = _Exchange(joined, deadline_s)
     with ThreadPoolExecutor(1, thread_name_prefix="examination") as pool:
         session = exchange.wait_for(pool.submit(open_session))
         try:
@@ -61,8 +59,8 @@ def examine(joined: Joined, names: Sequence[str], open_session: Callable[[], Ses
 class _Exchange:
     """The rounds of this node. One thread uses it."""
 
-    def __init__(self, joined: Joined) -> None:
-        self._joined = joined
+    def __init__(self, joined: Joined, deadline_s: float) -> None:
+        self._joined, self._deadline_s = joined, deadline_s
         self._shared: dict[int, NodesShared] = {}
         self._end: NotMet | None = None
         joined.membership.handle(self._take, self._lose)
@@ -70,8 +68,8 @@ class _Exchange:
     def share[Value](self, number: int, mine: Value, kind: type[Value], *, is_for_all: bool) -> list[Value]:
         """Send this node's part of a round, and return what comes once all have sent theirs."""
         self._joined.membership.send(NodeShares(number, msgspec.msgpack.encode(mine), is_for_all))
-        late = NotMet(ExitCode.FAILED, f"not all nodes were examined in {EXAMINED_S:g} s; give the command again")
-        until = self._joined.loop.time() + EXAMINED_S
+        late = NotMet(ExitCode.FAILED, f"not all nodes were examined in {self._deadline_s:g} s")
+        until = self._joined.loop.time() + self._deadline_s
         while number not in self._shared:
             if self._joined.loop.time() > until:
                 raise late
