@@ -32,6 +32,18 @@ class NodeHello(Value, frozen=True):
     """Address of the node, at which its processes listen."""
 
 
+class NodeShares(Value, frozen=True):
+    """What a node has found out in one round of the examination of all nodes, before it prepares.
+
+    The coordinator does not read `data`. It waits for that of all nodes.
+    """
+
+    round: int
+    data: bytes
+    is_for_all: bool
+    """True: all nodes get it; False: node 0 alone."""
+
+
 class NodeReady(Value, frozen=True):
     """The node has imported everything and its dry run has passed: it can start ranks."""
 
@@ -122,6 +134,16 @@ class Met(Value, frozen=True):
     run_id: str
 
 
+class NodesShared(Value, frozen=True):
+    """What all nodes have found out in one round, in the order of their numbers.
+
+    Empty for a node that is to know only that all have ended the round.
+    """
+
+    round: int
+    data: tuple[bytes, ...]
+
+
 class Launch(Value, frozen=True):
     """All nodes are ready: start the ranks."""
 
@@ -197,7 +219,9 @@ class Idle(Value, frozen=True):
 
 
 FromAgent = (
-    NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked | LeaveWanted | KillAsked
-    | FenceDone
-)
-ToAgent = Met | Launch | Roster | FenceReplica | Dismiss | LeaveAnswer | JobEnds | Idle | JobState
+    NodeHello | NodeShares | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked
+    | LeaveWanted | KillAsked | FenceDone
+)  # fmt: skip
+ToAgent = (
+    Met | NodesShared | Launch | Roster | FenceReplica | Dismiss | LeaveAnswer | JobEnds | Idle | JobState
+)  # fmt: skip

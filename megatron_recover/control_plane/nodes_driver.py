@@ -4,7 +4,8 @@ It runs in the coordinator's process beside `CoordinatorDriver`, on the one port
 agents and leaders connect there. The stages of a job:
 
 1. *Meeting.* Agents send `NodeHello` until enough nodes are there. All get `Met`.
-2. *Preparing.* Each node imports, makes its dry run and sends `NodeReady`. All get `Launch`.
+2. *Preparing.* The nodes examine each other (`NodeShares`). Each node imports, makes its dry run
+   and sends `NodeReady`. All get `Launch`.
 3. *Running.* Agents report what happens to their ranks, and carry out fences.
 4. *Over.* All agents get `JobEnds`, and hang up.
 
@@ -43,6 +44,8 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     NodePlace,
     NodeReady,
+    NodeShares,
+    NodesShared,
     NodeState,
     ReplicaGone,
     Roster,
@@ -93,6 +96,8 @@ class _Agent:
         self.number = -1
         """Number of the node; -1: the job does not use it."""
         self.heard_at = now
+        self.shared: NodeShares | None = None
+        """What the node has sent in the newest round of the examination."""
         self.ready: NodeReady | None = None
         self.is_launched = False
         self.is_silent = False
@@ -282,6 +287,17 @@ class NodesDriver:
 
     # --- Preparing --------------------------------------------------------------------------------
 
+    def _share(self, agent: _Agent, newest: NodeShares) -> None:
+        """End a round of the examination once all nodes have sent theirs."""
+        agent.shared = newest
+        used = sorted((each for each in self._agents if each.number >= 0), key=lambda each: each.number)
+        sent = [each.shared for each in used if each.shared is not None and each.shared.round == newest.round]
+        if self._stage is not Stage.PREPARING or len(sent) < len(used):
+            return
+        data = tuple(each.data for each in sent)
+        for each in used:
+            self._loop.send(each.link, NodesShared(newest.round, data if newest.is_for_all or each.number == 0 else ()))
+
     def _is_ready(self, agent: _Agent, ready: NodeReady) -> None:
         agent.ready = ready
         used = [each for each in self._agents if each.number >= 0]
@@ -331,6 +347,8 @@ class NodesDriver:
                 self._failed(agent, exit_code, reason)
             case _ if agent.is_lost or self._stage is Stage.OVER or agent.number < 0:
                 pass  # sent before the agent knew
+            case NodeShares():
+                self._share(agent, message)
             case NodeReady():
                 self._is_ready(agent, message)
             case NodeLaunched():
