@@ -33,6 +33,8 @@ class Faults(NamedTuple):
     """Times that a replica may still begin to read."""
     waits: int = 0
     """Times that members may still give up waiting for a replica that reads."""
+    leaves: int = 0
+    """Times that a member may still be asked to leave."""
 
 
 class JobState(NamedTuple):

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from megatron_recover.core import coordinator, invariants
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import (
+    AddRequests,
     Entered,
     ExitCode,
     Generation,
@@ -117,8 +118,9 @@ class Space:
         """Bit set of the numbers of all `Addend`s and `Copy`s."""
         self.void: dict[int, int] = {}
         """Messages that are known to change nothing at a node; by node."""
-        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], int] = {}
-        """Number of each announcement, by the fields that matter here; these imply its requests."""
+        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], list[int]] = {}
+        """Numbers of the announcements, by the fields that matter here. Only requests to leave differ
+        in those of one entry."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
         self.attempt: Attempt = "the job starts"
@@ -137,13 +139,17 @@ class Space:
             )
             for step in range(scenario.steps)
         ]  # fmt: skip
-        nodes = tuple(self.nodes.number(new_node(r, self.shape, work, scenario.tree_above)) for r in range(scenario.replicas))
-        state = coordinator.CoordinatorState(coordinator.MembershipSettings(scenario.replicas))
+        least = scenario.min_replicas
+        nodes = tuple(
+            self.nodes.number(new_node(number, self.shape, work, scenario.tree_above, least))
+            for number in range(scenario.replicas)
+        )
+        state = coordinator.CoordinatorState(coordinator.MembershipSettings(scenario.replicas, least))
         world = JobState(
             self.coordinators.number(state),
             nodes,
             0,
-            self.histories.number(invariants.History(self.shape)),
+            self.histories.number(invariants.History(self.shape, min_replicas=least)),
             Faults(
                 scenario.crashes,
                 scenario.suspicions,
@@ -156,6 +162,7 @@ class Space:
                 scenario.miscounts,
                 scenario.readers,
                 scenario.waits,
+                scenario.leaves,
             ),
         )
         for number in range(scenario.replicas):
@@ -165,7 +172,7 @@ class Space:
     def coordinate(self, world: JobState, message: coordinator.Input) -> JobState:
         """Return the state after an input to the coordinator, or to its inbox while it is stopped.
 
-        Of the effects, only announcements reach the network. A grace ends at once, unless
+        Of the effects, only announcements reach the network, and requests where it has links. A grace ends at once, unless
         operations take time to fail. `Moves` fires some of the other timers. Raises
         InvariantViolation as `judged` does, and for an announcement that breaks an invariant.
         """
@@ -182,10 +189,19 @@ class Space:
         for effect in decision[1]:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
-                self.newest[new.generation, new.roster, new.trusted_from, new.void] = self.messages.number(new)
+                numbers = self.newest.setdefault((new.generation, new.roster, new.trusted_from, new.void), [])
+                if (number := self.messages.number(new)) not in numbers:
+                    numbers.append(number)
                 formed = (invariants.formed(new),)
                 messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
                 world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
+            elif isinstance(effect, coordinator.Ask):
+                if self.scenario.links:
+                    asked = self.messages.number(AddRequests(effect.requests))
+                    messages, links = self.post(world, -1, ((asked, (effect.replica,)),))
+                    world = world._replace(messages=messages, links=links)
+                elif world.nodes[effect.replica]:
+                    world = self.stimulate(world, effect.replica, AddRequests(effect.requests))
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
                 if self.takes_time:
                     world = world._replace(grace=effect.timer)
