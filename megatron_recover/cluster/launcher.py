@@ -93,6 +93,9 @@ class Launcher:
         """Killed ranks (replica, rank) that do not end."""
         self._gone: set[int] = set()
         """Replicas that were fenced, or whose fencing has begun."""
+        self._dismissed: dict[int, float] = {}
+        """Replicas that leave, and the time of the loop's clock until which their ranks may end by
+        themselves."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
@@ -196,6 +199,7 @@ class Launcher:
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
             record=self._recording.record,
             fence=self._fence,
+            dismiss=self._dismiss,
             on_end=self._end,
             deadlines=self._deadlines,
         )
@@ -392,6 +396,7 @@ class Launcher:
             for end in explaining_first(ends):
                 self._ended(end)
             self._look_for_hangs()
+            self._fence_dismissed()
             for replica, rank in self._thawing.due():
                 if self._node.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
@@ -473,6 +478,8 @@ class Launcher:
         self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
             return  # the job is ending, or the launcher has killed this rank
+        if end.replica in self._dismissed and end.status == ExitCode.OK:
+            return
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.
@@ -488,6 +495,18 @@ class Launcher:
         self._fencing.add(replica)
         self._gone.add(replica)
         self._node.fence(replica)
+
+    def _dismiss(self, replica: int) -> None:
+        """Expect that all ranks of a replica end with exit code 0: the replica leaves the job."""
+        self._gone.add(replica)
+        self._dismissed[replica] = self._loop.time() + self._deadlines.end_s
+
+    def _fence_dismissed(self) -> None:
+        """Kill what is left of a replica that leaves and whose ranks have not all ended in time."""
+        for replica, end_by in self._dismissed.items():
+            ended = all(self._node.has_ended(replica, rank) for rank in range(self._job.num_ranks))
+            if not ended and self._loop.time() > end_by and replica not in self._fencing:
+                self._fence(replica)
 
     def _end(self, exit_code: int, reason: str) -> None:
         if self._ending is not None and self._ending[0] > _KILLED:

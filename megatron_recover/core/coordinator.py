@@ -207,9 +207,7 @@ def _start_when_complete(state: CoordinatorState) -> Step:
     return _announce(replace(state, roster=tuple(item.replica for item in state.hellos)), state.losses, "start")
 
 
-def _announce(
-    state: CoordinatorState, losses: tuple[Loss, ...], reason: str, left: tuple[ReplicaId, ...] = ()
-) -> Step:
+def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, left: tuple[ReplicaId, ...] = ()) -> Step:
     """Make the next generation, or end the job if the roster is empty or has finished.
 
     With fewer members than `min_replicas`, the generation requests the exit.
@@ -552,7 +550,8 @@ def _on_leaving(state: CoordinatorState, leaving: ReplicaLeaving) -> Step:
     # As after a loss: that they are gone explains all waits.
     state = after_progress(replace(_without(state, left), left=(*state.left, *left), evidence_from=state.generation + 1))
     state, effects = _announce(state, (), f"replicas {', '.join(map(str, left))} leave", left)
-    return state, (*(Dismiss(replica) for replica in left), *effects)
+    # The end of the job dismisses everybody.
+    return state, effects if state.over else (*effects, *(Dismiss(replica) for replica in left))
 
 
 def _end(state: CoordinatorState, exit_code: int, reason: str) -> Step:

@@ -219,8 +219,10 @@ class LeaveJudged(Value, frozen=True):
 
 
 class Dismiss(Value, frozen=True):
-    """Send `Stop` with exit code 0 to the leader of a replica that leaves; ends of its ranks are no
-    losses from now on. Make sure that all of them end."""
+    """Send `Stop` with exit code 0 to the leader of a replica that leaves.
+
+    Ends of its ranks are no losses from now on. Kill those that do not end.
+    """
 
     replica: ReplicaId
 

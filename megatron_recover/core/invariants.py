@@ -25,8 +25,8 @@ in both. Facts come in an order in which they can have happened: cause before ef
   that it entered, and enters only newer ones.
 - INV-6 single history: generations are consecutive, with one roster each, and no replica comes
   back. A replica leaves only if a committed record asks for it, and at least `min_replicas` and one
-  member stay. Only members enter a generation. A commit by votes in the newest generation has the equal
-  votes of all members.
+  member stay. Only members enter a generation. A commit by votes in the newest generation has the
+  equal votes of all members.
 - INV-7 least work: no microbatch is dealt for a bucket if a member was dealt it for that bucket.
   None is dealt to a replica that a committed record asks to leave, while enough members stay. A
   replica leaves with nothing that was dealt to it in a step that nobody has committed.

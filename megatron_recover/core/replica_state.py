@@ -119,7 +119,7 @@ class ReplicaState(Value, frozen=True):
     """Journal of `step`, as rank 0 sent it with its last promise."""
 
 
-# --- Inputs: NewGeneration, AddRequests, Stop (coordinator), Report (ranks), PeerMessage (leaders), and: -------
+# --- Inputs: NewGeneration, AddRequests, Stop (coordinator), Report, PeerMessage, and: ------------
 
 
 class LinkLost(Value, frozen=True):

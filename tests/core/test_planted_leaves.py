@@ -52,8 +52,9 @@ def test_leaving_with_microbatches_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
     def hasty(state: replica.ReplicaState) -> replica.Step:
         after, effects = original(state)
-        leaves = leaving.asked(state.requests, (state.replica,)) and state.work is not None
-        return after, (*effects, *((replica.ToCoordinator(replica.ReplicaLeaving(state.replica, state.generation)),) * bool(leaves)))
+        report = replica.ToCoordinator(replica.ReplicaLeaving(state.replica, state.generation))
+        is_asked = state.work is not None and leaving.asked(state.requests, (state.replica,))
+        return after, (*effects, report) if is_asked else effects
 
     monkeypatch.setattr(replica, "_start", hasty)
     caught(explore(**LEAVE | {"leaves": 1, "alarms": 1}), 6, 7)

@@ -2,8 +2,9 @@
 
 Moves that are left out
 -----------------------
-Each one is another order of independent steps, or another outcome covers it. The first and the last
-two items are always left out. `reduced=False` tries those of the others, and a test compares the two.
+Each one is another order of independent steps, or another outcome covers it. The first and the two
+last items are always left out. `reduced=False` tries those of the others, and a test compares the
+two.
 
 * Inside a node: `sim/explore/node.py`.
 * Generations come in layers: after an announcement, members of older generations only enter the new
@@ -18,8 +19,8 @@ two items are always left out. `reduced=False` tries those of the others, and a 
 * A node that no new generation can reach takes its steps at once. Such a node is not in the newest
   roster, or it has entered the newest generation and nothing is left that could lead to another
   one: no fault, save, drift, miscount, member that is to leave or stopped coordinator, and no
-  operation that takes time to fail. Its steps only add messages, none disables another, and nobody has to receive what they
-  send.
+  operation that takes time to fail. Its steps only add messages, none disables another, and nobody
+  has to receive what they send.
 * A request to leave reaches the leader at once, or only with the next generation. Between the two
   it would have the effect of one that was made later. With `links` it waits on its link.
 * The coordinator sees a crash at once, unless it is stopped. Until it does, the dead replica merely
@@ -157,7 +158,8 @@ class Moves(Space):
                 if world.stopped or after.coordinator != world.coordinator:  # else it is refused
                     yield f"replica {number} is asked to leave", after
                 if after.nodes != world.nodes:
-                    yield f"replica {number} is to leave, which only the next generation tells", after._replace(nodes=world.nodes)
+                    late = after._replace(nodes=world.nodes)
+                    yield f"replica {number} is asked to leave, which only the next generation tells", late
             if left.saves:
                 saving = self.coordinate(
                     world._replace(faults=left._replace(saves=left.saves - 1)), ReplicaSaving(number, False)

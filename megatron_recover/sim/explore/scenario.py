@@ -300,7 +300,5 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             replicas=2, microbatches=2, leaves=1, saves=1, alarms=1,
         ),
         Scenario("2 ranks share a bucket, and a leave", num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, leaves=1),
-        Scenario("4 replicas, 2 leaves, and a crash, where 3 have to stay",
-                 replicas=4, microbatches=2, leaves=2, crashes=1, min_replicas=3),
     ),
 }  # fmt: skip

@@ -119,8 +119,8 @@ class Space:
         self.void: dict[int, int] = {}
         """Messages that are known to change nothing at a node; by node."""
         self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], list[int]] = {}
-        """Numbers of the announcements, by the fields that matter here. Only requests to leave differ
-        in those of one entry."""
+        """Numbers of the announcements, by the fields that matter here. Those of one entry differ
+        only in requests to leave."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
         self.attempt: Attempt = "the job starts"
@@ -172,9 +172,10 @@ class Space:
     def coordinate(self, world: JobState, message: coordinator.Input) -> JobState:
         """Return the state after an input to the coordinator, or to its inbox while it is stopped.
 
-        Of the effects, only announcements reach the network, and requests where it has links. A grace ends at once, unless
-        operations take time to fail. `Moves` fires some of the other timers. Raises
-        InvariantViolation as `judged` does, and for an announcement that breaks an invariant.
+        Of the effects, only announcements reach the network, and requests where it has links. A
+        grace ends at once, unless operations take time to fail. `Moves` fires some of the other
+        timers. Raises InvariantViolation as `judged` does, and for an announcement that breaks an
+        invariant.
         """
         if world.stopped:
             return world._replace(inbox=(*world.inbox, self.inputs.number(message)))

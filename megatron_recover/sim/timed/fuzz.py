@@ -65,8 +65,8 @@ class RandomJob(TimedJob):
     def __init__(self, seed: int, faults: Sequence[Callable[[RandomJob], None]] | None = None) -> None:
         """Draw the job of a seed.
 
-        Its faults are drawn from `faults`: repeated ones are more likely. None: from all, a few jobs
-        have replicas that read, and some have replicas that are asked to leave.
+        Its faults are drawn from `faults`: repeated ones are more likely. None: from all, and some
+        jobs have replicas that read, or that are asked to leave.
         """
         self.dice = dice = random.Random(seed)
         ranks, stages = dice.choice(SHAPES)

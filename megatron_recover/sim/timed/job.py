@@ -51,7 +51,6 @@ from megatron_recover.sim.timed.memory import Memory
 from megatron_recover.sim.timed.models import MEMBER_BYTES, PACE_BYTES, JobTable, Timing, shape_of
 from megatron_recover.sim.timed.rank import TimedRank
 
-
 _DISMISSED_S = 1.0
 """Seconds in which the ranks of a replica that leaves end."""
 
