@@ -160,6 +160,11 @@ class Narrator:
                     yield f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})"
                 else:
                     yield f"generation {event.generation}: replicas {_names(event.roster)}"
+            case trace.LeaveAsked():
+                if event.replicas:
+                    yield f"replicas {_names(event.replicas)} leave after a common step, asked by {event.reason}"
+                for one in event.refused:
+                    yield f"WARNING: replica {one.replica} does not leave, asked by {event.reason}: {one.why}"
             case trace.LeaderSilent(phase="began"):
                 yield f"the leader of replica {event.member} has not answered for {event.seconds:.0f} s"
             case trace.Plan():

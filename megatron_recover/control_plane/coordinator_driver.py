@@ -280,7 +280,10 @@ class CoordinatorDriver:
         self._announced |= set(new.roster)
 
     def _arm(self, timer: str, seconds: float) -> None:
-        self._loop.after(seconds, lambda: self._step(machine.TimerFired(timer)))
+        def fire() -> None:
+            self._step(machine.TimerFired(timer))
+
+        self._loop.after(seconds, fire)
 
     def _end(self, exit_code: int, reason: str) -> None:
         if exit_code != values.ExitCode.OK:

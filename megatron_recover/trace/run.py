@@ -86,11 +86,17 @@ class Generation(Event, frozen=True, kw_only=True):
 
     @property
     def request(self) -> str | None:
-        """Return why the run is to end, or None if the generation has another purpose.
+        """Return why the run is to end, or None if the generation has another purpose."""
+        return None if self.losses else next(iter(details((self.reason,), RequestKind.EXIT)), None)
 
-        A generation that was made only to carry that request is no recovery.
+
+    @property
+    def is_recovery(self) -> bool:
+        """Return whether the generation follows from a fault.
+
+        The first one does not, nor one that only carries a request or lets replicas leave.
         """
-        return None if self.losses or self.left else next(iter(details((self.reason,), RequestKind.EXIT)), None)
+        return self.generation > 1 and self.request is None and not self.left
 
 
 class Refused(Part, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import msgspec
 
 from megatron_recover.core import replica
 from megatron_recover.core.tree import forward_to
-from megatron_recover.core.values import NewGeneration, ReplicaId, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import AddRequests, NewGeneration, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.explore.node import Addend, Copy, Message, Node
 
@@ -132,6 +132,8 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     `member`: the node is in the newest roster, so it may enter newer generations.
     """
     leader = node.leader
+    if isinstance(message, AddRequests):
+        return member
     newer = message.generation > leader.generation
     if isinstance(message, NewGeneration):
         return newer and member
