@@ -46,7 +46,7 @@ class Narrator:
 
     WANTED = frozenset(
         {
-            "run_started", "generation", "leader_silent", "plan", "committed", "applied", "fault", "waiting", "checkpoint",
+            "run_started", "generation", "leave_asked", "leader_silent", "plan", "committed", "applied", "fault", "waiting", "checkpoint",
             "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
         }
     )  # fmt: skip

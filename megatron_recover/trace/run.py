@@ -89,7 +89,6 @@ class Generation(Event, frozen=True, kw_only=True):
         """Return why the run is to end, or None if the generation has another purpose."""
         return None if self.losses else next(iter(details((self.reason,), RequestKind.EXIT)), None)
 
-
     @property
     def is_recovery(self) -> bool:
         """Return whether the generation follows from a fault.

@@ -69,6 +69,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shutdown_s: int | None = None
     on_event: tuple[str, ...] = ()
     """Words of the command that gets notices; empty: the job has no monitor."""
+    drains: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(step, replicas that are asked to leave once that step is begun), in the order of the steps."""
     hasty: bool = False
     """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
 
@@ -179,6 +181,25 @@ class _Hasty(Launcher):
         self._overdue.clear()
 
 
+class _Draining(Launcher):
+    """Asks replicas to leave at given steps, and prints why one does not."""
+
+    drains: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def _spawn_all(self) -> None:
+        super()._spawn_all()
+        self._news = Tail(self._job.run_dir / trace.EVENTS_FILE)
+        self._look()
+
+    def _look(self) -> None:
+        for line in self._news.lines():
+            event, _ = trace.parse(line)
+            while isinstance(event, trace.Plan) and self.drains and event.step >= self.drains[0][0]:
+                (_, replicas), *self.drains = self.drains
+                print(f"refused: {self._membership.ask_leave(replicas, 'drain')}", flush=True)
+        self._loop.after(0.01, self._look)
+
+
 def main() -> int:
     """Run the job in this process."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
@@ -203,7 +224,10 @@ def main() -> int:
     others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time
     deadlines = msgspec.structs.replace(spec.config.deadlines, **others)
     wanted = Wanted(on_event=spec.on_event) if spec.on_event else None
-    return (_Hasty if spec.hasty else Launcher)(job, deadlines=deadlines, wanted=wanted).run()
+    launcher = (_Hasty if spec.hasty else _Draining if spec.drains else Launcher)(job, deadlines=deadlines, wanted=wanted)
+    if isinstance(launcher, _Draining):
+        launcher.drains = spec.drains
+    return launcher.run()
 
 
 if __name__ == "__main__":
