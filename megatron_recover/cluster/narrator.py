@@ -46,8 +46,8 @@ class Narrator:
 
     WANTED = frozenset(
         {
-            "run_started", "generation", "leave_asked", "leader_silent", "plan", "committed", "applied", "fault", "waiting", "checkpoint",
-            "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
+            "run_started", "generation", "leave_asked", "leader_silent", "plan", "committed", "applied", "fault", "waiting",
+            "checkpoint", "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
         }
     )  # fmt: skip
     """Names of the events that have an effect here: all that `_event`, `RunProgress.take` or

@@ -19,14 +19,14 @@ class LeaveSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the start of the run, when it was asked for."""
     replica: int
     reason: str
-    """Who or what asked for it."""
+    """Name of what asked for it."""
     generation: int | None = None
     """The first generation without it; None if it did not leave."""
     label: str | None = None
     """Newest committed step when it left; None if the trace has none, or it did not leave."""
     microbatches_lost: int = 0
     stays: str = ""
-    """Why it did not leave; empty if it left."""
+    """Reason why it did not leave; empty if it left."""
 
     @property
     def words(self) -> str:
@@ -52,7 +52,7 @@ def leaves(history: History, lost: tuple[Lost, ...]) -> tuple[LeaveSummary, ...]
         for replica in asked.replicas:
             if replica not in left:
                 removed = history.lost_at.get(replica)
-                stays = why.get(replica) or ("it was lost before" if removed else "the run ended before")
+                stays = "it was lost before" if removed else why.get(replica, "the run ended before")
                 found.append(LeaveSummary(t=asked.t, replica=replica, reason=asked.reason, stays=stays))
                 continue
             line, event = left[replica]

@@ -112,7 +112,7 @@ class LeaveAsked(Event, frozen=True, kw_only=True):
     """Replicas that will leave; a later generation names them in `left`. They stay if a loss makes
     them indispensable, which another event of this kind reports, or if the run ends before."""
     reason: str
-    """Who or what requested it, or the loss since which a replica is indispensable."""
+    """Name of what requested it, or of the loss since which a replica is indispensable."""
     refused: tuple[Refused, ...] = ()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_recover.core import coordinator, policy, rank
+from megatron_recover.core import policy, rank
 from megatron_recover.core.coordinator import (
     Announce,
     Ask,
