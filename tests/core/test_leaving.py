@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from megatron_recover.core import policy, rank
+from megatron_recover.core import policy, rank, replica
 from megatron_recover.core.coordinator import (
     Announce,
     Ask,
@@ -29,6 +30,7 @@ from megatron_recover.core.plan import fresh_plan
 from megatron_recover.core.request import leave_of
 from megatron_recover.core.values import (
     Apply,
+    Begun,
     ExitCode,
     Hello,
     Loss,
@@ -37,6 +39,7 @@ from megatron_recover.core.values import (
     ReplicaFailing,
     ReplicaFinished,
     ReplicaLeaving,
+    Shape,
     Stop,
     Work,
 )
@@ -171,6 +174,22 @@ def test_a_leaver_takes_part_with_nothing() -> None:
     assert {plan.quotas for plan in plans} == {(4, 0, 3)}
     assert plans[1].computes == () and plans[1].reduces == (0,)
     assert [i for plan in plans for compute in plan.computes for i in compute.microbatches] == list(range(7))
+
+
+@pytest.mark.parametrize(("stays", "num_microbatches", "may_leave"), [(False, 4, True), (True, 4, False), (False, 0, False)])
+def test_a_leaver_reports_at_the_beginning_of_a_step_unless_it_saves_or_all_agree_on_a_save(
+    stays: bool, num_microbatches: int, may_leave: bool
+) -> None:
+    record = Record(0, "train 0", (), (leave_of(1),))
+    state = replica.ReplicaState(
+        1, Shape(1, ((0,),)), phase=replica.ReplicaPhase.IDLE, generation=3, roster=(0, 1), step=1, committed=record
+    )  # fmt: skip
+    begun = Begun(0, 1, Work("train 1", num_microbatches, (0,)), stays=stays)
+    _, effects = replica.step(state, begun)
+    reports = [effect.message for effect in effects if isinstance(effect, replica.ToCoordinator)]
+    assert reports == ([ReplicaLeaving(1, 3)] if may_leave else [])
+    _, effects = replica.step(replace(state, roster=(1,)), begun)
+    assert not any(isinstance(effect, replica.ToCoordinator) for effect in effects), "the last one is needed"
 
 
 @pytest.mark.parametrize(("code", "queue"), [(0, (Apply, Stop)), (1, (Stop,))])

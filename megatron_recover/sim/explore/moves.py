@@ -65,6 +65,8 @@ class Moves(Space):
                     after = self.take(world, number, stimulus)
                     if after is not None:
                         yield self.attempt, after
+        for report in world.leaving:
+            yield f"the coordinator hears {self.inputs[report]}", self.reported(world, report)
         if world.stopped:
             yield "the coordinator continues", self.continued(world)
             return

@@ -73,6 +73,8 @@ class JobState(NamedTuple):
 
     A save that ends is removed; a commit or a loss removes all.
     """
+    leaving: tuple[int, ...] = ()
+    """Numbers of the reports `ReplicaLeaving` on their way to the coordinator, ascending."""
     blamed: tuple[ReplicaId, ...] = ()
     """Replicas fenced for reports of other members though not overdue, in order of fencing."""
 

@@ -28,6 +28,7 @@ from megatron_recover.core.values import (
     Hello,
     LeaderMessage,
     ReplicaId,
+    ReplicaLeaving,
     Shape,
     Void,
     Work,
@@ -99,7 +100,7 @@ class Space:
         self.messages: Numbering[Message] = Numbering()
         self.coordinators: Numbering[coordinator.CoordinatorState] = Numbering()
         self.inputs: Numbering[coordinator.Input] = Numbering()
-        """Inputs that wait for a coordinator that is stopped."""
+        """Inputs that wait for a stopped coordinator, and reports of replicas that leave."""
         self.histories: Numbering[invariants.History] = Numbering()
         self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
         self.needs: dict[tuple[int, bool], tuple[int, int]] = {}
@@ -195,7 +196,9 @@ class Space:
                     numbers.append(number)
                 formed = (invariants.formed(new),)
                 messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
-                world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
+                history = self.observe(world.history, formed)
+                # A report of an older generation has no effect.
+                world = world._replace(history=history, messages=messages, links=links, leaving=())
             elif isinstance(effect, coordinator.Ask):
                 if self.scenario.links:
                     asked = self.messages.number(AddRequests(effect.requests))
@@ -261,8 +264,20 @@ class Space:
         history = self.observe(world.history, effect.facts)
         world = world._replace(nodes=nodes, messages=messages, history=history, links=links)
         for report in effect.reports:
+            if isinstance(report, ReplicaLeaving):  # what comes with it may have an effect before it leads to a generation
+                world = world._replace(leaving=tuple(sorted({*world.leaving, self.inputs.number(report)})))
+                continue
+            for before in world.leaving:
+                sent = self.inputs[before]
+                if isinstance(sent, ReplicaLeaving) and sent.replica == number:
+                    world = self.reported(world, before)
             world = self.coordinate(world, self.blameless(report))
         return world
+
+    def reported(self, world: JobState, leaving: int) -> JobState:
+        """Return the world after a report `ReplicaLeaving` has reached the coordinator."""
+        left = tuple(number for number in world.leaving if number != leaving)
+        return self.coordinate(world._replace(leaving=left), self.inputs[leaving])
 
     def blameless(self, report: LeaderMessage) -> LeaderMessage:
         """Return a report without `waited_for` if operations take no time to fail.
