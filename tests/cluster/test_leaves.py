@@ -23,8 +23,9 @@ def test_replicas_that_are_asked_to_leave_end_with_code_0_and_cost_no_microbatch
     assert left == [(0, 2), (3,)], "both of the node in one generation"
     assert len(outcome.of(trace.Generation)) == 3, "nothing else made one"
     assert not outcome.of(trace.Failure) and not outcome.of(trace.Fenced), outcome.output
-    assert "refused: {0: 'it has left already', 7: 'there is no such replica: the run has replicas 0 to 3'}" in outcome.output
-    assert "refused: {1: 'no replica would stay'}" in outcome.output
+    assert "replica 0 does not leave, asked by drain: it has left already" in outcome.output
+    assert "replica 7 does not leave, asked by drain: there is no such replica: the run has replicas 0 to 3" in outcome.output
+    assert "replica 1 does not leave, asked by drain: no replica would stay" in outcome.output
     assert "replicas 0 2 leave after a common step, asked by drain" in outcome.output
     assert "1 of 4 replicas left, no losses, 3 asked to leave" in outcome.output
     verdict = check(outcome.spec.run_dir)

@@ -7,6 +7,7 @@ import sys
 from megatron_recover import trace
 from megatron_recover.cli import main, run
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.control_plane.node_messages import DrainAsked
 from megatron_recover.observe.follow.tail import Tail
 
 
@@ -23,7 +24,7 @@ class Draining(Launcher):
         for line in self._news.lines():
             event, _ = trace.parse(line)
             while isinstance(event, trace.Plan) and self._drains and event.step >= self._drains[0][0]:
-                assert self._membership.ask_leave((self._drains.pop(0)[1],), "drain") == {}
+                self._send(DrainAsked((self._drains.pop(0)[1],), "drain"))
         self._loop.after(0.01, self._look)
 
 
