@@ -91,13 +91,13 @@ class EndAsked(Value, frozen=True):
     reason: str
 
 
-class LeaveWanted(Value, frozen=True):
-    """Somebody wants replicas back, which leave the job after a common step."""
+class DrainAsked(Value, frozen=True):
+    """A request that these replicas leave the job, while the others go on."""
 
-    id: str
-    """Name of the request."""
     replicas: tuple[ReplicaId, ...]
     reason: str
+    id: str = ""
+    """Name of the request, for its answer."""
 
 
 class KillAsked(Value, frozen=True):
@@ -169,14 +169,14 @@ class FenceReplica(Value, frozen=True):
     replica: ReplicaId
 
 
-class Dismiss(Value, frozen=True):
-    """A replica leaves the job: its ranks end by themselves, which is no loss."""
+class DismissReplica(Value, frozen=True):
+    """A replica leaves the job: ends of its ranks are no losses. Kill those that do not end."""
 
     replica: ReplicaId
 
 
-class LeaveAnswer(Value, frozen=True):
-    """The answer to `LeaveWanted`."""
+class DrainAnswer(Value, frozen=True):
+    """The answer to `DrainAsked`."""
 
     id: str
     refused: tuple[tuple[ReplicaId, str], ...]
@@ -220,8 +220,8 @@ class Idle(Value, frozen=True):
 
 FromAgent = (
     NodeHello | NodeShares | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked
-    | LeaveWanted | KillAsked | FenceDone
+    | DrainAsked | KillAsked | FenceDone
 )  # fmt: skip
 ToAgent = (
-    Met | NodesShared | Launch | Roster | FenceReplica | Dismiss | LeaveAnswer | JobEnds | Idle | JobState
+    Met | NodesShared | Launch | Roster | FenceReplica | DismissReplica | DrainAnswer | JobEnds | Idle | JobState
 )  # fmt: skip

@@ -28,6 +28,9 @@ from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
+    DismissReplica,
+    DrainAnswer,
+    DrainAsked,
     EndAsked,
     FenceDone,
     FenceReplica,
@@ -53,7 +56,7 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.control_plane.wire import Link, Message
 from megatron_recover.core import node_silence, values
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import ExitCode, Loss, LossKind
+from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 
 SEEN_BEATS = 1.5
@@ -316,7 +319,7 @@ class NodesDriver:
         self._membership = CoordinatorDriver(
             first.settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
-            fence=self._fence, on_end=self.end, on_generation=self._announced,
+            fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
@@ -341,6 +344,9 @@ class NodesDriver:
                 pass  # the trace of the node has it
             case EndAsked(reason):
                 self._ask_exit(reason)
+            case DrainAsked(replicas, reason, request) if self._membership is not None:
+                refused = self._membership.ask_leave(replicas, reason)
+                self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
             case KillAsked(exit_code, reason):
                 self.end(exit_code, self._named(agent, reason), at_once=True)
             case NodeFailed(exit_code, reason):
@@ -402,6 +408,10 @@ class NodesDriver:
         nodes = self._hosts[replica]
         self._send_to((each for each in self._agents if each.number in nodes), FenceReplica(replica))
 
+    def _dismiss(self, replica: int) -> None:
+        nodes = self._hosts[replica]
+        self._send_to((each for each in self._agents if each.number in nodes), DismissReplica(replica))
+
     def _send_to(self, agents: Iterable[_Agent], message: Message) -> None:
         for agent in list(agents):
             self._loop.send(agent.link, message)
@@ -434,7 +444,7 @@ class NodesDriver:
         self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
-        self._membership.lost_together([Loss(replica, LossKind.PROCESS_ENDED, text) for replica in replicas])
+        self._membership.node_lost(replicas, text)
 
     def _tell_state(self) -> None:
         """Send node 0 the state of the job, if it has changed."""

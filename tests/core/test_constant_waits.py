@@ -19,6 +19,8 @@ PACKAGE = Path(megatron_recover.__file__).parent
 
 INTERVALS = {
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
+    "cli/drain.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
+    "cli/drain.py WAIT_S": "the default of --wait: a person reads that the replica has not left yet",
     "cli/status.py _SLURM_S": "a person who asks for a job by its number reads that Slurm does not answer",
     "cli/top.py INTERVAL_S": "between two looks at a trace that another process writes",
     "cli/top.py SILENCE_S": "after this a person reads that nothing is recorded; the verb goes on",
