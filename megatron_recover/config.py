@@ -138,6 +138,11 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the rank's GPU on this node, if it has one; LOCAL_RANK."""
     numa_binding: NumaBinding | None = None
     """CPUs on which the rank runs; None: all that the launcher may use."""
+    address: str = "127.0.0.1"
+    """Address of this node at which the other ranks reach this one (`host.addresses.HOST` is the
+    default). All listeners of the rank listen on it."""
+    ports: tuple[int, int] | None = None
+    """First and last port that these listeners may have; None: any."""
     dry_run: bool = False
     """True: judge the arguments as this rank would, and end with exit code `DRY_RUN_PASSED` or 2.
 

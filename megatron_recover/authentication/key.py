@@ -10,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from hashlib import blake2b
+from pathlib import Path
 
 from megatron_recover.authentication.handshake import KEY_BYTES
 from megatron_recover.config import inherited_descriptor
@@ -46,6 +48,14 @@ def inherited_key() -> bytes:
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is None:
         raise RuntimeError("this process inherited no job key; start it by `megatron-recover run`")
+    return read_sealed(descriptor)
+
+
+def read_sealed(descriptor: int) -> bytes:
+    """Return the key in a sealed file of `sealed`, and close the descriptor.
+
+    Raises RuntimeError if the file is not sealed, or has no key of `KEY_BYTES` bytes.
+    """
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:  # closed, or no such file
@@ -57,3 +67,9 @@ def inherited_key() -> bytes:
         raise RuntimeError(f"the inherited job key has {len(key)} bytes instead of {KEY_BYTES}")
     os.close(descriptor)
     return key
+
+
+def key_of_several(key_file: Path | None) -> bytes:
+    """Return the key of a job of several nodes."""
+    assert key_file is not None
+    return blake2b(key_file.read_bytes().strip(), digest_size=KEY_BYTES).digest()
