@@ -51,6 +51,16 @@ Note [At work]
     be idle for an instant. Others may also have requested a generation just before a rank arrives
     at their sum.
 
+Note [A job on several nodes]
+    The detector then sees the ranks of one node (`Look.others`). It reports suspicions on a change
+    (`Suspects`), and condemns only what the coordinator permits (`core/condemning.py`), or what is
+    silent beyond the deadline. The answer counts for one look, and says what the ranks of the
+    replica on other nodes do. A rank that may wait for one of those was kept waiting until that one
+    was last seen in a phase of unknown length; only what came after is its own silence. Until that
+    answer a hang of a replica that spans nodes is not named either. The last replica waits for
+    itself only if all its ranks are on this node. Otherwise the timeout of its collectives ends it,
+    which is the user's deadline.
+
 Note [Ranks that read ahead]
     Another thread of a rank may read samples before they are due. While that thread waits for a
     disk it may hold the interpreter's lock, and then no other thread of the rank runs. So a gap
@@ -95,8 +105,12 @@ from megatron_recover.core.verdict import (
     Effect,
     Look,
     Named,
+    Others,
+    Part,
+    PartSeen,
     SeenAtWork,
     Sight,
+    Suspects,
     Verdict,
 )
 
@@ -179,6 +193,13 @@ class DetectorState(Value, frozen=True):
     """Time of the look that last saw each replica at work."""
     at_work: tuple[ReplicaId, ...] = ()
     """Replicas of the newest `SeenAtWork`."""
+    suspects: Suspects = Suspects()
+    """The newest `Suspects`."""
+    places: Mapping[ReplicaId, tuple[float, tuple[int, bool]]] = MappingProxyType({})
+    """On several nodes: the newest look that saw a rank of a replica in a phase of unknown length,
+    and the place of the one furthest back."""
+    traced_at_s: Mapping[ReplicaId, float] = MappingProxyType({})
+    """On several nodes: the newest look that saw a tracer hold a rank of a replica."""
 
 
 def typical_step_s(state: DetectorState) -> float | None:
@@ -249,7 +270,50 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
         ranks[key] = watched
     figures = Figures(steps_s, longest_s)
     state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)
+    if look.others is not None:
+        state = _with_what_others_see(_see_parts(state, shown), look.others)
     return _judge(state, look, shown)
+
+
+def _see_parts(state: DetectorState, shown: Look) -> DetectorState:
+    """Note which replicas have a rank in a phase of unknown length, or one that a tracer holds.
+
+    A torn page shows what the page before it showed.
+    """
+    sights = tuple(
+        replace(sight, progress=state.ranks[key].progress)
+        if sight.progress is None and (key := (sight.replica, sight.rank)) in state.ranks
+        else sight
+        for sight in shown.sights
+    )
+    here = {sight.replica for sight in sights}
+    places = {replica: seen for replica, seen in state.places.items() if replica in here}
+    places |= {replica: (shown.now_s, place) for replica, place in _furthest_back(state, replace(shown, sights=sights)).items()}
+    traced = {replica: seen_s for replica, seen_s in state.traced_at_s.items() if replica in here}
+    traced |= {sight.replica: shown.now_s for sight in sights if sight.state == TRACED}
+    return replace(state, places=places, traced_at_s=traced)
+
+
+def _part(state: DetectorState, replica: ReplicaId, now_s: float) -> Part:
+    """Return what was seen here of a replica's ranks."""
+    seen_s, place = state.places.get(replica, (now_s, None))
+    traced_s = state.traced_at_s.get(replica)
+    return Part(place, now_s - seen_s, None if traced_s is None else now_s - traced_s)
+
+
+def _with_what_others_see(state: DetectorState, others: Others) -> DetectorState:
+    """Subtract from the silences here the time in which a rank of another node explains them."""
+    parts = {known.replica: known.parts for known in others.known}
+    ranks = dict(state.ranks)
+    for key, watched in state.ranks.items():
+        for part in parts.get(key[0], ()):
+            if part.traced_ago_s is not None:
+                watched = replace(watched, quiet_s=min(watched.quiet_s, part.traced_ago_s))
+            if part.place is not None and part.place <= _place(watched.progress):
+                own_s = min(watched.quiet_s, part.place_ago_s)
+                watched = replace(watched, quiet_s=own_s, kept_s=watched.silent_s - own_s)
+        ranks[key] = watched
+    return replace(state, ranks=ranks)
 
 
 def _with_readings(state: DetectorState, look: Look) -> Look:
@@ -277,15 +341,27 @@ def _as_reading(progress: Progress) -> Progress:
     return replace(progress, phase=Phase.DATA, microbatches=(progress.ahead,))
 
 
-def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
-    """Return the ranks that are kept waiting (Note [Ranks that wait inside their replica])."""
-    bounded = {*state.figures.longest_s, *state.older.longest_s} - BOUNDED_BY_NOTHING_SEEN - WAITS
-    furthest_back: dict[ReplicaId, tuple[int, bool]] = {}
+def _bounded(state: DetectorState) -> set[Phase]:
+    """Return the phases of known length in which a rank decides itself how long it takes."""
+    return {*state.figures.longest_s, *state.older.longest_s} - BOUNDED_BY_NOTHING_SEEN - WAITS
+
+
+def _furthest_back(state: DetectorState, look: Look) -> dict[ReplicaId, tuple[int, bool]]:
+    """Return the place furthest back of the ranks of each replica in phases of unknown length."""
+    judged = _bounded(state) | WAITS
+    found: dict[ReplicaId, tuple[int, bool]] = {}
     for sight in look.sights:
         progress = sight.progress
-        if progress is not None and sight.state not in CANNOT_RUN and progress.phase not in bounded | WAITS:
+        if progress is not None and sight.state not in CANNOT_RUN and progress.phase not in judged:
             place = _place(progress)
-            furthest_back[sight.replica] = min(place, furthest_back.get(sight.replica, place))
+            found[sight.replica] = min(place, found.get(sight.replica, place))
+    return found
+
+
+def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
+    """Return the ranks that are kept waiting (Note [Ranks that wait inside their replica])."""
+    bounded = _bounded(state)
+    furthest_back = _furthest_back(state, look)
     if not furthest_back:
         return set()
     known = {key: watched.progress for key, watched in state.ranks.items()}
@@ -358,6 +434,7 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
     effects: list[Effect] = []
     accused: dict[ReplicaId, Named] = {}
     silent: set[ReplicaId] = set()
+    slow: set[ReplicaId] = set()
     ranks = dict(state.ranks)
     idle_s = _idle_s(state, look)
     for sight in look.sights:
@@ -382,10 +459,11 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
             sight.replica, sight.rank, verdict, watched.progress.phase, seconds,
             limit_s, sight.state, watched.progress.step, watched.progress.label, watched.progress.microbatches, watched.is_kept,
         )  # fmt: skip
-        if verdict not in told:
+        if verdict not in told and not _is_unexplained(look, named, state.limits.deadline_s):
             ranks[key] = replace(ranks[key], told=told | {verdict})
             effects.append(named)
         if verdict is Verdict.SLOW:
+            slow.add(sight.replica)
             continue
         silent.add(sight.replica)
         if _is_evidence(named) or named.seconds >= state.limits.deadline_s:
@@ -395,15 +473,37 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
                 known.seconds,
             ):
                 accused[sight.replica] = named
-    others_live = any(sight.replica not in silent for sight in look.sights)
+    if look.others is None:
+        others_live = any(sight.replica not in silent for sight in look.sights)
+        permitted = accused.keys() if others_live else ()
+    else:
+        permitted = {known.replica for known in look.others.known if known.may_condemn}
     condemned = tuple(
         Condemned(named, _charge(named))
         for replica, named in accused.items()
-        if replica not in state.condemned and (others_live or named.seconds >= state.limits.deadline_s)
+        if replica not in state.condemned and (replica in permitted or named.seconds >= state.limits.deadline_s)
     )
     gone = state.condemned | {each.named.replica for each in condemned}
     state, work = _see_work(replace(state, ranks=ranks, condemned=gone), shown, accused)
-    return state, (*effects, *condemned, *work)
+    state, told = _tell_others(state, look, Suspects(frozenset(silent | slow), frozenset(accused)))
+    return state, (*effects, *condemned, *work, *told)
+
+
+def _is_unexplained(look: Look, named: Named, deadline_s: float) -> bool:
+    """Return whether ranks of other nodes, which are not known, may explain a hang."""
+    others = look.others
+    if others is None or named.verdict is not Verdict.HUNG or named.seconds >= deadline_s:
+        return False
+    return named.replica in others.spanning and all(known.replica != named.replica for known in others.known)
+
+
+def _tell_others(state: DetectorState, look: Look, suspects: Suspects) -> tuple[DetectorState, tuple[Effect, ...]]:
+    """Report suspicions that have changed, and the parts that were asked for, on several nodes."""
+    if look.others is None:
+        return state, ()
+    parts = tuple(PartSeen(replica, _part(state, replica, look.now_s)) for replica in look.others.asked)
+    news = () if suspects == state.suspects else (suspects,)
+    return replace(state, suspects=suspects), (*news, *parts)
 
 
 def _idle_s(state: DetectorState, look: Look) -> float:
@@ -411,7 +511,8 @@ def _idle_s(state: DetectorState, look: Look) -> float:
 
     See Note [The last replica waits for itself].
     """
-    if len({sight.replica for sight in look.sights}) != 1:
+    here = {sight.replica for sight in look.sights}
+    if len(here) != 1 or (look.others is not None and (look.others.num_members != 1 or here & look.others.spanning)):
         return 0.0
     idle_s = math.inf
     for sight in look.sights:
