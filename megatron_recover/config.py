@@ -21,6 +21,9 @@ from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.deadlines import DEFAULT_S, Deadlines
 
 CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
+KEY_VARIABLE = "MEGATRON_RECOVER_KEY"
+"""The variable with the text of a key, for a job of several nodes without `--key-file`. No process
+that runs code of the user inherits it."""
 _DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
 BAD_ARGUMENTS = "bad arguments: "
 """Prefix of each line in which a rank reports what it refuses; the launcher shows the rest."""
@@ -161,6 +164,11 @@ def wandb_run_id() -> str:
     return os.environ.get("WANDB_RUN_ID", "")
 
 
+def key_text() -> bytes | None:
+    """Return the value of `KEY_VARIABLE`; None if it is not set."""
+    return os.environb.get(KEY_VARIABLE.encode())
+
+
 def describe_descriptors(descriptors: Mapping[str, int]) -> dict[str, str]:
     """Return the environment by which a rank finds the descriptors that it inherits, by name."""
     return {_DESCRIPTORS_VARIABLE: msgspec.json.encode(descriptors).decode()}
@@ -179,7 +187,7 @@ def inherited_descriptor(name: str) -> int | None:
 def alone_without_gpu() -> dict[str, str]:
     """Return this environment, changed for a process that is a whole job and sees no GPU."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {name: value for name, value in os.environ.items() if name != CONTEXT_VARIABLE} | alone
+    return {name: value for name, value in inherited_environment().items() if name != CONTEXT_VARIABLE} | alone
 
 
 def add_to_environment(variables: Mapping[str, str]) -> None:
@@ -304,5 +312,5 @@ def import_path() -> list[str]:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment of this process, for the processes that it starts."""
-    return dict(os.environ)
+    """Return the environment of this process, without `KEY_VARIABLE`, for processes it starts."""
+    return {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}

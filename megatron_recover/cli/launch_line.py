@@ -73,10 +73,8 @@ _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _NUM_PROCESSES = "--nproc-per-node"
 _ONE_NODE = "all processes are on this node, and they meet without an address"
 _SIGNALS = ",".join(signal.Signals(number).name for number in TOLD_TO_ALL)
-ONE_NODE_FOR_NOW = False
-"""True: a job of several nodes is refused by `read`."""
 TORCHRUN = (
-    Flag("--nnodes", "taken", "number of nodes, N or MIN:MAX; 1 for now"),
+    Flag("--nnodes", "taken", "number of nodes, N or MIN:MAX (default: 1)"),
     Flag(_NUM_PROCESSES, "taken", "number of processes on this node: a number, gpu, cpu or auto (needed, unless --replicas is "
          "given)"),
     Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node: several nodes meet at --rdzv-endpoint, with "
@@ -191,8 +189,6 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
         numa_binding=reader.read("numa_binding", _numa_binding),
         notes=tuple(_notes(given, nodes, arguments)),
     )  # fmt: skip
-    if ONE_NODE_FOR_NOW and nodes.is_of_several:
-        found.append(f"--nnodes is {given['nnodes']}; a job has one node for now: give --nnodes 1")
     if found:
         absent = [flag for flag in TORCHRUN if getattr(arguments, flag.dest) is None and flag.variable in environment]
         raise ValueError("\n".join(_with_variable(line, absent) for line in found))

@@ -1,4 +1,4 @@
-"""How the nodes of a job meet: what a node knows of that at its start, and what follows from it.
+"""The meeting of the nodes of a job: what a node knows of it at its start, and what follows.
 
 A `Meeting` is what the launch line says. This module opens no connection and resolves no name.
 """
@@ -38,7 +38,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     is_static: bool = True
     """True with `--rdzv-backend static`, where `node_rank` decides who owns the endpoint."""
     is_host: bool | None = None
-    """Whether this node owns the endpoint, where `--rdzv-conf` decides that."""
+    """True if `--rdzv-conf` gives this node the endpoint, False if another; None: neither."""
     join_timeout_s: int = JOIN_TIMEOUT_S
     """Seconds that a node waits until `least_nodes` have joined."""
     last_call_s: int = LAST_CALL_S

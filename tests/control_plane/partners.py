@@ -71,9 +71,9 @@ class FakeEndpoint:
 class Partner:
     """A listening end of the wire that the test plays, in the test's own thread, under every name that a caller wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
         self.loop = Loop()
-        listener = listen("127.0.0.1:0")
+        listener = listen(address)
         self.address = address_of(listener)
         self.received: list[Message] = []
         self.closed = False
