@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_recover.core import values
 from megatron_recover.core.coordinator_state import MembershipSettings
 from megatron_recover.core.values import Generation, ReplicaId, Value
+from megatron_recover.core.verdict import Known, Part
 
 # --- From an agent --------------------------------------------------------------------------------
 
@@ -69,6 +70,22 @@ class NodeAtWork(Value, frozen=True):
     """The replicas of which a rank on this node has work of its own (`AtWork`)."""
 
     replicas: tuple[ReplicaId, ...]
+
+
+class NodeSuspects(Value, frozen=True):
+    """The replicas that the agent suspects of a hang (`core/condemning.py`, `Suspected`)."""
+
+    number: int
+    """Number of the report, from 1."""
+    silent: tuple[ReplicaId, ...]
+    accused: tuple[ReplicaId, ...]
+
+
+class NodePart(Value, frozen=True):
+    """The answer to `AskPart`."""
+
+    question: int
+    part: Part
 
 
 class EndAsked(Value, frozen=True):
@@ -136,6 +153,21 @@ class FenceReplica(Value, frozen=True):
     replica: ReplicaId
 
 
+class AskPart(Value, frozen=True):
+    """Report what the ranks of a replica on this node do; another node accuses the replica."""
+
+    question: int
+    replica: ReplicaId
+
+
+class TellKnown(Value, frozen=True):
+    """What is known about a replica that the agent accuses."""
+
+    report: int
+    """Number of the `NodeSuspects` that is answered."""
+    known: Known
+
+
 class JobEnds(Value, frozen=True):
     """The job is over, and its leaders were told so."""
 
@@ -152,6 +184,7 @@ class Idle(Value, frozen=True):
 
 
 FromAgent = (
-    NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked | KillAsked | FenceDone
-)
-ToAgent = Met | Launch | Roster | FenceReplica | JobEnds | Idle
+    NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | NodeSuspects | NodePart | EndAsked
+    | KillAsked | FenceDone
+)  # fmt: skip
+ToAgent = Met | Launch | Roster | FenceReplica | AskPart | TellKnown | JobEnds | Idle

@@ -475,7 +475,7 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
                 accused[sight.replica] = named
     if look.others is None:
         others_live = any(sight.replica not in silent for sight in look.sights)
-        permitted = accused.keys() if others_live else ()
+        permitted = {*accused} if others_live else set[ReplicaId]()
     else:
         permitted = {known.replica for known in look.others.known if known.may_condemn}
     condemned = tuple(
@@ -485,8 +485,8 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
     )
     gone = state.condemned | {each.named.replica for each in condemned}
     state, work = _see_work(replace(state, ranks=ranks, condemned=gone), shown, accused)
-    state, told = _tell_others(state, look, Suspects(frozenset(silent | slow), frozenset(accused)))
-    return state, (*effects, *condemned, *work, *told)
+    state, reports = _tell_others(state, look, Suspects(frozenset(silent | slow), frozenset(accused)))
+    return state, (*effects, *condemned, *work, *reports)
 
 
 def _is_unexplained(look: Look, named: Named, deadline_s: float) -> bool:
