@@ -17,6 +17,7 @@ from megatron_recover.cluster.node import Node, ProcessEnd
 from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
+from megatron_recover.core.detector_state import DetectorState, Limits
 from megatron_recover.core.policy import first_to_die, loss_of, uncharged_abort
 from megatron_recover.core.progress import COMPUTES, WAITS, Phase
 from megatron_recover.core.values import Loss, LossKind, ReplicaFailing
@@ -50,10 +51,8 @@ class Watch:
         self._node, self._record, self._says, self._clock = node, record, says, clock
         self._at_work, self._others = at_work, others
         self._deadline_s, self._stacks_s = deadlines.deadline_s, deadlines.stacks_s
-        self._state = detector.DetectorState(
-            detector.Limits(
-                deadlines.deadline_s, deadlines.gap_s, deadlines.stopped_s, deadlines.hung_s, deadlines.after_work_s
-            )
+        self._state = DetectorState(
+            Limits(deadlines.deadline_s, deadlines.gap_s, deadlines.stopped_s, deadlines.hung_s, deadlines.after_work_s)
         )
         self._writing: dict[int, tuple[Condemned, float]] = {}
         """Replicas to fence once their ranks have written their stacks, and the time limit of that

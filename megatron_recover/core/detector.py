@@ -80,23 +80,16 @@ Note [Ranks that a tracer holds]
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from statistics import median
-from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from megatron_recover.core import parts
+from megatron_recover.core.detector_state import DetectorState, Figures, Watched
 from megatron_recover.core.label import label_of
-from megatron_recover.core.progress import (
-    AFTER_A_STEP,
-    BOUNDED_BY_NOTHING_SEEN,
-    COMPUTES,
-    EVERY_STEP,
-    WAITS,
-    Phase,
-    Progress,
-)
-from megatron_recover.core.values import Generation, ReplicaFailing, ReplicaId, Value
+from megatron_recover.core.progress import BOUNDED_BY_NOTHING_SEEN, COMPUTES, EVERY_STEP, WAITS, Phase, Progress
+from megatron_recover.core.values import ReplicaFailing, ReplicaId
 from megatron_recover.core.verdict import (
     CANNOT_RUN,
     STOPPED,
@@ -105,8 +98,6 @@ from megatron_recover.core.verdict import (
     Effect,
     Look,
     Named,
-    Others,
-    Part,
     PartSeen,
     SeenAtWork,
     Sight,
@@ -123,83 +114,6 @@ OLDER = 2.0
 _KEPT_STEPS, _ENOUGH_STEPS = 16, 5
 """Step times that are kept, the newest; step times that are needed to know the typical one. Each
 rank's time of a step is one."""
-
-
-class Figures(Value, frozen=True):
-    """The measured durations from which limits are derived, in seconds."""
-
-    steps_s: tuple[float, ...] = ()
-    """The newest times of training steps, at most 16: one for each rank and step."""
-    longest_s: Mapping[Phase, float] = MappingProxyType({})
-    """The longest operation that any rank finished, per phase. `Limits.gap_s` stands for a phase of
-    `EVERY_STEP` that no look saw in a step. The time in which a rank was kept waiting, read ahead
-    or was traced does not count."""
-
-
-class Watched(Value, frozen=True):
-    """Everything known about one rank. Silences are in seconds, since the page last changed."""
-
-    progress: Progress
-    quiet_s: float = 0.0
-    """Silence of the rank's own."""
-    kept_s: float = 0.0
-    """Silence in which another rank of the replica kept the rank waiting."""
-    is_kept: bool = False
-    """True if one does so now (Note [Ranks that wait inside their replica])."""
-    reading_s: float = 0.0
-    """Time for which looks have seen the same reading ahead (Note [Ranks that read ahead])."""
-    stopped_s: float = 0.0
-    traced_s: float = 0.0
-    """Time in which a tracer held the rank."""
-    step_s: float = 0.0
-    """Time since the step began, without the time in which a tracer held a rank of the replica."""
-    told: frozenset[Verdict] = frozenset()
-    """Verdicts that were reported since the page changed."""
-
-    @property
-    def silent_s(self) -> float:
-        """Return the sum of the rank's own silence and that in which it was kept waiting."""
-        return self.quiet_s + self.kept_s
-
-
-class Limits(Value, frozen=True):
-    """The limits of the detector, in seconds. `Deadlines` has the reason for each."""
-
-    deadline_s: float
-    """The user's one deadline."""
-    gap_s: float
-    """The longest time between two looks that counts."""
-    stopped_s: float
-    """The shortest time after which a stopped process is named and may be condemned."""
-    hung_s: float
-    """The shortest silence after which a rank hangs."""
-    after_work_s: float
-    """Time for which a replica counts as at work after it was last seen at work."""
-
-
-class DetectorState(Value, frozen=True):
-    """Everything that the detector knows. Start with `DetectorState(limits)`."""
-
-    limits: Limits
-    now_s: float | None = None
-    generation: Generation = 0
-    ranks: Mapping[tuple[ReplicaId, int], Watched] = MappingProxyType({})
-    figures: Figures = Figures()
-    """Figures of this generation."""
-    older: Figures = Figures()
-    """Figures of the newest generation before this one that had enough steps."""
-    condemned: frozenset[ReplicaId] = frozenset()
-    worked_s: Mapping[ReplicaId, float] = MappingProxyType({})
-    """Time of the look that last saw each replica at work."""
-    at_work: tuple[ReplicaId, ...] = ()
-    """Replicas of the newest `SeenAtWork`."""
-    suspects: Suspects = Suspects()
-    """The newest `Suspects`."""
-    places: Mapping[ReplicaId, tuple[float, tuple[int, bool]]] = MappingProxyType({})
-    """On several nodes: the newest look that saw a rank of a replica in a phase of unknown length,
-    and the place of the one furthest back."""
-    traced_at_s: Mapping[ReplicaId, float] = MappingProxyType({})
-    """On several nodes: the newest look that saw a tracer hold a rank of a replica."""
 
 
 def typical_step_s(state: DetectorState) -> float | None:
@@ -271,49 +185,8 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
     figures = Figures(steps_s, longest_s)
     state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)
     if look.others is not None:
-        state = _with_what_others_see(_see_parts(state, shown), look.others)
+        state = parts.with_what_others_see(parts.see_parts(state, shown), look.others)
     return _judge(state, look, shown)
-
-
-def _see_parts(state: DetectorState, shown: Look) -> DetectorState:
-    """Note which replicas have a rank in a phase of unknown length, or one that a tracer holds.
-
-    A torn page shows what the page before it showed.
-    """
-    sights = tuple(
-        replace(sight, progress=state.ranks[key].progress)
-        if sight.progress is None and (key := (sight.replica, sight.rank)) in state.ranks
-        else sight
-        for sight in shown.sights
-    )
-    here = {sight.replica for sight in sights}
-    places = {replica: seen for replica, seen in state.places.items() if replica in here}
-    places |= {replica: (shown.now_s, place) for replica, place in _furthest_back(state, replace(shown, sights=sights)).items()}
-    traced = {replica: seen_s for replica, seen_s in state.traced_at_s.items() if replica in here}
-    traced |= {sight.replica: shown.now_s for sight in sights if sight.state == TRACED}
-    return replace(state, places=places, traced_at_s=traced)
-
-
-def _part(state: DetectorState, replica: ReplicaId, now_s: float) -> Part:
-    """Return what was seen here of a replica's ranks."""
-    seen_s, place = state.places.get(replica, (now_s, None))
-    traced_s = state.traced_at_s.get(replica)
-    return Part(place, now_s - seen_s, None if traced_s is None else now_s - traced_s)
-
-
-def _with_what_others_see(state: DetectorState, others: Others) -> DetectorState:
-    """Subtract from the silences here the time in which a rank of another node explains them."""
-    parts = {known.replica: known.parts for known in others.known}
-    ranks = dict(state.ranks)
-    for key, watched in state.ranks.items():
-        for part in parts.get(key[0], ()):
-            if part.traced_ago_s is not None:
-                watched = replace(watched, quiet_s=min(watched.quiet_s, part.traced_ago_s))
-            if part.place is not None and part.place <= _place(watched.progress):
-                own_s = min(watched.quiet_s, part.place_ago_s)
-                watched = replace(watched, quiet_s=own_s, kept_s=watched.silent_s - own_s)
-        ranks[key] = watched
-    return replace(state, ranks=ranks)
 
 
 def _with_readings(state: DetectorState, look: Look) -> Look:
@@ -341,27 +214,10 @@ def _as_reading(progress: Progress) -> Progress:
     return replace(progress, phase=Phase.DATA, microbatches=(progress.ahead,))
 
 
-def _bounded(state: DetectorState) -> set[Phase]:
-    """Return the phases of known length in which a rank decides itself how long it takes."""
-    return {*state.figures.longest_s, *state.older.longest_s} - BOUNDED_BY_NOTHING_SEEN - WAITS
-
-
-def _furthest_back(state: DetectorState, look: Look) -> dict[ReplicaId, tuple[int, bool]]:
-    """Return the place furthest back of the ranks of each replica in phases of unknown length."""
-    judged = _bounded(state) | WAITS
-    found: dict[ReplicaId, tuple[int, bool]] = {}
-    for sight in look.sights:
-        progress = sight.progress
-        if progress is not None and sight.state not in CANNOT_RUN and progress.phase not in judged:
-            place = _place(progress)
-            found[sight.replica] = min(place, found.get(sight.replica, place))
-    return found
-
-
 def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
     """Return the ranks that are kept waiting (Note [Ranks that wait inside their replica])."""
-    bounded = _bounded(state)
-    furthest_back = _furthest_back(state, look)
+    bounded = parts.bounded(state)
+    furthest_back = parts.furthest_back(state, look)
     if not furthest_back:
         return set()
     known = {key: watched.progress for key, watched in state.ranks.items()}
@@ -369,13 +225,8 @@ def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
     return {
         (replica, rank)
         for (replica, rank), progress in known.items()
-        if progress.phase in bounded and replica in furthest_back and furthest_back[replica] <= _place(progress)
+        if progress.phase in bounded and replica in furthest_back and furthest_back[replica] <= parts.place_of(progress)
     }
-
-
-def _place(progress: Progress) -> tuple[int, bool]:
-    """Return the rank's position, for comparison: of two ranks the larger value is ahead."""
-    return progress.step, progress.phase in AFTER_A_STEP
 
 
 def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float, *, is_kept: bool) -> Watched | None:
@@ -501,9 +352,9 @@ def _tell_others(state: DetectorState, look: Look, suspects: Suspects) -> tuple[
     """Report suspicions that have changed, and the parts that were asked for, on several nodes."""
     if look.others is None:
         return state, ()
-    parts = tuple(PartSeen(replica, _part(state, replica, look.now_s)) for replica in look.others.asked)
+    seen = tuple(PartSeen(replica, parts.part(state, replica, look.now_s)) for replica in look.others.asked)
     news = () if suspects == state.suspects else (suspects,)
-    return replace(state, suspects=suspects), (*news, *parts)
+    return replace(state, suspects=suspects), (*news, *seen)
 
 
 def _idle_s(state: DetectorState, look: Look) -> float:

@@ -30,11 +30,10 @@ class Part(Value, frozen=True):
     Times are in seconds before the agent's newest look.
     """
 
-    place: tuple[int, bool] | None = None
-    """(step, whether it is over) of the rank furthest back among those that were last seen in a
-    phase of unknown length; None: none was (Note [Ranks that wait inside their replica])."""
-    place_ago_s: float = 0.0
-    """Time since a rank was last seen in such a phase."""
+    places: tuple[tuple[tuple[int, bool], float], ...] = ()
+    """The newest places in which a rank was in a phase of unknown length, as (step, whether that
+    step is over), and the time since it was last seen there. Of one look only the place furthest
+    back counts (Note [Ranks that wait inside their replica])."""
     traced_ago_s: float | None = None
     """Time since a tracer was last seen to hold a rank; None: never."""
 

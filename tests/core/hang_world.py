@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_recover.core import condemning, detector
-from megatron_recover.core.detector import DetectorState
+from megatron_recover.core.detector_state import DetectorState, Limits
 from megatron_recover.core.progress import Phase, Progress
 from megatron_recover.core.verdict import (
     Condemned,
@@ -33,7 +33,7 @@ class Watched:
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         deadlines = Deadlines.of(deadline_s)
-        limits = detector.Limits(*(getattr(deadlines, name) for name in detector.Limits.__struct_fields__))
+        limits = Limits(*(getattr(deadlines, name) for name in Limits.__struct_fields__))
         self.state = DetectorState(limits)
         self.at_work: tuple[int, ...] = ()
         self.said: list[tuple[float, Effect]] = []

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_recover.core import condemning, detector
+from megatron_recover.core import condemning, parts
 from megatron_recover.core.condemning import Answered, Ask, CondemningState, Deaf, Rostered, Suspected, Tell
+from megatron_recover.core.detector_state import DetectorState
 from megatron_recover.core.progress import Phase, Progress
 from megatron_recover.core.verdict import Known, Part, Verdict
 from tests.core.hang_world import Nodes
@@ -144,6 +145,15 @@ def test_a_rank_ahead_of_the_accused_one_on_another_node_excuses_nothing() -> No
             {(0, 0): page(Phase.FORWARD, 1000), (0, 1): page(Phase.DATA, 1000, step=21), (1, 0): page(Phase.REDUCTION, 1000)}
         )
     assert [(each.named.replica, each.named.rank) for _, each in nodes.condemned] == [(0, 0)]
+
+
+def test_a_rank_ahead_that_logs_does_not_hide_one_behind_that_reads_now_and_then() -> None:
+    nodes = trained({(0, 0): 0, (0, 1): 1, (0, 2): 1, (1, 0): 2})
+    for look in range(300):
+        reads = page(Phase.FORWARD if look % 5 else Phase.DATA, 1000 + look)
+        logs = page(Phase.BETWEEN, 1000, step=21)
+        nodes.look({(0, 0): page(Phase.FORWARD, 1000), (0, 1): reads, (0, 2): logs, (1, 0): page(Phase.REDUCTION, 1000)})
+    assert nodes.condemned == [] and nodes.named == []
 
 
 def test_ranks_that_wait_for_one_under_a_tracer_on_another_node_are_not_accused() -> None:
@@ -311,7 +321,7 @@ def test_planted_an_agent_that_decides_alone_condemns_both(monkeypatch: pytest.M
 def test_planted_an_agent_that_hears_nothing_of_other_nodes_condemns_who_waits_for_a_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(detector, "_with_what_others_see", lambda state, others: state)
+    monkeypatch.setattr(parts, "with_what_others_see", lambda state, others: state)
     assert fails(
         lambda: test_a_rank_that_waits_for_one_on_another_node_that_reads_is_neither_named_nor_condemned(Phase.DATA, "R", 0)
     )
@@ -320,9 +330,8 @@ def test_planted_an_agent_that_hears_nothing_of_other_nodes_condemns_who_waits_f
 def test_planted_a_node_that_tells_only_what_it_sees_at_that_instant_condemns_who_waits_for_short_readings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def part(state: detector.DetectorState, replica: int, now_s: float) -> Part:
-        seen_s, place = state.places.get(replica, (now_s, None))
-        return Part(place if seen_s == now_s else None)
+    def part(state: DetectorState, replica: int, now_s: float) -> Part:
+        return Part(tuple((place, 0.0) for place, seen_s in state.places.get(replica, {}).items() if seen_s == now_s))
 
-    monkeypatch.setattr(detector, "_part", part)
+    monkeypatch.setattr(parts, "part", part)
     assert fails(lambda: test_many_short_readings_on_another_node_excuse_as_one_long_one_does(0))
