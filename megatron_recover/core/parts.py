@@ -14,8 +14,8 @@ from megatron_recover.core.values import ReplicaId
 from megatron_recover.core.verdict import CANNOT_RUN, TRACED, Look, Others, Part
 
 _KEPT_PLACES = 8
-"""Places of a replica that are kept. While a rank is silent there are few: those of its own step, and
-of the next one."""
+"""Places of a replica that are kept. While a rank is silent there are few: those of its own step,
+and of the next one."""
 
 
 def place_of(progress: Progress) -> tuple[int, bool]:
