@@ -36,6 +36,7 @@ from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Joined, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
+from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
@@ -45,6 +46,7 @@ from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
+    AskPart,
     DismissReplica,
     DrainAnswer,
     DrainAsked,
@@ -63,6 +65,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeReady,
     ReplicaGone,
     Roster,
+    TellKnown,
 )
 from megatron_recover.control_plane.wire import Message, listen
 from megatron_recover.core import policy
@@ -141,6 +144,8 @@ class Launcher:
         self._wanted = wanted
         self._monitoring: Monitoring | None = None
         self._generation = 0
+        self._others: OtherNodes | None = None
+        """None: the job has one node."""
         """Newest generation that the coordinator has announced."""
         self._leaders: dict[int, str] = {}
         """Replica -> address of its leader, once the ranks may be started."""
@@ -240,10 +245,13 @@ class Launcher:
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
             num_warm=num_ranks + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
         )  # fmt: skip
+        if job.nodes:
+            spanning = frozenset(replica for replica in job.replicas_here if job.spans_nodes(replica))
+            self._others = OtherNodes(self._send, num_members=job.num_replicas, spanning=spanning)
         self._ranks = Watch(
             self._node, deadlines=self._deadlines, log_of=job.log_of,
             record=self._recording.record, says=self._recording.says,
-            at_work=lambda replicas: self._send(NodeAtWork(replicas)),
+            at_work=lambda replicas: self._send(NodeAtWork(replicas)), others=self._others,
         )  # fmt: skip
         try:
             self._join()
@@ -294,6 +302,8 @@ class Launcher:
                 self._leaders, self._stores = dict(leaders), dict(stores)
             case Roster(generation, roster, losses, reason):
                 self._generation = generation
+                if self._others is not None:
+                    self._others.num_members = len(roster)
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
@@ -303,6 +313,8 @@ class Launcher:
                 self._fence(replica)
             case DismissReplica(replica):
                 self._dismiss(replica)
+            case AskPart() | TellKnown() if self._others is not None:
+                self._others.handle(message)
             case JobEnds(exit_code, reason, at_once):
                 self._end(exit_code, reason)
                 if at_once:
