@@ -407,12 +407,19 @@ class Launcher:
         for replica, rank in [each for each in self._set_aside if self._node.has_ended(*each)]:
             self._set_aside.discard((replica, rank))
             self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
+            self._confirm_fence(replica)
         for process in self._node.undying():
             self._give_up(process)
         for replica in [each for each in self._fencing if self._node.is_fenced(each, but=self._set_aside)]:
             self._fencing.discard(replica)
             ranks = tuple(rank for rank in range(self._job.num_ranks) if (replica, rank) not in self._set_aside)
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
+            self._confirm_fence(replica)
+
+    def _confirm_fence(self, replica: int) -> None:
+        """Confirm a fence once no process of the replica is left, set-aside ones included."""
+        if replica not in self._fencing and replica not in {each for each, _ in self._set_aside}:
+            self._membership.fence_confirmed(replica)
 
     def _give_up(self, process: Undying) -> None:
         """Report a process that SIGKILL does not end, and wait for it no longer; once per process.

@@ -103,6 +103,10 @@ class CoordinatorDriver:
         self._notice()
         self._step(machine.ReplicaLost(loss))
 
+    def fence_confirmed(self, replica: int) -> None:
+        """Feed the machine that the agents saw the end of every process of a fenced replica."""
+        self._step(machine.FenceConfirmed(replica))
+
     def failing(self, failing: values.ReplicaFailing) -> None:
         """Feed the machine the microbatches that the agent found in work (a crash or a hang).
 
@@ -169,9 +173,9 @@ class CoordinatorDriver:
                 self._step(machine.Progressed(replica, message.step))
                 if message.request is not None and message.request.replica == replica:
                     self._request(message.request)
-            case values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() if (
-                message.replica == replica
-            ):
+            case (
+                values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() | values.Named()
+            ) if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)
@@ -210,6 +214,9 @@ class CoordinatorDriver:
                     self._fence(replica)
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
+                case machine.Give(grant):
+                    self._record(trace.Granted(number=grant.number, generation=grant.generation, writer=grant.writer))
+                    self._loop.send(self._links[grant.writer], grant)
                 case machine.Waits(replicas, reason, limit):
                     limit_s = self._timers_s[limit] if limit is not None else None
                     self._record(trace.Waiting(replicas=replicas, reason=reason, limit_s=limit_s))

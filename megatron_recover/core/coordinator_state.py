@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_recover.core.blame import Evidence
+from megatron_recover.core.grants import Ledger
 from megatron_recover.core.values import (
     Generation,
+    Grant,
     Hello,
     LeaderMessage,
     Loss,
@@ -113,6 +115,8 @@ class CoordinatorState(Value, frozen=True):
     """Number of saves that have begun in the run."""
     finished: tuple[ReplicaFinished, ...] = ()
     """Replicas whose training loop is over, by replica, lost ones included."""
+    grants: Ledger = Ledger()
+    """The grants to name checkpoints (`core/grants.py`)."""
     over: bool = False
     """True after `EndJob`: no input has an effect any more."""
 
@@ -159,7 +163,13 @@ class AtWork(Value, frozen=True):
     """Ascending; the complete list, which replaces the list of the `AtWork` before."""
 
 
-Input = LeaderMessage | Launched | ReplicaLost | TimerFired | ExitAsked | Progressed | AtWork
+class FenceConfirmed(Value, frozen=True):
+    """The agents have seen the end of every process of a replica that was fenced."""
+
+    replica: ReplicaId
+
+
+Input = LeaderMessage | Launched | ReplicaLost | TimerFired | ExitAsked | Progressed | AtWork | FenceConfirmed
 
 
 # --- Effects --------------------------------------------------------------------------------------
@@ -177,7 +187,13 @@ class Fence(Value, frozen=True):
     replica: ReplicaId
 
 
-Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s"]
+class Give(Value, frozen=True):
+    """Send a grant to the leader of the grant's writer."""
+
+    grant: Grant
+
+
+Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s", "lapse_s"]
 """The name of a timer's length in `deadlines.Deadlines`. The driver knows the seconds."""
 
 
@@ -207,4 +223,4 @@ class EndJob(Value, frozen=True):
     reason: str
 
 
-Effect = Announce | Fence | Arm | Waits | EndJob
+Effect = Announce | Fence | Arm | Give | Waits | EndJob

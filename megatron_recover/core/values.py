@@ -477,6 +477,17 @@ class NewGeneration(Value, frozen=True):
     """The newest void step. All later generations repeat it: two may reach a member at once."""
 
 
+class Grant(Value, frozen=True):
+    """The coordinator's permission for one attempt to name a checkpoint (`core/grants.py`)."""
+
+    number: int
+    """Number of the grant in the run, from 1. No number is given twice."""
+    generation: Generation
+    """The generation in which the grant was given."""
+    writer: ReplicaId
+    """The only replica that may use the grant."""
+
+
 # --- From a replica's leader to the coordinator ---------------------------------------------------
 
 
@@ -519,6 +530,13 @@ class ReplicaSaving(Value, frozen=True):
 
     replica: ReplicaId
     over: bool
+
+
+class Named(Value, frozen=True):
+    """A replica has ended its attempt to name a checkpoint under the grant `number`."""
+
+    replica: ReplicaId
+    number: int
 
 
 class ReplicaFailing(Value, frozen=True):
@@ -564,7 +582,9 @@ class ReplicaFinished(Value, frozen=True):
     """Description of the last state if nothing was trained (`RequestKind.UNTRAINED`)."""
 
 
-LeaderMessage = Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailing | Diverged | Miscounted | ReplicaFinished
+LeaderMessage = (
+    Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailing | Diverged | Miscounted | ReplicaFinished | Named
+)
 
 
 class ExitCode(enum.IntEnum):

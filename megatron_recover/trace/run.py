@@ -91,6 +91,16 @@ class Generation(Event, frozen=True, kw_only=True):
         return None if self.losses else next(iter(details((self.reason,), RequestKind.EXIT)), None)
 
 
+class Granted(Event, frozen=True, kw_only=True):
+    """Coordinator: it permits the writer to name a checkpoint (`core/grants.py`)."""
+
+    number: int
+    """Number of the grant in the run, from 1."""
+    generation: int
+    writer: int
+    """The only replica that may use the grant."""
+
+
 class Entered(Event, frozen=True, kw_only=True):
     """Leader: all ranks of its replica have promised to take part in no older generation."""
 
