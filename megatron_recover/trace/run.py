@@ -130,12 +130,14 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     replica: int
     rank: int
     iteration: int
-    phase: Literal["loaded", "started", "finished", "failed", "removed_partial"]
-    """Phase of a save of `iteration`. `removed_partial`: an incomplete checkpoint of `iteration`
+    phase: Literal["loaded", "started", "unnamed", "finished", "failed", "removed_partial"]
+    """Phase of a save of `iteration`. `unnamed`: all is written, and the name waits for a grant of
+    the coordinator. `removed_partial`: an incomplete checkpoint of `iteration`
     was removed. `loaded`, with `--load` and without `--finetune`: training begins after
     `iteration`, which is 0 if nothing was loaded."""
     detail: str = ""
-    """Reason, folder and remedy of a failed save; the folder of `loaded`."""
+    """Reason, folder and remedy of a failed save; the reason of `unnamed`; the folder of
+    `loaded`."""
 
 
 class Gap(Event, frozen=True, kw_only=True):
