@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from megatron_recover.core import grants
-from megatron_recover.core.values import Grant
+from megatron_recover.core.values import Generation, Grant
 
 
 def _since_boot_s() -> float:
@@ -37,10 +37,10 @@ class NamingRight:
         with self._lock:
             self._holding = grants.heard(self._holding, self._clock())
 
-    def received(self, grant: Grant) -> None:
-        """Note a grant of the coordinator."""
+    def received(self, grant: Grant, generation: Generation) -> None:
+        """Note a grant of the coordinator; `generation` is that of the replica."""
         with self._lock:
-            self._holding = grants.received(self._holding, grant)
+            self._holding = grants.received(self._holding, grant, generation)
 
     def refusal(self, *, is_last: bool) -> str:
         """Return why this replica must not begin to name a checkpoint now; "" if it may.

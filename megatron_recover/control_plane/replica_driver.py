@@ -242,7 +242,7 @@ class ReplicaDriver:
                 self._naming.heard()
                 self._loop.send(link, self._where())
             case values.Grant():
-                self._naming.received(message)
+                self._naming.received(message, self._state.generation)
             case Announcement(new=new):
                 self._peers |= {peer.replica: peer for peer in message.peers}
                 self._neighbours = neighbours(new.roster, self._context.replica, self._config.tree_above)

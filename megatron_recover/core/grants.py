@@ -123,9 +123,14 @@ def heard(holding: Holding, now: float) -> Holding:
     return replace(holding, renewed_at=holding.answered_at, answered_at=now)
 
 
-def received(holding: Holding, grant: Grant) -> Holding:
-    """Return the holding with a grant of the coordinator; a grant counts once."""
-    if grant.number <= holding.num_received:
+def received(holding: Holding, grant: Grant, generation: Generation) -> Holding:
+    """Return the holding with a grant of the coordinator; a grant counts once.
+
+    `generation`: that of the replica. The announcement of a generation comes before its grants. So
+    a grant of a newer generation is for a generation that this replica does not enter, and counts
+    for nothing (Note [Last generation]).
+    """
+    if grant.number <= holding.num_received or grant.generation > generation:
         return holding
     return replace(holding, grant=grant, num_received=grant.number)
 

@@ -185,7 +185,7 @@ class Naming:
     def received(self, writer: Writer, number: ReplicaId, message: NewGeneration | Grant) -> Writer:
         """Return a replica after it has read a message of the coordinator."""
         if isinstance(message, Grant):
-            return writer._replace(holding=grants.received(writer.holding, message))
+            return writer._replace(holding=grants.received(writer.holding, message, writer.generation))
         if self.is_bound(writer):
             return writer
         return writer._replace(generation=message.generation, roster=message.roster)
