@@ -20,6 +20,7 @@ from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir, link_logs
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import file_limit_mistake
+from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.config import inherited_environment
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
@@ -157,7 +158,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         argv=(*words, *flags), num_replicas=num_replicas,
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
-        log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
+        log_links=log_links, run_dir=run_dir, save=Path(judged.save).absolute() if judged.save is not None else None, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
         rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
         microbatch_samples=judged.microbatch_samples,
@@ -302,6 +303,7 @@ def main(argv: list[str]) -> int:
         print(f"megatron-recover run: {line}", file=sys.stderr)
     try:
         link_logs(job)
+        save_lock = _locked_save(job)
     except ValueError as error:
         _discard(job, existed=existed)
         parser.error(str(error))
@@ -329,6 +331,19 @@ def main(argv: list[str]) -> int:
         return _ended(launcher, job, exit_code, existed=existed)
     finally:
         launcher.release_signals()
+        if save_lock is not None:
+            save_lock.release()
+
+
+def _locked_save(job: Job) -> SaveLock | None:
+    """Lock the folder of `--save`, if there is one, so that no second job saves there.
+
+    Raises ValueError with the remedy.
+    """
+    try:
+        return SaveLock(job.save, job.run_dir) if job.save is not None else None
+    except OSError as error:
+        raise ValueError(f"--save {job.save} cannot be locked ({error.strerror}); give another folder") from error
 
 
 def _run(launcher: Launcher) -> int:
