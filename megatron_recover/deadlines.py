@@ -364,7 +364,9 @@ ORDER = (
     Below("silence_s", "node_s", "a coordinator is reported as silent before it is taken for lost"),
     Below("node_s", "lease_s", "a silence that is too short to take anybody for lost lets no lease lapse"),
     Below("lease_s", "lapse_s", "a holder stops to name checkpoints before another one may begin"),
-    Below("lapse_s", "deadline_s", "a checkpoint that waits for the lease of a lost writer gets its name before the run gives up"),
+    Below(
+        "lapse_s", "deadline_s", "a checkpoint that waits for the lease of a lost writer gets its name before the run gives up"
+    ),
     Below("follow_s", "lock_s", "a writer that is only slow is removed and killed before the next one gives the lock up"),
     Below("follow_s", "stall_s", "who does not enter a generation is removed before the others request one more"),
     Below("follow_s", "connect_s", "a member that is gone is removed before a sum that needs it fails"),

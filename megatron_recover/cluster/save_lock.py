@@ -95,8 +95,8 @@ class SaveLock:
             raise ValueError(f"--save {folder} is in use by another job, which is just starting; give another folder")
         process = holder.process
         raise ValueError(
-            f"--save {folder} is in use by another job: process {process.pid} on {process.host}, run directory {holder.run_dir}, "
-            f"since {holder.since}; end that job first, or give another folder"
+            f"--save {folder} is in use by another job: process {process.pid} on {process.host}, run directory "
+            f"{holder.run_dir}, since {holder.since}; end that job first, or give another folder"
         )
 
     def _lives(self, holder: _Holder, *, has_locks: bool) -> bool:

@@ -141,7 +141,8 @@ from megatron_recover.core.vote import unite
 
 __all__ = [
     "Announce", "Arm", "AtWork", "CoordinatorState", "Effect", "EndJob", "ExitAsked", "Fence",
-    "FenceConfirmed", "Give", "Input", "Launched", "MembershipSettings", "OpenSave", "Progressed", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
+    "FenceConfirmed", "Give", "Input", "Launched", "MembershipSettings", "OpenSave", "Progressed", "ReplicaLost", "Setting",
+    "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------

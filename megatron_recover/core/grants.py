@@ -49,7 +49,7 @@ def writer_of(roster: Collection[ReplicaId]) -> ReplicaId:
 
 
 def is_last_generation(requests: Collection[str], roster: Collection[ReplicaId]) -> bool:
-    """Return whether committed `requests` say of each member of `roster` that it has no coordinator.
+    """Return whether committed `requests` say that no member of `roster` has a coordinator.
 
     See Note [Last generation].
     """

@@ -26,7 +26,7 @@ def exit_code(requests: Sequence[str]) -> int:
 
 
 def about_the_coordinator(node: str, *, saves: bool) -> str:
-    """Return the line that tells the user of a job of several nodes what its coordinator's loss means.
+    """Return what the loss of the coordinator means, for the user of a job of several nodes.
 
     `node`: the name of the coordinator's node. `saves`: whether the job has `--save`.
     """

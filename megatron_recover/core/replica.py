@@ -84,8 +84,8 @@ from megatron_recover.core.values import (
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
 
 __all__ = [
-    "Committed", "CoordinatorLost", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState", "ToCoordinator",
-    "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
+    "Committed", "CoordinatorLost", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState",
+    "ToCoordinator", "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ def first(tmp_path: Path) -> Any:
 def test_a_second_job_is_refused_and_told_the_first_until_that_is_dead(first: Any, tmp_path: Path) -> None:
     folder = tmp_path / "save"
     os.kill(first.pid, signal.SIGSTOP)  # a job that stands still lives
-    with pytest.raises(ValueError, match=rf"process {first.pid} on {host_name()}, run directory {tmp_path}/run, since \d{{4}}-"):
+    with pytest.raises(
+        ValueError, match=rf"process {first.pid} on {host_name()}, run directory {tmp_path}/run, since \d{{4}}-"
+    ):
         SaveLock(folder, tmp_path / "other")
     first.kill()
     first.join()

@@ -43,7 +43,8 @@ def test_lines_that_wait_are_written_in_order_later_and_more_than_there_is_room_
 def test_a_leader_that_tells_of_its_silent_coordinator_goes_on(stalled_stderr: Stall) -> None:
     stalled, loop = stalled_stderr(), Loop()
     watch = CoordinatorWatch(
-        0, loop=loop, deadlines=Deadlines.of(), answer=lambda: LeaderBeat(0, 1, 7, (2,)), waits=lambda: "", lost=lambda is_lost: None,
+        0, loop=loop, deadlines=Deadlines.of(), answer=lambda: LeaderBeat(0, 1, 7, (2,)), waits=lambda: "",
+        lost=lambda is_lost: None,
         record=lambda event: None, give_up=lambda reason: None,
     )  # fmt: skip
     assert returns(lambda: watch._tell("began", 3.0))

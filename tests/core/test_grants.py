@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 
-from megatron_recover.core import coordinator, grants
+from megatron_recover.core import coordinator, grants, replica
 from megatron_recover.core.grants import Holding, Ledger
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.request import coordinator_lost
-from megatron_recover.core.values import Grant
+from megatron_recover.core.values import (
+    Begun,
+    Grant,
+    Held,
+    Holds,
+    NewGeneration,
+    Promised,
+    RankFinished,
+    Shape,
+    Work,
+)
 from megatron_recover.sim.explore.naming import NAMING, Naming, NamingScenario, Writer
 from megatron_recover.sim.timed.leases import LeaseJob
 
@@ -95,6 +105,25 @@ def test_a_writer_without_a_lock_that_excludes_nobody_is_caught() -> None:
             return world
 
     caught(Careless(NamingScenario(cuts=1, locks=False)), BACK)
+
+
+def test_a_replica_whose_vote_says_that_it_has_no_coordinator_enters_no_newer_generation() -> None:
+    def state_after(*inputs: replica.Input) -> replica.ReplicaState:
+        state = replica.ReplicaState(0, Shape(1, ((0,),)))
+        for each in (NewGeneration(1, (0,)), Promised(0, 1), *inputs):
+            state, _ = replica.step(state, each)
+        return state
+
+    work, newer = Work("train 1", 1, (0,)), NewGeneration(2, (0,))
+    lost, found = replica.CoordinatorLost(), replica.CoordinatorLost(is_over=True)
+    voted = (Begun(0, 0, work), Holds(0, 0, (Held(0, 1, 7),)))
+    assert state_after(lost, newer).generation == 2, "nobody relies on what was not said yet"
+    assert state_after(lost, found, *voted).requests == ()
+    after = state_after(lost, *voted, found, newer)
+    assert (after.generation, after.requests) == (1, (coordinator_lost(0),))
+    assert state_after(*voted, RankFinished(0)).phase is replica.ReplicaPhase.IDLE
+    for end in ((RankFinished(0), lost), (lost, RankFinished(0))):
+        assert state_after(*voted, *end).phase is replica.ReplicaPhase.STOPPED
 
 
 # --- The lease, on clocks ------------------------------------------------------------------------------------------------

@@ -84,7 +84,6 @@ class _NoGrant(OSError):
     """A checkpoint must not be named now. See Note [Grants]."""
 
 
-
 class Checkpoints:
     """Saves checkpoints, one object per rank.
 
@@ -391,7 +390,8 @@ class Checkpoints:
     def _complete(self, *, waits: bool) -> None:
         """Complete the save in the background, if there is one and all ranks have written.
 
-        If instead a checkpoint waits for its grant, name it if the grant has come. `waits`: wait until they have. Called by all ranks of the replica alike. A failed save is
+        If instead a checkpoint waits for its grant, name it if the grant has come. `waits`: wait
+        until all ranks have written. Called by all ranks of the replica alike. A failed save is
         reported and not raised, as far as `write_checkpoint` allows.
         """
         background = self._background

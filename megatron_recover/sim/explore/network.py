@@ -71,6 +71,8 @@ class JobState(NamedTuple):
 
     A save that ends is removed; a commit or a loss removes all.
     """
+    is_dead: bool = False
+    """True once the coordinator has died. It is then `stopped` for good, and takes no input."""
     blamed: tuple[ReplicaId, ...] = ()
     """Replicas fenced for reports of other members though not overdue, in order of fencing."""
 

@@ -218,7 +218,7 @@ class DriftState(Value, frozen=True):
 
 
 Stimulus = (
-    NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost
+    NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost | replica.CoordinatorLost
     | BeginStep | Arrive | CarryOut | TakeUp | AskClose | Complete | Fail | Stall | Drift | DriftState | Miscount
 )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """A job on a virtual clock in which only leases matter: beats, a cut, a frozen writer (INV-6).
 
 The coordinator sends beats as `control_plane/beats.py` does, and its machine decides. The holder's
-side is that of `core/grants.py`. Messages are late at random, the writer stands still at random, and
-the clocks of the two hosts run at different rates. The coordinator removes the writer at a random
-time, and can never confirm its death.
+side is that of `core/grants.py`. Messages are late at random, and the writer stands still at
+random. The clocks of the two hosts run at different rates. The coordinator removes the writer at a
+random time, and can never confirm its death.
 """
 
 from __future__ import annotations
