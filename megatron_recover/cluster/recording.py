@@ -25,6 +25,7 @@ from megatron_recover.cluster.output import Output, Reader, Who
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.cluster.renewed import Pauses
+from megatron_recover.cluster.status import Request, Status
 from megatron_recover.cluster.streams import Stream, Tee
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
@@ -35,7 +36,9 @@ from megatron_recover.observe.files import LOGS
 from megatron_recover.trace import ring
 
 _LAUNCHER = -1
-"""Replica number of the launcher in the trace."""
+"""Replica number of the launcher, and of the coordinator, in the trace."""
+_COORDINATOR = 1
+"""Rank number of the coordinator there; that of the launcher is 0."""
 _MAX_WAITING = 10_000
 """Number of messages waiting for a recorder at which a new line drops the oldest message, if that
 is a line as well."""
@@ -67,7 +70,7 @@ class Recording:
         self._settings = messages.Settings(
             run_dir=str(job.run_dir), started_at=started_at, account=self._account, quiet=quiet,
             part_bytes=job.trace_file_bytes, output_bytes=output.WAITING_BYTES,
-            deadlines=self._deadlines, ignored=job.signals,
+            deadlines=self._deadlines, ignored=job.signals, keeps_status=job.node == 0,
         )  # fmt: skip
         # The launcher creates the file, too: a folder that accepts no file is refused before
         # anything is started. A FIFO, behind which somebody collects the trace, exists already.
@@ -83,6 +86,7 @@ class Recording:
         self._outbox: deque[messages.ToRecorder] = deque()
         self._untold: deque[messages.Says] = deque()
         """Lines that were sent and perhaps not shown; the next recorder gets them again."""
+        self._requests: list[Request] = []
         self._shown: messages.Shown | None = None
         self._finish: messages.FinishRecording | None = None
         """Message that every recorder gets from the end of the run on: a recorder that has received
@@ -104,12 +108,22 @@ class Recording:
             self.output(job.filtered_log_of(stream), shown_of=which)
         self._start()
 
+    @property
+    def account(self) -> Account:
+        """Return the facts about the run that are known until now."""
+        return self._account
+
     def record(self, event: trace.Event) -> None:
         """Record an event of the launcher. This never waits."""
-        if isinstance(event, trace.Generation):
-            self._roster = event.roster
         self._account.take(event)
         self._log.record(event)
+
+    def follow_coordinator(self, events: int) -> None:
+        """Write the events that the coordinator records in the ring with the descriptor `events`.
+
+        The descriptor is closed with the others.
+        """
+        self._adopt(events, _LAUNCHER, _COORDINATOR)
 
     def descriptors(self, replica: int, rank: int) -> dict[str, int]:
         """Return the descriptor of a new ring, by name, for a rank that is about to start."""
@@ -147,6 +161,26 @@ class Recording:
             return of(job.log_of(replica, rank), Stream.OUT | Stream.ERR)
         out = of(job.stdout_log_of(replica, rank), Stream.OUT)
         return msgspec.structs.replace(of(job.log_of(replica, rank), Stream.ERR), stdout=out)
+
+    def keep(self, status: Status) -> None:
+        """Have the state of the job written to its folder, on node 0."""
+        self._outbox.append(messages.StatusNews(status))
+
+    def requests(self) -> list[Request]:
+        """Return the requests for the job that were left in its folder since the last call."""
+        found, self._requests = self._requests, []
+        return found
+
+    def coordinator_ended(self) -> None:
+        """Note that the coordinator's process has ended."""
+        self.ended(_LAUNCHER, _COORDINATOR)
+
+    def announced(self, event: trace.Generation) -> None:
+        """Note a generation that the coordinator has recorded, on node 0."""
+        self._roster = event.roster
+        self._account.take(event)
+        if self._job.node:
+            self._outbox.append(messages.Announced(event))
 
     def ended(self, replica: int, rank: int) -> None:
         """Note that the process of a rank has ended."""
@@ -267,10 +301,13 @@ class Recording:
 
     def _add(self, replica: int, rank: int) -> int:
         """Create a ring and return its descriptor."""
+        return self._adopt(ring.create(level=self._job.trace_level, capacity=self._job.ring_bytes), replica, rank)
+
+    def _adopt(self, descriptor: int, replica: int, rank: int) -> int:
+        """Have the recorder read a ring; return its descriptor, which is ours to close."""
         if self._num_rings == event_store.MAX_RINGS:
             raise RuntimeError(f"more than {event_store.MAX_RINGS} processes were started in this run")
         number, self._num_rings = self._num_rings, self._num_rings + 1
-        descriptor = ring.create(level=self._job.trace_level, capacity=self._job.ring_bytes)
         self._rings[number] = _Ring(descriptor, (replica, rank))
         self._numbers[replica, rank] = number
         self._outbox.append(messages.Ring(number, replica, rank))
@@ -367,6 +404,8 @@ class Recording:
                 case messages.LinesTold(num_lines):
                     for _ in range(num_lines):
                         self._untold.popleft()
+                case messages.Requested(request):
+                    self._requests.append(request)
                 case messages.Shown() as shown:
                     self._shown = shown
 

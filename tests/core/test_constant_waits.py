@@ -19,6 +19,7 @@ PACKAGE = Path(megatron_recover.__file__).parent
 
 INTERVALS = {
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
+    "cli/status.py _SLURM_S": "a person who asks for a job by its number reads that Slurm does not answer",
     "cli/top.py INTERVAL_S": "between two looks at a trace that another process writes",
     "cli/top.py SILENCE_S": "after this a person reads that nothing is recorded; the verb goes on",
     "cluster/agent.py _LOOK_S": "between two looks at the fork server, while `fork_s` runs",
@@ -26,7 +27,10 @@ INTERVALS = {
     "cluster/event_store.py _RETRY_S": "between two tries to write the same batch, which is kept meanwhile",
     "cluster/event_command.py _REAPED_S": "after the kill of a command: it is reaped later if the kernel still holds it",
     "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
+    "cluster/coordinator.py _TURN_S": "between two looks at whether anybody still needs the coordinator",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
+    "cluster/membership.py _PAUSE_S": "between two tries to reach the coordinator, while `join_s` or `leader_s` runs",
+    "cluster/membership.py _TURN_S": "between two turns of the loop, while `words_s` runs",
     "cluster/logs.py _INTERVAL_S": "between two copies of what ranks print",
     "cluster/logs.py _DROP_S": "shortest time between two looks at how much each output has left",
     "cluster/logs.py _SOON_S": "the same at the end of a run",
@@ -39,6 +43,7 @@ INTERVALS = {
     "cluster/recorder.py _INTERVAL_S": "between two drains of the rings",
     "cluster/recorder.py _SOON_S": "the same where every moment counts",
     "cluster/recorder.py _TELL_LOSSES_S": "between two messages about lost events",
+    "cluster/status.py _INTERVAL_S": "between two looks for requests, which wait in their folder",
     "cluster/recording.py _LOOK_S": "between two looks at the recorder, while `trace_s` and `terminal_s` run",
     "authentication/admission.py PAUSE_S": "a listener without a descriptor rests, and its queue is the kernel's",
     "cluster/narrator.py HOLD_S": "a line is kept so long for those that come before it, and told all the same",
