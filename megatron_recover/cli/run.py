@@ -22,6 +22,7 @@ from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.output import file_limit_mistake
+from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.config import inherited_environment
 from megatron_recover.core.placement import most_replicas, place
 from megatron_recover.core.values import ExitCode
@@ -201,7 +202,7 @@ def _described(
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
-        rank_start=rank_start, run_id=line.run_id,
+        save=Path(judged.save).absolute() if judged.save is not None else None, rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
         microbatch_samples=judged.microbatch_samples,
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
@@ -369,7 +370,10 @@ def main(argv: list[str]) -> int:
         return ExitCode.BAD_INPUT
     try:
         link_logs(job)
+        save_lock = _locked_save(job)
     except ValueError as error:
+        if joined is not None:
+            several_nodes.tell(joined, str(error), command[1:])
         _discard(job, existed=existed)
         parser.error(str(error))
     try:
@@ -396,6 +400,21 @@ def main(argv: list[str]) -> int:
         return _ended(launcher, job, exit_code, existed=existed)
     finally:
         launcher.release_signals()
+        if save_lock is not None:
+            save_lock.release()
+
+
+def _locked_save(job: Job) -> SaveLock | None:
+    """Lock the folder of `--save`, if there is one, so that no second job saves there.
+
+    The node of the coordinator does so for all nodes.
+
+    Raises ValueError with the remedy.
+    """
+    try:
+        return SaveLock(job.save, job.run_dir) if job.save is not None and not job.node else None
+    except OSError as error:
+        raise ValueError(f"--save {job.save} cannot be locked ({error.strerror}); give another folder") from error
 
 
 def _run(launcher: Launcher) -> int:

@@ -128,6 +128,8 @@ class Launcher:
         """Killed ranks (replica, rank) that do not end."""
         self._gone: set[int] = set()
         """Replicas that were fenced, or whose fencing has begun."""
+        self._told_gone: set[int] = set()
+        """Replicas that have left, and whose end the coordinator was told."""
         self._dismissed: dict[int, float] = {}
         """Replicas that leave, and the time of the loop's clock until which their ranks may end by
         themselves."""
@@ -618,12 +620,18 @@ class Launcher:
         for replica, rank in [each for each in self._set_aside if self._node.has_ended(*each)]:
             self._set_aside.discard((replica, rank))
             self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
+            self._confirm_fence(replica)
         for process in self._node.undying():
             self._give_up(process)
         for replica in [each for each in self._fencing if self._node.is_fenced(each, but=self._set_aside)]:
             self._fencing.discard(replica)
             ranks = tuple(rank for rank in self._job.slots(replica) if (replica, rank) not in self._set_aside)
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
+            self._confirm_fence(replica)
+
+    def _confirm_fence(self, replica: int) -> None:
+        """Confirm a fence once no process of the replica is left here, set-aside ones included."""
+        if replica not in self._fencing and replica not in {each for each, _ in self._set_aside}:
             self._send(FenceDone(replica))
 
     def _give_up(self, process: Undying) -> None:
@@ -711,10 +719,13 @@ class Launcher:
         self._dismissed[replica] = self._loop.time() + self._deadlines.end_s
 
     def _fence_dismissed(self) -> None:
-        """Kill what is left of a replica that leaves and whose ranks have not all ended in time."""
-        for replica, end_by in self._dismissed.items():
-            ended = all(self._node.has_ended(replica, rank) for rank in self._job.slots(replica))
-            if not ended and self._loop.time() > end_by and replica not in self._fencing:
+        """Report the end of replicas that leave; kill those whose ranks have not ended in time."""
+        for replica, end_by in list(self._dismissed.items()):
+            if all(self._node.has_ended(replica, rank) for rank in self._job.slots(replica)):
+                if replica not in self._told_gone:
+                    self._told_gone.add(replica)
+                    self._send(FenceDone(replica))
+            elif self._loop.time() > end_by and replica not in self._fencing:
                 self._fence(replica)
 
     def _carry_out_requests(self) -> None:

@@ -108,6 +108,10 @@ class CoordinatorDriver:
         self._notice()
         self._step(machine.NodeLost(replicas, detail))
 
+    def fence_confirmed(self, replica: int) -> None:
+        """Feed the machine that the agents saw the end of every process of a fenced replica."""
+        self._step(machine.FenceConfirmed(replica))
+
     def failing(self, failing: values.ReplicaFailing) -> None:
         """Feed the machine the microbatches that the agent found in work (a crash or a hang).
 
@@ -185,9 +189,9 @@ class CoordinatorDriver:
             case values.ReplicaLeaving() if message.replica == replica:
                 self._notice()
                 self._step(message)
-            case values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() if (
-                message.replica == replica
-            ):
+            case (
+                values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() | values.Named()
+            ) if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)
@@ -240,6 +244,9 @@ class CoordinatorDriver:
                     self._loop.send(self._links[replica], values.Stop(int(values.ExitCode.OK), "it leaves the job"))
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
+                case machine.Give(grant):
+                    self._record(trace.Granted(number=grant.number, generation=grant.generation, writer=grant.writer))
+                    self._loop.send(self._links[grant.writer], grant)
                 case machine.Waits(replicas, reason, limit):
                     limit_s = self._timers_s[limit] if limit is not None else None
                     self._record(trace.Waiting(replicas=replicas, reason=reason, limit_s=limit_s))

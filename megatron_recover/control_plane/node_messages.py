@@ -125,7 +125,7 @@ class KillAsked(Value, frozen=True):
 
 
 class FenceDone(Value, frozen=True):
-    """All ranks of a replica on this node are dead, except those that SIGKILL does not end."""
+    """The end of every rank of a fenced replica on this node was seen."""
 
     replica: ReplicaId
 

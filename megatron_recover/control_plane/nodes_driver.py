@@ -133,6 +133,8 @@ class NodesDriver:
         self._hosts: Mapping[int, tuple[int, ...]] = {}
         """Replica -> numbers of the nodes that have ranks of it."""
         self._condemning = condemning.CondemningState({})
+        self._fenced: dict[int, set[int]] = {}
+        """Replica -> numbers of the nodes that have confirmed its fence."""
         self._membership: CoordinatorDriver | None = None
         self._stage = Stage.MEETING
         self._exit_reason = ""
@@ -346,8 +348,8 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
-            case FenceDone():
-                pass  # the trace of the node has it
+            case FenceDone(replica):
+                self._fence_done(agent, replica)
             case EndAsked(reason):
                 self._ask_exit(reason)
             case DrainAsked(replicas, reason, request) if self._membership is not None:
@@ -409,6 +411,12 @@ class NodesDriver:
         heard = {agent.number for agent in self._agents if not agent.is_silent and not agent.is_lost}
         self._judge(condemning.Deaf(frozenset(node.number for node in self._nodes) - heard))
         self._tell_work()
+
+    def _fence_done(self, agent: _Agent, replica: int) -> None:
+        """Confirm a fence once all nodes that have ranks of the replica have confirmed it."""
+        self._fenced.setdefault(replica, set()).add(agent.number)
+        if self._membership is not None and self._fenced[replica] >= set(self._hosts[replica]):
+            self._membership.fence_confirmed(replica)
 
     def _ask_exit(self, reason: str) -> None:
         """Have the job end after a common step. Before the ranks are launched, end it now."""

@@ -21,11 +21,13 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
 from megatron_recover.control_plane.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
 from megatron_recover.core.alike import Parts
+from megatron_recover.core.grants import is_last_generation, writer_of
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
@@ -99,6 +101,7 @@ class RankDriver:
         self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
         self._record, self._faults, self._end_process = record, faults, end_process
         self._deadlines = deadlines or config.deadlines
+        self._naming = NamingRight(self._deadlines.lease_s)
         self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())
         """Guards what several threads use below. Notified when the training thread may have
@@ -126,7 +129,31 @@ class RankDriver:
 
         It then logs, saves and writes TensorBoard.
         """
-        return self.replica == min(self.roster)
+        return self.replica == writer_of(self.roster)
+
+    def is_last_generation(self) -> bool:
+        """Return whether a record says that no member has a coordinator any more.
+
+        Equal on every replica after the same step. See `core/grants.py`, Note [Last generation].
+        """
+        return is_last_generation(self.requests, self.roster)
+
+    def naming_refusal(self) -> str:
+        """Return why this replica must not name a checkpoint now; "" if it may (rank 0 only)."""
+        return self._naming.refusal(is_last=self.is_last_generation())
+
+    def begin_naming(self) -> str:
+        """Begin an attempt to name a checkpoint, which uses up the coordinator's grant.
+
+        Return why not, as `naming_refusal` does, or "". Then call `end_naming`. Rank 0 only.
+        """
+        return self._naming.begin(is_last=self.is_last_generation())
+
+    def end_naming(self) -> None:
+        """End the attempt, if one has begun, so that the coordinator gives the next grant."""
+        leader, number = self._leader, self._naming.end()
+        if leader is not None and number is not None:
+            self._loop.post(lambda: leader.named(number))
 
     # --- The life of a training thread, in order -------------------------------------------------
 
@@ -439,7 +466,7 @@ class RankDriver:
         if self.rank == 0:
             self._leader = ReplicaDriver(
                 self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
-                record=self._record, faults=self._faults, deadlines=self._deadlines,
+                record=self._record, faults=self._faults, deadlines=self._deadlines, naming=self._naming,
             )  # fmt: skip
             return
         began = self._loop.time() if since is None else since

@@ -22,6 +22,7 @@ from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.listening import LEADER, inherited_listener
 from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.timing import RecoveryClock
 from megatron_recover.control_plane.wire import (
     STATUSES_A_FRAME,
@@ -89,6 +90,7 @@ class ReplicaDriver:
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None,
         deadlines: Deadlines,
+        naming: NamingRight,
     ) -> None:
         """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
@@ -96,9 +98,11 @@ class ReplicaDriver:
         - `key` is the job's.
         - `deliver(message)` delivers a message of the leader to rank 0.
         - `fail(reason)` or `fail(reason, exit_code)` ends rank 0, and so the replica.
+        - `naming` is this replica's right to name checkpoints.
         """
         self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
+        self._naming = naming
         self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above, config.min_replicas)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
@@ -132,13 +136,18 @@ class ReplicaDriver:
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
             context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
-            record=record, give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
+            lost=lambda is_lost: self._feed(machine.CoordinatorLost(is_over=not is_lost)), record=record,
+            give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
         )  # fmt: skip
         self._join_when_complete()
 
     def report(self, report: values.Report) -> None:
         """Feed the machine a report of one of this replica's ranks."""
         self._feed(report)
+
+    def named(self, number: int) -> None:
+        """Confirm to the coordinator that an attempt to name a checkpoint has ended."""
+        self._loop.send(self._coordinator, values.Named(self._context.replica, number))
 
     def see_ranks_off(self) -> None:
         """Let the ranks read `Stop` and close their links, so that no link is reset before.
@@ -202,6 +211,7 @@ class ReplicaDriver:
         self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
         peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
         parts = combined([hello.parts for hello in hellos])
+        self._naming.greets()
         self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
 
     # --- What arrives ----------------------------------------------------------------------------
@@ -230,7 +240,10 @@ class ReplicaDriver:
         self._coordinator_watch.heard(message if isinstance(message, Beat) else None)
         match message:
             case Beat():
+                self._naming.heard()
                 self._loop.send(link, self._where())
+            case values.Grant():
+                self._naming.received(message, self._state.generation)
             case Announcement(new=new):
                 self._peers |= {peer.replica: peer for peer in message.peers}
                 self._neighbours = neighbours(new.roster, self._context.replica, self._config.tree_above)
@@ -247,8 +260,11 @@ class ReplicaDriver:
                 self._fail(f"the coordinator sent a {type(message).__name__}")
 
     def _coordinator_lost(self, link: Link, why: str) -> None:
-        if self._state.phase is not machine.ReplicaPhase.STOPPED:
-            self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
+        """Go on without the coordinator; before the first generation, end this replica."""
+        if self._state.generation:
+            self._coordinator_watch.link_lost(why)
+        elif self._state.phase is not machine.ReplicaPhase.STOPPED:
+            self._fail(f"the coordinator is gone ({why}) before training began")
 
     def _where(self) -> LeaderBeat:
         """Return this replica's generation, step, waits and unanswered request."""

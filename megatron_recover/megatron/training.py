@@ -485,7 +485,7 @@ class _Training:
                 "write_checkpoint": checkpoints.write_checkpoint,
                 "checkpoint_name": checkpoints.checkpoint_name,
                 "schedule_save": checkpoints.schedule_save,
-                "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming),
+                "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming, checkpoints.after_naming),
                 "write_results": write_results,
                 "exit": boundary.decide,
             }

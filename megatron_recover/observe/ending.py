@@ -84,7 +84,8 @@ ENDINGS: Mapping[int, Ending] = {
         "not deterministic (three replicas or more remove the one that differs)",
     ),
     ExitCode.NO_REPLICA_LEFT: Ending(
-        "all replicas died before any of them had finished",
+        "all replicas died before any of them had finished; or the coordinator was lost, and a failure came before the next "
+        "save point: the newest checkpoint stands",
         "correct what ended the last replicas, which the message names; then resume",
     ),
     ExitCode.INVARIANT_VIOLATED: Ending(
@@ -98,8 +99,9 @@ ENDINGS: Mapping[int, Ending] = {
         "resume",
     ),
     ExitCode.INTERRUPTED: Ending(
-        "a signal or a time limit ended all replicas at a common step, with a checkpoint if `--save` is set; before training "
-        "has begun the run only ends, and the run directory is removed, or emptied if it was there before",
+        "a signal, a time limit or the loss of the coordinator ended all replicas at a common step, with a checkpoint if "
+        "`--save` is set; before training has begun the run only ends, and the run directory is removed, or emptied if it was "
+        "there before",
         "resume when there is time for more",
     ),
     ExitCode.UNSAVED: Ending(

@@ -12,6 +12,7 @@ from megatron_recover.trace.run import (
     Entered,
     Gap,
     Generation,
+    Granted,
     Joined,
     LeaveAsked,
     Level,
@@ -19,7 +20,15 @@ from megatron_recover.trace.run import (
     RunStarted,
     Stopping,
 )
-from megatron_recover.trace.standstill import CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting
+from megatron_recover.trace.standstill import (
+    CoordinatorLost,
+    CoordinatorSilent,
+    LeaderSilent,
+    RankMoved,
+    RankSilent,
+    Strangers,
+    Waiting,
+)
 from megatron_recover.trace.step import (
     Applied,
     BucketPassed,
@@ -39,12 +48,12 @@ from megatron_recover.trace.step import (
 )
 
 AnyEvent = (
-    RunStarted | Joined | Generation | LeaveAsked | Entered | Stopping | RunFinished | Checkpoint | Gap
+    RunStarted | Joined | Generation | Granted | LeaveAsked | Entered | Stopping | RunFinished | Checkpoint | Gap
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery
     | NodesMet | NodeSilent | NodeLost
-    | RankSilent | RankMoved | LeaderSilent | CoordinatorSilent | Waiting | Strangers
+    | RankSilent | RankMoved | LeaderSilent | CoordinatorSilent | CoordinatorLost | Waiting | Strangers
 )  # fmt: skip
 """Every event of a log."""
 

@@ -116,6 +116,16 @@ class LeaveAsked(Event, frozen=True, kw_only=True):
     refused: tuple[Refused, ...] = ()
 
 
+class Granted(Event, frozen=True, kw_only=True):
+    """Coordinator: it permits the writer to name a checkpoint (`core/grants.py`)."""
+
+    number: int
+    """Number of the grant in the run, from 1."""
+    generation: int
+    writer: int
+    """The only replica that may use the grant."""
+
+
 class Entered(Event, frozen=True, kw_only=True):
     """Leader: all ranks of its replica have promised to take part in no older generation."""
 
@@ -145,12 +155,14 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     replica: int
     rank: int
     iteration: int
-    phase: Literal["loaded", "started", "finished", "failed", "removed_partial"]
-    """Phase of a save of `iteration`. `removed_partial`: an incomplete checkpoint of `iteration`
+    phase: Literal["loaded", "started", "unnamed", "finished", "failed", "removed_partial"]
+    """Phase of a save of `iteration`. `unnamed`: all is written, and the name waits for a grant of
+    the coordinator. `removed_partial`: an incomplete checkpoint of `iteration`
     was removed. `loaded`, with `--load` and without `--finetune`: training begins after
     `iteration`, which is 0 if nothing was loaded."""
     detail: str = ""
-    """Reason, folder and remedy of a failed save; the folder of `loaded`."""
+    """Reason, folder and remedy of a failed save; the reason of `unnamed`; the folder of
+    `loaded`."""
 
 
 class Gap(Event, frozen=True, kw_only=True):
