@@ -64,7 +64,7 @@ class Gate:
             except OSError:  # the peer is gone; it dials again if it lives
                 unproven.sock.close()
                 continue
-            self._on_link(Link(unproven.sock, largest_body(peer.role, self._me)), peer)
+            self._on_link(Link(unproven.sock, unproven.acceptor.session_keys, largest_body(peer.role, self._me)), peer)
         if self.admission.is_stuck:
             self._loop.pause_readable(self.admission, PAUSE_S)
         self._turn_later()

@@ -36,7 +36,7 @@ from megatron_recover.control_plane.wire import (
     Message,
     PeerHello,
     RankHello,
-    frame,
+    encode,
     listen,
 )
 from megatron_recover.core import replica as machine
@@ -331,12 +331,12 @@ class ReplicaDriver:
         if isinstance(order, values.Promise):
             self._order_to_enter(order)
             return
-        framed = frame(order) if self._ranks else b""
+        body = encode(order) if self._ranks else b""
         for rank in range(self._context.num_ranks):
             if rank == self._context.rank:
                 self._deliver(order)
             elif rank in self._ranks:
-                self._loop.put(self._ranks[rank], framed)
+                self._loop.put(self._ranks[rank], body)
 
     def _order_to_enter(self, order: values.Promise) -> None:
         """Send each rank the order to promise, with the addresses of new members."""
@@ -365,16 +365,16 @@ class ReplicaDriver:
                 point, last = FaultPoint.STATUS, None
             case values.Vote(step=step) | values.Votes(step=step):
                 point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
-        framed = [frame(part) for part in _parts(message)] if peers else []
+        bodies = [encode(part) for part in _parts(message)] if peers else []
         for index, peer in enumerate(peers or (None,)):
             if peer is not None:
-                self._send_to_peer(peer, framed)
+                self._send_to_peer(peer, bodies)
             if index == 0 and self._faults is not None:
                 self._faults.at(point, step=step)
         if last is not None and self._faults is not None:
             self._faults.at(last, step=step)
 
-    def _send_to_peer(self, peer: int, framed: Sequence[bytes]) -> None:
+    def _send_to_peer(self, peer: int, bodies: Sequence[bytes]) -> None:
         link = self._outgoing.get(peer)
         try:
             if link is None:
@@ -388,7 +388,7 @@ class ReplicaDriver:
             why = str(closed)
             self._loop.post(lambda: self._feed(machine.LinkLost(peer, why)))
             return
-        for each in framed:
+        for each in bodies:
             self._loop.put(link, each)
 
     def _unexpected_answer(self, link: Link, message: Message) -> None:

@@ -24,7 +24,7 @@ from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, LinkClosed, PeerHello, address_of, listen
 from tests.cluster.strangers import raise_descriptor_limit
-from tests.control_plane.partners import KEY, PATIENCE_S, call
+from tests.control_plane.partners import KEY, KEYS, PATIENCE_S, call
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -162,7 +162,7 @@ def test_a_stranger_costs_no_more_than_a_few_hundred_bytes_however_much_it_sends
 def test_one_call_reads_a_bounded_part_of_a_link() -> None:
     """A11, of a proven peer: the others are served in between, and a header is looked at before its body is read."""
     ours, theirs = socket.socketpair()
-    link = Link(ours, 2**20)
+    link = Link(ours, KEYS, 2**20)
     flooding = threading.Thread(target=_flood, args=(theirs,), daemon=True)
     flooding.start()
     with pytest.raises(LinkClosed, match="not a frame"):
@@ -178,7 +178,7 @@ def test_one_call_reads_a_bounded_part_of_a_link() -> None:
 
 def _flood(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        sock.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, 2**20 + 1))
+        sock.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, 2**20 + 1) + bytes(16))
         for _ in range(2000):
             sock.sendall(bytes(2**16))
 
@@ -186,8 +186,9 @@ def _flood(sock: socket.socket) -> None:
 def test_a_body_is_bounded_by_the_senders_role(house: House) -> None:
     assert wire.largest_body(Role.LEADER, Role.COORDINATOR) < wire.largest_body(Role.LEADER, Role.LEADER)
     ours, theirs = socket.socketpair()
-    link = Link(ours, wire.largest_body(Role.LEADER, Role.COORDINATOR))
-    theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, wire.largest_body(Role.LEADER, Role.COORDINATOR) + 1))
+    largest = wire.largest_body(Role.LEADER, Role.COORDINATOR)
+    link = Link(ours, KEYS, largest)
+    theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, largest + 1) + bytes(16))
     with pytest.raises(LinkClosed, match="not a frame"):
         list(link.receive())
     link.close()
@@ -197,7 +198,7 @@ def test_a_body_is_bounded_by_the_senders_role(house: House) -> None:
 def test_a_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_QUEUED_BYTES", 2**22)
     ours, theirs = socket.socketpair()
-    link = Link(ours)
+    link = Link(ours, KEYS)
     with pytest.raises(LinkClosed, match="does not read"):
         for _ in range(100):
             link.put(bytes(2**20))

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from megatron_recover.authentication.handshake import KEY_BYTES, Party, Role
+from megatron_recover.authentication.handshake import KEY_BYTES, Party, Role, SessionKeys
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Link, Message, address_of, listen
+from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, Message, _Direction, address_of, listen
 from megatron_recover.deadlines import Deadlines
 
 KEY = b"k" * KEY_BYTES
 """The job's key in tests that start no launcher."""
 PATIENCE_S = 60.0
+KEYS = SessionKeys(b"a" * KEY_BYTES, b"b" * KEY_BYTES)
+"""Session keys of connections that begin without a handshake, as the end under test uses them."""
+
+
+def connected() -> tuple[Link, Link]:
+    """Both ends of a connection that began without a handshake."""
+    ours, theirs = socket.socketpair()
+    return Link(ours, KEYS), Link(theirs, KEYS.of_other_end)
+
+
+def framed(*bodies: bytes) -> bytes:
+    """The first frames that the other end sends, with these bodies, whatever they are."""
+    sending, frames = _Direction(KEYS.receiving), b""
+    for body in bodies:
+        header = struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body))
+        frames += header + sending.mac(header, body) + body
+    return frames
 
 
 def call(address: str, me: Party, peer: Party, key: bytes = KEY, patience_s: float = 10.0) -> OutgoingLink:
