@@ -20,6 +20,7 @@ from megatron_recover.authentication.handshake import KEY_BYTES, SessionKeys
 from megatron_recover.control_plane import wire
 from megatron_recover.control_plane.wire import Link, Message
 from megatron_recover.core.values import Contribution, HeldVersion, Status, Vote, Work
+from megatron_recover.trace.node_clock import NodeClock
 
 RUNS = 15
 KEYS = SessionKeys(b"a" * KEY_BYTES, b"b" * KEY_BYTES)
@@ -41,7 +42,7 @@ def _without_mac() -> Iterator[None]:
 
 def _microseconds(message: Message, count: int) -> float:
     ours, theirs = socket.socketpair()
-    sending, receiving = Link(ours, KEYS), Link(theirs, KEYS.of_other_end)
+    sending, receiving = Link(ours, KEYS, NodeClock(None)), Link(theirs, KEYS.of_other_end, NodeClock(None))
     begin = time.thread_time_ns()
     for _ in range(count):
         sending.send(message)

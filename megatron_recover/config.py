@@ -135,6 +135,8 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the rank's GPU on this node, if it has one; LOCAL_RANK."""
     numa_binding: NumaBinding | None = None
     """CPUs on which the rank runs; None: all that the launcher may use."""
+    clock_place: int = 0
+    """Place of this rank in the memory of the node's clock (`trace/node_clock.py`)."""
     dry_run: bool = False
     """True: judge the arguments as this rank would, and end with exit code `DRY_RUN_PASSED` or 2.
 

@@ -50,6 +50,8 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT
 from megatron_recover.observe.files import LOGS
+from megatron_recover.trace import node_clock
+from megatron_recover.trace.node_clock import NodeClock
 
 _DRY_RUN = -1
 """Replica number that the agent gets for the dry run, which belongs to no replica."""
@@ -85,6 +87,9 @@ class Launcher:
         self._loop = Loop()
         self._key = keys.make_key()
         self._sealed_key = keys.sealed(self._key)
+        with descriptors_needed():
+            self._clock_memory = node_clock.create(job.num_replicas * job.num_ranks)
+        self._clock = NodeClock(self._clock_memory)
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._outputs: dict[tuple[int, int], Output] = {}
@@ -119,7 +124,7 @@ class Launcher:
         job = self._job
         write_description(job)
         raise_descriptor_limit()  # first: the recorder inherits the limit, and has 3 to 5 descriptors for each rank
-        self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
+        self._recording = Recording(job, self._started_at, self._clock, quiet=self._quiet, deadlines=self._deadlines)
         self._recording.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
@@ -192,6 +197,7 @@ class Launcher:
         self._membership = CoordinatorDriver(
             MembershipSettings(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)),
             key=self._key,
+            clock=self._clock,
             loop=self._loop,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
             record=self._recording.record,
@@ -214,6 +220,7 @@ class Launcher:
             self._membership.close()
             self._loop.close()
             os.close(self._sealed_key)
+            os.close(self._clock_memory)
         assert self._ending is not None
         return self._ending[0]
 
@@ -330,7 +337,7 @@ class Launcher:
     @property
     def _handed_down(self) -> dict[str, int]:
         """Return the descriptors that the dry run and every rank inherit, by name."""
-        return {keys.DESCRIPTOR: self._sealed_key}
+        return {keys.DESCRIPTOR: self._sealed_key, node_clock.DESCRIPTOR: self._clock_memory}
 
     def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
         """Return the variables that a rank's process gets beside the inherited environment.
@@ -346,7 +353,7 @@ class Launcher:
             replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
             coordinator=self._membership.address, leader=leader, run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, gpu=place // shared,
-            numa_binding=job.numa_binding, dry_run=dry_run,
+            numa_binding=job.numa_binding, clock_place=node_clock.FIRST_RANK + place, dry_run=dry_run,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:

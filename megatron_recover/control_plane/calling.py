@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply
 from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, dial, largest_body
+from megatron_recover.trace.node_clock import NodeClock
 
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
@@ -27,7 +28,7 @@ class OutgoingLink(Link):
     Messages are queued until that party has proven itself and welcomed this end.
     """
 
-    def __init__(self, address: str, key: bytes, me: Party, peer: Party, *, patience_s: float) -> None:
+    def __init__(self, address: str, key: bytes, me: Party, peer: Party, *, clock: NodeClock, patience_s: float) -> None:
         """Begin to dial `address` (host:port).
 
         Raises `LinkClosed` if the connection is refused at once, since nobody listens there.
@@ -45,7 +46,7 @@ class OutgoingLink(Link):
         self._refused = False
         self._is_dialled = False
         """True once there has been a connection."""
-        super().__init__(None, None, largest_body(peer.role, me.role))
+        super().__init__(None, None, clock, largest_body(peer.role, me.role))
         try:
             self.redial()
         except CannotDial as error:

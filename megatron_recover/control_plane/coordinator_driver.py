@@ -32,6 +32,7 @@ from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT
+from megatron_recover.trace.node_clock import NodeClock
 
 
 def announcements(
@@ -57,6 +58,7 @@ class CoordinatorDriver:
         policy: machine.MembershipSettings,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         timers_s: Mapping[machine.Setting, float],
         record: Callable[[trace.Event], None],
@@ -67,6 +69,7 @@ class CoordinatorDriver:
         """Listen for leaders on a free port (`host.addresses`).
 
         - `key` is the job's; leaders have to prove that they hold it.
+        - `clock` is that of this node.
         - `timers_s` has the seconds of every `core.coordinator.Setting`.
         - `fence(replica)` begins to kill a replica.
         - `on_end(exit_code, reason)` is called once, after the leaders were sent `Stop`.
@@ -86,7 +89,7 @@ class CoordinatorDriver:
         self.address = address_of(listener)
         """Address (host:port) at which leaders reach the coordinator."""
         self._gate = Gate(
-            loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
+            loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
             expects=lambda: not self._state.generation,  # later no leader connects
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)

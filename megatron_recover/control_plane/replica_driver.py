@@ -46,6 +46,7 @@ from megatron_recover.core.digest import bare, digest
 from megatron_recover.core.tree import neighbours
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.trace.node_clock import NodeClock
 
 
 def _parts(message: machine.PeerMessage) -> Iterator[machine.PeerMessage]:
@@ -83,6 +84,7 @@ class ReplicaDriver:
         own: RankHello,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         deliver: Deliver,
         fail: Callable[..., None],
@@ -93,7 +95,7 @@ class ReplicaDriver:
         """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
         - `own`: the hello of rank 0; the other ranks send theirs as messages.
-        - `key` is the job's.
+        - `key` is the job's; `clock` is that of this node.
         - `deliver(message)` delivers a message of the leader to rank 0.
         - `fail(reason)` or `fail(reason, exit_code)` ends rank 0, and so the replica.
         """
@@ -113,19 +115,20 @@ class ReplicaDriver:
         self._vote_digest = b""
         """Digest of the record that this replica voted for."""
         self.clock = RecoveryClock(context.replica, record)
+        self._node_clock = clock
         self._waiting: tuple[object, ...] = ()
         self._key, self._me = key, Party(Role.LEADER, context.replica)
         listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
         self._neighbours: tuple[int, ...] = ()
         """Members of the roster that link to this leader."""
         self._gate = Gate(
-            loop, listener, key, Role.LEADER, self._admits, self._accept, expects=self._expects,
+            loop, listener, key, Role.LEADER, self._admits, self._accept, clock=clock, expects=self._expects,
             report=lambda name, number: record(
                 trace.Strangers(replica=context.replica, rank=own.rank, listener=name, num_connections=number)
             ),
         )  # fmt: skip
         self._coordinator = OutgoingLink(
-            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
+            context.coordinator, key, self._me, Party(Role.COORDINATOR), clock=clock, patience_s=self._deadlines.leader_s
         )  # fmt: skip
         self._request: values.ReplicaBlocked | values.Diverged | values.Miscounted | None = None
         """The last request to the coordinator."""
@@ -380,7 +383,7 @@ class ReplicaDriver:
             if link is None:
                 link = self._outgoing[peer] = OutgoingLink(
                     self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
-                    patience_s=self._deadlines.stall_s,
+                    clock=self._node_clock, patience_s=self._deadlines.stall_s,
                 )  # fmt: skip
                 self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
                 self._loop.send(link, PeerHello(self._context.replica))

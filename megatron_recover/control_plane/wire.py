@@ -1,17 +1,17 @@
 """The messages of the control plane, their frames, and the link that carries them.
 
 Ranks, leaders and the coordinator exchange these messages. A frame is a header (magic, format
-version, body length), a MAC, and one msgpack body: a message of the tagged union `Message`, large
-ones in a packed form (`control_plane/encoding.py`). This module turns bytes into messages and
-rejects bytes that are no message. It never acts on a message and never blocks. It opens a
-connection only when a caller asks for one (`dial`).
+version, body length, and the sender's stamp of `trace/node_clock.py`), a MAC, and one msgpack body:
+a message of the tagged union `Message`, large ones in a packed form (`control_plane/encoding.py`).
+This module turns bytes into messages and rejects bytes that are no message. It never acts on a
+message and never blocks. It opens a connection only when a caller asks for one (`dial`).
 
 Note [Frames]. The MAC of a frame is a keyed hash (BLAKE2b) over the frame's number, its header and
 its body. The key is the session key of the connection and the direction (`handshake.SessionKeys`).
 The number counts the frames of that direction from 0. It is not sent, since both ends count, and it
 is never used twice with one key. So the MAC of a frame that was forged, changed, repeated, left
-out, moved, or taken from another connection is invalid, and the link closes. Nothing of a body is
-decoded before its MAC is found valid.
+out, moved, or taken from another connection is invalid, and the link closes. Before its MAC is
+found valid, nothing of a body is decoded, and the stamp does not move the receiver's clock.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from megatron_recover.control_plane.encoding import (
 )
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
+from megatron_recover.trace.node_clock import NodeClock
 
 FORMAT_VERSION = 2
 MAX_BODY_BYTES = 64 * 2**20
@@ -50,7 +51,7 @@ is far smaller at any job size we know of."""
 STATUSES_A_FRAME = 64
 """Statuses in one frame, at most, when a leader forwards several statuses in a tree. A status may
 have an entry for every bucket, and the size of a frame is limited."""
-_HEADER = struct.Struct("!2sHI")
+_HEADER = struct.Struct("!2sHIQ")
 _NUMBER = struct.Struct("!Q")
 _MAGIC = b"mr"
 _MAC_BYTES = 16
@@ -250,10 +251,15 @@ class Link:
     """One connected, non-blocking stream of messages, used by one thread."""
 
     def __init__(
-        self, connection: socket.socket | None, keys: SessionKeys | None, max_body_bytes: int = MAX_BODY_BYTES
+        self,
+        connection: socket.socket | None,
+        keys: SessionKeys | None,
+        clock: NodeClock,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         """Make a link over a connection with its session keys, or without both.
 
+        Each frame is stamped by `clock` when its first byte is written, and moves the receiver's.
         A frame whose body is longer than `max_body_bytes` closes the link before all of it is read.
         A link made without a connection (None) has to be connected by `redial`, and to get its keys
         (`_take_keys`), before a frame is sent or received.
@@ -262,7 +268,7 @@ class Link:
             self._take_socket(connection)
         if keys is not None:
             self._take_keys(keys)
-        self._max_body_bytes = max_body_bytes
+        self._clock, self._max_body_bytes = clock, max_body_bytes
         self._incoming = bytearray()
         self._outgoing: deque[bytes] = deque()
         """Bodies of which no byte was written. A frame is made when its first byte is written,
@@ -337,7 +343,7 @@ class Link:
 
     def _framed(self, body: bytes) -> bytes:
         """Return the next frame of this connection."""
-        header = _HEADER.pack(_MAGIC, FORMAT_VERSION, len(body))
+        header = _HEADER.pack(_MAGIC, FORMAT_VERSION, len(body), self._clock.tick())
         return header + self._sending.mac(header, body) + body
 
     def receive(self) -> Iterator[Message]:
@@ -384,7 +390,7 @@ class Link:
 
     def _complete(self) -> Iterator[Message]:
         while len(self._incoming) >= FRAME_BYTES:
-            magic, version, num_bytes = _HEADER.unpack_from(self._incoming)
+            magic, version, num_bytes, stamp = _HEADER.unpack_from(self._incoming)
             if magic != _MAGIC or version != FORMAT_VERSION or num_bytes > self._max_body_bytes:
                 raise LinkClosed(f"not a frame of format {FORMAT_VERSION}: {magic!r}, format {version}, {num_bytes} bytes")
             end = FRAME_BYTES + num_bytes
@@ -392,15 +398,19 @@ class Link:
                 return
             framed = bytes(memoryview(self._incoming)[:end])
             del self._incoming[:end]
-            yield self._opened(memoryview(framed))
+            yield self._opened(memoryview(framed), stamp)
 
-    def _opened(self, framed: memoryview) -> Message:
-        """Return the message of the next frame. Raises `LinkClosed` (Note [Frames])."""
+    def _opened(self, framed: memoryview, stamp: int) -> Message:
+        """Return the message of the next frame, and have the clock see the frame's stamp.
+
+        Raises `LinkClosed` (Note [Frames]).
+        """
         header, mac, body = framed[: _HEADER.size], framed[_HEADER.size : FRAME_BYTES], framed[FRAME_BYTES:]
         if not hmac.compare_digest(self._receiving.mac(header, body), mac):
             raise LinkClosed(
                 "a frame with an invalid MAC: it was forged, changed, repeated or moved, or belongs to another connection"
             )
+        self._clock.see(stamp)
         try:
             return _unpacked(self._decode(body), self._known)
         except (ValueError, RecursionError) as error:  # msgspec raises ValueError; nested arrays RecursionError

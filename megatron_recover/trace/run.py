@@ -57,6 +57,29 @@ class RunStarted(Event, frozen=True, kw_only=True):
     """Level of the trace, which lacks the events in `LEFT_OUT` of this level."""
 
 
+class NodeStarted(Event, frozen=True, kw_only=True):
+    """Agent, in a run of several nodes: once, when it knows the number of its node."""
+
+    node: int
+    """Number of the node, as in `run.json`; node 0 has the coordinator."""
+    name: str
+    clock: int
+    """Stamp of the node's clock from which the stamps `h` in its file count."""
+
+
+class ClockRefused(Event, frozen=True, kw_only=True):
+    """Rank, coordinator or agent: the stamp of a frame was too far ahead of this node's clock.
+
+    The node's clock was not moved. So the order of the events of this node and of the sender's is
+    unknown.
+    """
+
+    replica: int
+    """Replica of the rank; -1: the agent or the coordinator."""
+    rank: int
+    ahead_s: float
+
+
 class Joined(Event, frozen=True, kw_only=True):
     """Leader: its replica is ready for the first generation."""
 

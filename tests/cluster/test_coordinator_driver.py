@@ -19,6 +19,7 @@ from megatron_recover.control_plane.wire import Announcement, LeaderHello, Messa
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello, Loss, LossKind, ReplicaBlocked
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY, PATIENCE_S, call
 
 pytestmark = pytest.mark.timeout(240)
@@ -32,7 +33,8 @@ class Town:
         self.loop = Loop()
         self.events: list[trace.Event] = []
         self.membership = CoordinatorDriver(
-            MembershipSettings(num_replicas=3), key=KEY, loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0),
+            MembershipSettings(num_replicas=3), key=KEY, clock=NodeClock(None), loop=self.loop,
+            timers_s=dict.fromkeys(SETTINGS, 60.0),
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip
         self.closed: list[Party] = []

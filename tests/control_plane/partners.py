@@ -15,6 +15,7 @@ from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, Message, _Direction, address_of, listen
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.trace.node_clock import NodeClock
 
 KEY = b"k" * KEY_BYTES
 """The job's key in tests that start no launcher."""
@@ -26,21 +27,21 @@ KEYS = SessionKeys(b"a" * KEY_BYTES, b"b" * KEY_BYTES)
 def connected() -> tuple[Link, Link]:
     """Both ends of a connection that began without a handshake."""
     ours, theirs = socket.socketpair()
-    return Link(ours, KEYS), Link(theirs, KEYS.of_other_end)
+    return Link(ours, KEYS, NodeClock(None)), Link(theirs, KEYS.of_other_end, NodeClock(None))
 
 
 def framed(*bodies: bytes) -> bytes:
     """The first frames that the other end sends, with these bodies, whatever they are."""
     sending, frames = _Direction(KEYS.receiving), b""
     for body in bodies:
-        header = struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body))
+        header = struct.pack("!2sHIQ", b"mr", FORMAT_VERSION, len(body), 0)
         frames += header + sending.mac(header, body) + body
     return frames
 
 
 def call(address: str, me: Party, peer: Party, key: bytes = KEY, patience_s: float = 10.0) -> OutgoingLink:
     """A link that proves itself as `me` to `peer`."""
-    return OutgoingLink(address, key, me, peer, patience_s=patience_s)
+    return OutgoingLink(address, key, me, peer, clock=NodeClock(None), patience_s=patience_s)
 
 
 class FakeTransport:
@@ -93,6 +94,7 @@ class Partner:
             Role.LEADER,
             lambda peer, wanted: True,
             self._accepted,
+            clock=NodeClock(None),
             expects=lambda: True,
             report=lambda name, number: None,
         )

@@ -24,6 +24,7 @@ from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello, Loss, ReplicaBlocked
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.process_stat import state_of
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY, PATIENCE_S, call, connected
 
 pytestmark = pytest.mark.timeout(150)
@@ -180,7 +181,8 @@ class Leaders:
         self.events: list[trace.Event] = []
         timers_s = dict.fromkeys(typing.get_args(Setting), 1000.0)
         self.membership = CoordinatorDriver(
-            MembershipSettings(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
+            MembershipSettings(num_replicas=2), key=KEY, clock=NodeClock(None), loop=self.loop,
+            timers_s={**timers_s, "grace_s": 0.0},
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip
         self.received: list[tuple[int, Message]] = []

@@ -44,6 +44,7 @@ from megatron_recover.core.values import (
     Votes,
     Work,
 )
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEYS, framed
 
 pytestmark = pytest.mark.timeout(150)
@@ -65,7 +66,7 @@ MESSAGES: tuple[Message, ...] = (
 
 def pair() -> tuple[Link, socket.socket]:
     ours, theirs = socket.socketpair()
-    return Link(ours, KEYS), theirs
+    return Link(ours, KEYS, NodeClock(None)), theirs
 
 
 def frames(*messages: Message) -> bytes:
@@ -89,9 +90,9 @@ def test_messages_arrive_equal_and_in_order_however_the_stream_is_cut(cuts: list
 @pytest.mark.parametrize(
     "text",
     [
-        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
-        struct.pack("!2sHI", b"mr", FORMAT_VERSION + 1, 1) + bytes(17),
-        struct.pack("!2sHI", b"mr", FORMAT_VERSION, MAX_BODY_BYTES + 1) + bytes(16),
+        b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
+        struct.pack("!2sHI", b"mr", FORMAT_VERSION + 1, 1) + bytes(25),
+        struct.pack("!2sHI", b"mr", FORMAT_VERSION, MAX_BODY_BYTES + 1) + bytes(24),
         framed(b"\xc1\xc1\xc1"),
         framed(b"\x81\xa4type"),
     ],
@@ -106,7 +107,9 @@ def test_what_is_no_message_closes_the_link(text: bytes) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("rest", [b"mr", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"], ids=["end of the stream", "malformed frame"])
+@pytest.mark.parametrize(
+    "rest", [b"mr", b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n"], ids=["end of the stream", "malformed frame"]
+)
 def test_complete_messages_come_before_what_closes_the_link(rest: bytes) -> None:
     link, theirs = pair()
     theirs.sendall(frames(*MESSAGES) + rest)
@@ -125,7 +128,7 @@ def test_sending_never_blocks_on_a_peer_that_does_not_read() -> None:
     for _ in range(3):
         link.send(large)
     assert link.wants_write
-    received = Link(theirs, KEYS.of_other_end)
+    received = Link(theirs, KEYS.of_other_end, NodeClock(None))
     arrived: list[Message] = []
     while len(arrived) < 3:
         arrived += received.receive()
@@ -233,12 +236,10 @@ def test_a_frame_that_is_repeated_moved_or_left_out_closes_the_link(picks: list[
     assert received(b"".join(CUT[pick] for pick in picks)) == list(MESSAGES[:kept])
 
 
-@pytest.mark.parametrize(
-    "keys", [KEYS, SessionKeys(KEYS.sending, b"c" * KEY_BYTES)], ids=["reflected", "another connection"]
-)
+@pytest.mark.parametrize("keys", [KEYS, SessionKeys(KEYS.sending, b"c" * KEY_BYTES)], ids=["reflected", "another connection"])
 def test_a_frame_of_another_connection_or_direction_closes_the_link_with_a_reason(keys: SessionKeys) -> None:
     theirs, ours = socket.socketpair()
-    elsewhere, link = Link(theirs, keys), Link(ours, KEYS)
+    elsewhere, link = Link(theirs, keys, NodeClock(None)), Link(ours, KEYS, NodeClock(None))
     elsewhere.send(MESSAGES[0])
     with pytest.raises(LinkClosed, match="another connection"):
         list(link.receive())
@@ -260,7 +261,7 @@ def test_a_body_is_encoded_once_and_authenticated_for_each_receiver() -> None:
     sent = []
     for keys in (KEYS, SessionKeys(b"c" * KEY_BYTES, KEYS.receiving)):
         ours, theirs = socket.socketpair()
-        link = Link(ours, keys)
+        link = Link(ours, keys, NodeClock(None))
         for _ in range(2):
             link.put(BODIES[0])
         sent.append(theirs.recv(2**16))
