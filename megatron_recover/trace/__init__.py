@@ -23,8 +23,8 @@ from megatron_recover.trace.event_files import EVENTS_FILE, TraceError
 
 # fmt: off
 from megatron_recover.trace.run import (
-    Checkpoint, ClockRefused, Entered, Gap, Generation, Joined, Layout, Level, Loss, NodeStarted, RunFinished, RunStarted,
-    Stopping,
+    Checkpoint, ClockRefused, Entered, Gap, Generation, Joined, Layout, Level, Loss, NodeEnded, NodeStarted, RunFinished,
+    RunStarted, Stopping,
 )
 from megatron_recover.trace.step import (
     Applied, BucketPassed, Committed, Compute, Contribution, Decided, Disagreed, Extended, MicrobatchFinished,

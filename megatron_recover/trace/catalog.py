@@ -14,6 +14,7 @@ from megatron_recover.trace.run import (
     Generation,
     Joined,
     Level,
+    NodeEnded,
     NodeStarted,
     RunFinished,
     RunStarted,
@@ -39,7 +40,8 @@ from megatron_recover.trace.step import (
 )
 
 AnyEvent = (
-    RunStarted | NodeStarted | ClockRefused | Joined | Generation | Entered | Stopping | RunFinished | Checkpoint | Gap
+    RunStarted | NodeStarted | NodeEnded | ClockRefused
+    | Joined | Generation | Entered | Stopping | RunFinished | Checkpoint | Gap
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery

@@ -67,6 +67,12 @@ class NodeStarted(Event, frozen=True, kw_only=True):
     """Stamp of the node's clock from which the stamps `h` in its file count."""
 
 
+class NodeEnded(Event, frozen=True, kw_only=True):
+    """Agent, on another node than node 0: its last event, which shows that the trace is whole."""
+
+    node: int
+
+
 class ClockRefused(Event, frozen=True, kw_only=True):
     """Rank, coordinator or agent: the stamp of a frame was too far ahead of this node's clock.
 
@@ -161,8 +167,10 @@ class Gap(Event, frozen=True, kw_only=True):
     replica: int
     """Replica of the rank; -1: the launcher."""
     rank: int
+    """Rank; 0 for the launcher. In a merged trace, -k for the agent of node k."""
     num_events: int
-    """Number of lost events; all events of a damaged part of a ring count as one."""
+    """Number of lost events; all events of a damaged part of a ring count as one. 0: unknown, since
+    the trace of the node is absent or cut short (`trace/merging.py`)."""
     since: float
     """No lost event is older than this time, in seconds as `Event.t`. All may be younger, if an
     earlier gap of the rank was not yet stored when the first of them was lost."""
