@@ -64,6 +64,10 @@ class Role(enum.IntEnum):
     ECHO = 6
     """A rank that probes another rank, or the echo server that answers; nothing follows the
     handshake."""
+    AGENT = 7
+    """The agent of a node. Its replica and rank are 0."""
+    STORE = 8
+    """Rank 0 of a replica, as the server of the replica's store for `torch.distributed`."""
 
 
 class Reply(enum.IntEnum):

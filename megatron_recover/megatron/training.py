@@ -335,7 +335,8 @@ class _Training:
             return DRY_RUN_PASSED
         if self._context.rank == 0 and (note := resuming.judge(args, "other")):
             print(f"megatron-recover: {note}", flush=True)
-        store = join_store(timedelta(seconds=config.deadlines.leader_s))
+        timeout = timedelta(seconds=config.deadlines.leader_s)
+        store = join_store(self._context, self._key, timeout, self._log.record, self._clock)
         driver = self._driver = self._create_driver(config)
         checkpoints, loop = self._install(args, config, driver)
         try:
@@ -510,7 +511,7 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
 
     return open_endpoint(
         config.transport, key=key, rank=context.rank, num_ranks=context.num_ranks, device=device,
-        deadlines=config.deadlines, report=report,
+        deadlines=config.deadlines, report=report, host=context.address, ports=context.ports,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from megatron_recover.trace.merging import MergedTrace
 class ListedNode(msgspec.Struct, frozen=True):
     """A node as `run.json` lists it, under `nodes`."""
 
-    node: int
+    number: int
     name: str
 
 
@@ -31,7 +31,7 @@ def listed(run_dir: Path) -> dict[int, str]:
         found = msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=_Description).nodes
     except (OSError, msgspec.MsgspecError):
         return {}
-    return {each.node: each.name for each in found}
+    return {each.number: each.name for each in found}
 
 
 def folders(run_dir: Path) -> dict[int, Path]:

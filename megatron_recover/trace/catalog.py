@@ -6,6 +6,7 @@ from typing import get_args
 
 from megatron_recover.trace.event import Event, snake_case
 from megatron_recover.trace.failure import Failure, Fault, Fenced, Recovery, SetAside, Thawed
+from megatron_recover.trace.node import NodeLost, NodeSilent, NodesMet
 from megatron_recover.trace.run import (
     Checkpoint,
     ClockRefused,
@@ -14,7 +15,6 @@ from megatron_recover.trace.run import (
     Generation,
     Joined,
     Level,
-    NodeEnded,
     NodeStarted,
     RunFinished,
     RunStarted,
@@ -40,11 +40,12 @@ from megatron_recover.trace.step import (
 )
 
 AnyEvent = (
-    RunStarted | NodeStarted | NodeEnded | ClockRefused
+    RunStarted | NodeStarted | ClockRefused
     | Joined | Generation | Entered | Stopping | RunFinished | Checkpoint | Gap
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery
+    | NodesMet | NodeSilent | NodeLost
     | RankSilent | RankMoved | LeaderSilent | CoordinatorSilent | Waiting | Strangers
 )  # fmt: skip
 """Every event of a log."""

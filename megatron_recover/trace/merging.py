@@ -32,13 +32,16 @@ from megatron_recover.trace.catalog import AnyEvent
 from megatron_recover.trace.event_files import TraceError
 from megatron_recover.trace.failure import Failure, Fenced, SetAside, Thawed
 from megatron_recover.trace.reading import read
-from megatron_recover.trace.run import ClockRefused, Gap, NodeEnded, NodeStarted, RunFinished
+from megatron_recover.trace.run import ClockRefused, Gap, NodeStarted, RunFinished, RunStarted
 from megatron_recover.trace.standstill import RankMoved, RankSilent, Strangers
 
 FOLDER = "nodes"
 """Folder of a run directory with a folder for each node but the first."""
 _BEGINNING = 20_000
 """Number of events of each node that are read first, for its clock (Note [Common time])."""
+OF_THE_RUN = (RunStarted, RunFinished)
+"""Types of events that each agent records for its node. Those of other nodes than node 0 are left
+out: a run has one beginning and one end."""
 MARGIN_S = 1.0
 """Seconds by which the period of a gap is extended, since times of several nodes do not fit
 exactly."""
@@ -123,7 +126,7 @@ class _Node:
             self.trouble = f"is damaged after {last_t:.1f} s: {error}"
         if is_first:
             self.num_lines = line
-            if self.is_readable and not self.trouble and not isinstance(last, NodeEnded | RunFinished):
+            if self.is_readable and not self.trouble and not isinstance(last, RunFinished):
                 self.trouble = f"is cut short: it ends after {last_t:.1f} s"
             if self.is_readable and self.trouble:
                 self.lacks(self.places, last_t)
@@ -203,6 +206,8 @@ class MergedTrace:
                 yield stamp, node, line, event, is_made
 
         for _, node, line, event, is_made in heapq.merge(*map(of, self._nodes), key=lambda one: one[0]):
+            if node.number and isinstance(event, OF_THE_RUN):
+                continue
             number += not is_made
             shift = node.leads_s - self._nodes[0].leads_s
             if isinstance(event, Gap):

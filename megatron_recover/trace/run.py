@@ -67,12 +67,6 @@ class NodeStarted(Event, frozen=True, kw_only=True):
     """Stamp of the node's clock from which the stamps `h` in its file count."""
 
 
-class NodeEnded(Event, frozen=True, kw_only=True):
-    """Agent, on another node than node 0: its last event, which shows that the trace is whole."""
-
-    node: int
-
-
 class ClockRefused(Event, frozen=True, kw_only=True):
     """Rank, coordinator or agent: the stamp of a frame was too far ahead of this node's clock.
 
@@ -137,7 +131,7 @@ class Stopping(Event, frozen=True, kw_only=True):
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
-    """Launcher: the last event of a run."""
+    """Launcher: the last event of a run, on each node. It shows that the node's trace is whole."""
 
     exit_code: int
     reason: str = ""

@@ -109,7 +109,7 @@ def split(
             if isinstance(part, trace.RunStarted):
                 introduce(0, part.t)
     for node in range(1, count) if ends else ():
-        write(node, trace.NodeEnded(t=events[-1].t, node=node))
+        write(node, trace.RunFinished(t=events[-1].t, exit_code=0))
     return files
 
 
@@ -120,6 +120,6 @@ def write(run_dir: Path, files: Sequence[Sequence[trace.Event]], names: bool = T
         folder.mkdir(parents=True, exist_ok=True)
         (folder / trace.EVENTS_FILE).write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
     if names:
-        listed = [{"node": node, "name": f"host-{node}"} for node in range(len(files))]
+        listed = [{"number": node, "name": f"host-{node}"} for node in range(len(files))]
         (run_dir / "run.json").write_bytes(msgspec.json.encode({"nodes": listed}))
     return run_dir

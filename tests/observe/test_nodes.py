@@ -124,7 +124,7 @@ def test_a_node_whose_trace_is_absent_is_named_and_only_its_steps_are_not_judged
 def test_a_node_that_died_is_cut_short_and_later_steps_are_judged(tmp_path: Path) -> None:
     """Its last lines were in memory that died with it: the vote of its replica, and what it had computed."""
     files = split(long_run())
-    files[2] = [event for event in files[2] if not isinstance(event, trace.NodeEnded | trace.Failure | trace.Fenced)][:-2]
+    files[2] = [event for event in files[2] if not isinstance(event, trace.RunFinished | trace.Failure | trace.Fenced)][:-2]
     verdict = verdict_of(tmp_path, files)
     named, steps, _ = verdict.not_judged
     assert "node 2 (host-2) is cut short: it ends after" in named
@@ -211,7 +211,7 @@ def test_equal_stamps_are_ordered_by_node_and_lines_keep_the_order_of_their_file
 
 def test_a_run_of_one_node_is_read_as_ever(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path, long_run())
-    (run_dir / "run.json").write_bytes(b'{"nodes":[{"node":0,"name":"a"}]}')
+    (run_dir / "run.json").write_bytes(b'{"nodes":[{"number":0,"name":"a"}]}')
     history = History.read(run_dir)
     assert not history.is_merged and check(run_dir).is_whole
 
@@ -224,7 +224,7 @@ def test_a_live_reader_follows_all_nodes_with_one_time(tmp_path: Path) -> None:
         found += [trace.parse(line)[0] for line in tails.lines()]
     commits = [(each.step, each.replica) for each in found if isinstance(each, trace.Committed)]
     assert sorted(commits) == sorted((e.step, e.replica) for e in long_run() if isinstance(e, trace.Committed))
-    assert {type(each) for each in found} >= {trace.NodeStarted, trace.NodeEnded, trace.RunFinished}
+    assert {type(each) for each in found} >= {trace.NodeStarted, trace.RunFinished}
     meant = {(e.step, e.replica): e.t for e in long_run() if isinstance(e, trace.Committed)}
     assert all(abs(each.t - meant[each.step, each.replica]) < 1.0 for each in found if isinstance(each, trace.Committed))
 
@@ -233,4 +233,4 @@ def test_a_live_reader_goes_on_without_a_node_that_cannot_be_read(tmp_path: Path
     run_dir = write(tmp_path, split(long_run()))
     (run_dir / "nodes" / "1" / "events.0001.jsonl.gz").write_bytes(b"damaged")
     found = [trace.parse(line)[0] for line in Tails(run_dir / trace.EVENTS_FILE).lines()]
-    assert isinstance(found[-1], trace.RunFinished | trace.NodeEnded)
+    assert isinstance(found[-1], trace.RunFinished)

@@ -11,13 +11,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_recover import trace
 from megatron_recover.core.hybrid_clock import milliseconds
 from megatron_recover.observe.follow.tail import Tail
 from megatron_recover.trace import merging
+from megatron_recover.trace.event import snake_case
 from megatron_recover.trace.event_files import EVENTS_FILE, TraceError
 
 _BEGINNING = re.compile(rb'\{"event":"(\w+)","v":\d+,"t":(-?\d+(?:\.\d+)?)(?:,"h":(\d+))?')
 _CLOCK = re.compile(rb'"clock":(\d+)')
+
+
+_OF_THE_RUN = {snake_case(kind.__name__) for kind in merging.OF_THE_RUN}
 
 
 class _NodeTail:
@@ -74,7 +79,8 @@ class Tails:
         for _, node, line in heapq.merge(*(each.lines() for each in self._nodes.values()), key=lambda one: one[0]):
             if node is not first and node.leads_s is not None and first.leads_s is not None:
                 line = _shifted(line, node.leads_s - first.leads_s)
-            yield line
+            if node is first or trace.name_in(line) not in _OF_THE_RUN:
+                yield line
 
 
 def _shifted(line: bytes, seconds: float) -> bytes:
