@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_recover.config import RankContext, inherited_descriptor
+from megatron_recover.config import RankContext, clock_offset_ms, inherited_descriptor
 from megatron_recover.core import hybrid_clock
 from megatron_recover.host import memory_file
 
@@ -35,12 +35,15 @@ _TELL_S = 60.0
 _WORD_BYTES = 8
 
 
-def create(num_ranks: int, *, offset_ms: int = 0) -> int:
+def create(num_ranks: int, *, offset_ms: int | None = None) -> int:
     """Create the memory of a node's clock, and return its descriptor, which is not inheritable.
 
     The clock has places for an agent, a coordinator and `num_ranks` ranks. `offset_ms` is added to
-    the physical clock, for tests with wrong clocks. Raises OSError.
+    the physical clock, for tests with wrong clocks; None: that of `config.clock_offset_ms`. Raises
+    OSError.
     """
+    if offset_ms is None:
+        offset_ms = clock_offset_ms()
     descriptor = memory_file.create_sized("megatron-recover-clock", _WORD_BYTES * (1 + FIRST_RANK + num_ranks))
     os.pwrite(descriptor, offset_ms.to_bytes(_WORD_BYTES, "little", signed=True), 0)
     return descriptor
@@ -89,7 +92,8 @@ class NodeClock:
     def tick(self) -> int:
         """Return the stamp of an event or frame, larger than every stamp of this node before it."""
         with self._lock:
-            stamp = self._words[self._place] = hybrid_clock.tick(max(self._words), self.now_ms)
+            words = self._words
+            stamp = words[self._place] = hybrid_clock.tick(max(words), self._physical_ms() + self._offset_ms)
             return stamp
 
     def see(self, stamp: int) -> None:

@@ -57,7 +57,9 @@ def test_valid_traces_of_nodes_whose_clocks_differ_by_a_minute_hold(
     for field in ("steps", "microbatches_lost", "microbatches_redone", "microbatches_wasted", "generations", "replicas_end"):
         assert getattr(mine, field) == getattr(theirs, field)
     assert history.losses() == whole.losses()
-    assert abs(history.seconds - whole.seconds) < 0.05, "one time for all"
+    times = {(e.step, e.replica): e.t for _, e in whole.events if isinstance(e, trace.Committed)}
+    shown = {(e.step, e.replica): e.t for _, e in history.events if isinstance(e, trace.Committed)}
+    assert all(abs(shown[key] - times[key]) < 0.05 for key in times), "one time for all"
 
 
 @pytest.mark.parametrize("run", [traces.faulty_run, traces.saving_run])
@@ -81,6 +83,39 @@ def test_each_breakage_is_found_as_in_one_trace(
         assert invariant in found and found == expected
     elif breakage.__name__ not in UNKNOWN_ORDER:
         assert invariant in found and found >= expected
+
+
+# --- Orders that no frame implies ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_holds_nothing_of_an_evaluation_may_apply_the_step_before_it_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader, on another node, commits the evaluation without any frame of it. If it never applies the step, that is found."""
+    monkeypatch.setattr(traces, "BUCKET_RANKS", ((0,), (1,), (0,)))
+    run = traces.Run()
+    run.quiet_step()
+    run.step_outside_training("evaluate 1/1", 6)
+    events = run.finish().events
+    assert kinds(History(enumerate(events, start=1))) == set()
+    apart = {"place": lambda replica, rank: 3 if rank else replica, "offsets_ms": (-30_000, -30_000, -30_000, 30_000)}
+    assert texts(of(tmp_path, events, **apart)) == []
+    late = [e for e in events if not (isinstance(e, trace.Applied) and (e.step, e.replica, e.rank) == (0, 1, 1))]
+    assert kinds(of(tmp_path, late, **apart)) == {"INV-2"}
+
+
+def test_checkpoints_of_two_writers_have_no_order_and_those_of_one_have(tmp_path: Path) -> None:
+    """The first one is written in the background and named when its replica has sent its last vote."""
+    run = traces.Run()
+    for iteration in (1, 2):
+        run.quiet_step()
+        run.step_outside_training(f"save {iteration}", 0)
+    run.add(trace.Checkpoint, replica=0, rank=0, iteration=1, phase="finished")
+    run.add(trace.Checkpoint, replica=1, rank=0, iteration=2, phase="finished")
+    ahead = (30_000, -30_000, 0)
+    assert texts(of(tmp_path, run.finish().events, offsets_ms=ahead)) == []
+    run.events.insert(-1, trace.Checkpoint(t=run.t, replica=1, rank=0, iteration=1, phase="finished"))
+    assert kinds(of(tmp_path, run.events, offsets_ms=ahead)) == {"INV-6"}
 
 
 # --- Traces that are not whole ----------------------------------------------------------------------------------------------
