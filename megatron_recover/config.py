@@ -25,7 +25,7 @@ KEY_VARIABLE = "MEGATRON_RECOVER_KEY"
 """The variable with the text of a key, for a job of several nodes without `--key-file`. No process
 that runs code of the user inherits it."""
 CLOCK_OFFSET_VARIABLE = "MEGATRON_RECOVER_CLOCK_OFFSET_S"
-"""The variable with seconds that are added to the clock of this node, for tests with wrong clocks."""
+"""The variable with seconds that are added to the clock of this node, for tests."""
 _DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
 BAD_ARGUMENTS = "bad arguments: "
 """Prefix of each line in which a rank reports what it refuses; the launcher shows the rest."""

@@ -32,6 +32,7 @@ from megatron_recover.control_plane.node_messages import (
     FenceReplica,
     Idle,
     JobEnds,
+    JobState,
     KillAsked,
     Launch,
     Met,
@@ -42,6 +43,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     NodePlace,
     NodeReady,
+    NodeState,
     ReplicaGone,
     Roster,
 )
@@ -127,6 +129,11 @@ class NodesDriver:
         self._stage = Stage.MEETING
         self._exit_reason = ""
         self.was_joined = False
+        self._end: JobEnds | None = None
+        self._removed: dict[int, int] = {}
+        """Identity of the agent of each removed node -> number of the node."""
+        self._lost: dict[int, NodeState] = {}
+        self._told: JobState | None = None
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
             expects=lambda: self._membership is None or not self._membership.generation,
@@ -136,6 +143,7 @@ class NodesDriver:
         )  # fmt: skip
         loop.after(settings.join_s, self._met_too_late)
         loop.after(self._deadlines.beat_s, self._look_for_silence)
+        loop.after(self._deadlines.beat_s, self._tell_state)
 
     @property
     def is_done(self) -> bool:
@@ -155,9 +163,8 @@ class NodesDriver:
         """Tell all agents that the job is over. Only the first call has an effect."""
         if self._stage is Stage.OVER:
             return
-        self._stage = Stage.OVER
-        for agent in self._agents:
-            self._loop.send(agent.link, JobEnds(exit_code, reason, at_once))
+        self._stage, self._end = Stage.OVER, JobEnds(exit_code, reason, at_once)
+        self._send_to(self._agents, self._end)
 
     # --- Connections ------------------------------------------------------------------------------
 
@@ -178,6 +185,9 @@ class NodesDriver:
             self._loop.drop(link)
             return
         agent = _Agent(link, message, self._loop.time())
+        if (before := self._removed.get(message.identity)) is not None:
+            self._returns(agent, before)
+            return
         self._agents.append(agent)
         self.was_joined = True
         self._loop.watch(
@@ -186,10 +196,23 @@ class NodesDriver:
         self._loop.send(link, NodeBeat())
         if self._stage is Stage.MEETING:
             self._meet(agent)
-        elif self._stage is Stage.OVER:
-            self._loop.send(link, JobEnds(ExitCode.FAILED, "the job is over"))
+        elif self._end is not None:
+            self._loop.send(link, self._end)
         else:
             self._loop.send(link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
+
+    def _returns(self, agent: _Agent, number: int) -> None:
+        """Take the new link of an agent whose node was removed, and have it fence its ranks."""
+        agent.number, agent.is_lost = number, True
+        self._agents.append(agent)
+        self._loop.watch(
+            agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
+        )
+        for replica, nodes in self._hosts.items():
+            if number in nodes:
+                self._loop.send(agent.link, FenceReplica(replica))
+        if self._end is not None:
+            self._loop.send(agent.link, self._end)
 
     # --- Meeting ----------------------------------------------------------------------------------
 
@@ -394,9 +417,39 @@ class NodesDriver:
         self._tell_work()
         replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
         name = agent.hello.name
+        self._removed[agent.hello.identity] = agent.number
+        self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
         self._membership.lost_together([Loss(replica, LossKind.PROCESS_ENDED, text) for replica in replicas])
+
+    def _tell_state(self) -> None:
+        """Send node 0 the state of the job, if it has changed."""
+        if self._stage is Stage.OVER:
+            return
+        self._loop.after(self._deadlines.beat_s, self._tell_state)
+        owner = self._owner
+        if owner is None or self._membership is None:
+            return
+        state = JobState(*self._membership.progress, self._states())
+        if state != self._told:
+            self._told = state
+            self._loop.send(owner.link, state)
+
+    def _states(self) -> tuple[NodeState, ...]:
+        """Return the state of all nodes that there are or have been, in order."""
+        states = dict(self._lost)
+        for agent in self._agents:
+            if agent.number in states:
+                continue
+            replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
+            states[agent.number] = NodeState(
+                agent.number,
+                agent.hello.name,
+                "idle" if agent.number < 0 else "silent" if agent.is_silent else "here",
+                replicas,
+            )
+        return tuple(states[number] for number in sorted(states))
 
     def _heard(self, agent: _Agent) -> None:
         now = self._loop.time()

@@ -91,7 +91,7 @@ def test_each_breakage_is_found_as_in_one_trace(
 def test_a_rank_that_holds_nothing_of_an_evaluation_may_apply_the_step_before_it_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its leader, on another node, commits the evaluation without any frame of it. If it never applies the step, that is found."""
+    """Its leader, on another node, commits the evaluation without a frame of it. An apply that is missing is found."""
     monkeypatch.setattr(traces, "BUCKET_RANKS", ((0,), (1,), (0,)))
     run = traces.Run()
     run.quiet_step()
