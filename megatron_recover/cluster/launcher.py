@@ -75,6 +75,8 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, address_of, format_address, parse_address
 from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
+from megatron_recover.trace import node_clock
+from megatron_recover.trace.node_clock import NodeClock
 
 _DRY_RUN = -1
 """Replica number that the agent gets for the dry run, which belongs to no replica."""
@@ -120,6 +122,9 @@ class Launcher:
         self._loop = Loop() if joined is None else joined.loop
         self._key = keys.make_key() if joined is None else joined.key
         self._sealed_key = keys.sealed(self._key)
+        with descriptors_needed():
+            self._clock_memory = node_clock.create(job.num_ranks_here) if joined is None else joined.clock_memory
+        self._clock = NodeClock(self._clock_memory) if joined is None else joined.clock
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._outputs: dict[tuple[int, int], Output] = {}
@@ -176,7 +181,12 @@ class Launcher:
         job = self._job
         write_description(job)
         raise_descriptor_limit()  # first: the recorder inherits the limit, and has 3 to 5 descriptors for each rank
-        self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
+        self._recording = Recording(
+            job, self._started_at, self._clock, has_stamps=bool(job.nodes), quiet=self._quiet, deadlines=self._deadlines
+        )
+        self._clock.report_refused(
+            lambda ahead_s: self._recording.record(trace.ClockRefused(replica=-1, rank=-1, ahead_s=round(ahead_s, 3)))
+        )
         self._recording.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
@@ -189,6 +199,10 @@ class Launcher:
                 level=job.trace_level,
             )  # fmt: skip
         )
+        if job.nodes:
+            self._recording.record(
+                trace.NodeStarted(node=job.node, name=job.nodes[job.node].name, clock=self._recording.clock_base)
+            )
         try:
             if self._wanted is not None:
                 self._monitoring = Monitoring(
@@ -276,6 +290,7 @@ class Launcher:
             self._recording.coordinator_ended()
             self._loop.close()
             os.close(self._sealed_key)
+            os.close(self._clock_memory)
         assert self._ending is not None
         return self._ending[0]
 
@@ -285,7 +300,8 @@ class Launcher:
         """Start a coordinator for this node alone, unless the node has met others."""
         if self._joined is None:
             self._joined = alone(
-                self._key, loop=self._loop, deadlines=self._deadlines, level=self._job.trace_level,
+                self._key, clock=self._clock, clock_memory=self._clock_memory, loop=self._loop,
+                deadlines=self._deadlines, level=self._job.trace_level,
                 slots=self._job.num_ranks_here, run_id=self._job.run_id, ignored=self._job.signals,
             )  # fmt: skip
         if self._joined.events is not None:
@@ -537,7 +553,7 @@ class Launcher:
     @property
     def _handed_down(self) -> dict[str, int]:
         """Return the descriptors that the dry run and every rank inherit, by name."""
-        return {keys.DESCRIPTOR: self._sealed_key}
+        return {keys.DESCRIPTOR: self._sealed_key, node_clock.DESCRIPTOR: self._clock_memory}
 
     def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
         """Return the variables that a rank's process gets beside the inherited environment.
@@ -556,7 +572,8 @@ class Launcher:
             coordinator=self._joined.membership.address, leader=leader, store=self._stores.get(replica, ""),
             run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
-            numa_binding=job.numa_binding, dry_run=dry_run, address=job.address, ports=job.ports,
+            numa_binding=job.numa_binding, clock_place=node_clock.FIRST_RANK + slot, dry_run=dry_run, address=job.address,
+            ports=job.ports,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_recover import trace
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Beat, LeaderBeat, Link, frame
+from megatron_recover.control_plane.wire import Beat, LeaderBeat, Link, encode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import state_of
@@ -240,10 +240,10 @@ class LeaderWatch:
         self._send_to([replica for replica in self._links if replica not in self._unanswered_since])
 
     def _send_to(self, replicas: Sequence[int]) -> None:
-        framed = frame(self._beat())
+        body = encode(self._beat())
         for replica in replicas:
             self._unanswered_since[replica] = self._loop.time()
-            self._loop.put(self._links[replica], framed)
+            self._loop.put(self._links[replica], body)
 
     def _tell(self, replica: int, phase: str, seconds: float) -> None:
         beat = self._newest.get(replica)

@@ -23,7 +23,7 @@ from megatron_recover.control_plane.wire import (
     LeaderHello,
     Link,
     Message,
-    frame,
+    encode,
 )
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
@@ -34,14 +34,14 @@ from megatron_recover.host.addresses import host_name
 def announcements(
     new: values.NewGeneration, peers: Mapping[int, Peer], announced: Collection[int], noticed_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (replica, frame) for each leader of the roster. There are at most two different frames.
+    """Yield (replica, encoded message) for each leader of the roster. At most two are different.
 
     `announced` has the replicas of earlier rosters. Their leaders need the addresses of the new
     replicas only. The leader of a new replica needs the addresses of all.
     """
     fresh = tuple(peers[replica] for replica in new.roster if replica not in announced)
-    to_old = frame(Announcement(new, fresh, noticed_s)) if announced else b""
-    to_new = frame(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
+    to_old = encode(Announcement(new, fresh, noticed_s)) if announced else b""
+    to_new = encode(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
     for replica in new.roster:
         yield replica, to_old if replica in announced else to_new
 
@@ -271,8 +271,8 @@ class CoordinatorDriver:
                 gives_up=gives_up,
             )  # fmt: skip
         )
-        for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
-            self._loop.put(self._links[replica], framed)
+        for replica, body in announcements(new, self._peers, self._announced, noticed_s):
+            self._loop.put(self._links[replica], body)
         self._announced |= set(new.roster)
         self._on_generation(new)
 

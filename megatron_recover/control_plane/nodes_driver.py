@@ -62,6 +62,7 @@ from megatron_recover.core import condemning, node_silence, values
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.trace.node_clock import NodeClock
 
 SEEN_BEATS = 1.5
 """Beats without a message of an agent after which its node is reported as silent."""
@@ -122,10 +123,14 @@ class NodesDriver:
         listener: socket.socket,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         record: Callable[[trace.Event], None],
     ) -> None:
-        """Accept agents and leaders at `listener`. `key` is the job's."""
+        """Accept agents and leaders at `listener`.
+
+        `key` is the job's; `clock` is that of this node.
+        """
         self._settings, self._loop, self._record = settings, loop, record
         self._deadlines = settings.deadlines
         self._agents: list[_Agent] = []
@@ -145,7 +150,7 @@ class NodesDriver:
         self._lost: dict[int, NodeState] = {}
         self._told: JobState | None = None
         self._gate = Gate(
-            loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
+            loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
             expects=lambda: self._membership is None or not self._membership.generation,
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)

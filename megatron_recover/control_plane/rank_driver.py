@@ -36,6 +36,7 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.host.speaker import Speaker
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trace.node_clock import NodeClock
 
 _RETRY_S = 0.02
 
@@ -67,6 +68,7 @@ class RankDriver:
         endpoint: Endpoint,
         *,
         key: bytes,
+        clock: NodeClock,
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None = None,
         page: ProgressPage | None = None,
@@ -75,7 +77,7 @@ class RankDriver:
     ) -> None:
         """Make the driver of one rank; nothing runs before `join`.
 
-        - `key` is the job's (`key.inherited_key`).
+        - `key` is the job's (`key.inherited_key`); `clock` is that of this node.
         - `page` is the rank's progress page; None: nobody reads a page. The driver writes the step,
           the generation, and the times in which the training thread waits for orders or saves.
         - `end_process(exit_code)` is called in the control thread if the training thread does not
@@ -99,6 +101,7 @@ class RankDriver:
         checkpoint in the background. The trainer sets it; the next `begin` reports that of rank
         0."""
         self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
+        self._clock = clock
         self._record, self._faults, self._end_process = record, faults, end_process
         self._deadlines = deadlines or config.deadlines
         self._naming = NamingRight(self._deadlines.lease_s)
@@ -465,8 +468,8 @@ class RankDriver:
         """
         if self.rank == 0:
             self._leader = ReplicaDriver(
-                self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
-                record=self._record, faults=self._faults, deadlines=self._deadlines, naming=self._naming,
+                self._context, self._config, hello, key=self._key, clock=self._clock, loop=self._loop, deliver=self._deliver,
+                fail=self._fail, record=self._record, faults=self._faults, deadlines=self._deadlines, naming=self._naming,
             )  # fmt: skip
             return
         began = self._loop.time() if since is None else since
@@ -479,7 +482,9 @@ class RankDriver:
 
         try:
             me, leader = Party(Role.RANK, self.replica, self.rank), Party(Role.LEADER, self.replica)
-            self._uplink = OutgoingLink(self._context.leader, self._key, me, leader, patience_s=self._deadlines.leader_s)
+            self._uplink = OutgoingLink(
+                self._context.leader, self._key, me, leader, clock=self._clock, patience_s=self._deadlines.leader_s
+            )  # fmt: skip
         except LinkClosed as closed:
             again(str(closed))
             return

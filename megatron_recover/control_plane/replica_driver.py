@@ -37,7 +37,7 @@ from megatron_recover.control_plane.wire import (
     Message,
     PeerHello,
     RankHello,
-    frame,
+    encode,
     listen,
 )
 from megatron_recover.core import replica as machine
@@ -47,6 +47,7 @@ from megatron_recover.core.digest import bare, digest
 from megatron_recover.core.tree import neighbours
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.trace.node_clock import NodeClock
 
 
 def _parts(message: machine.PeerMessage) -> Iterator[machine.PeerMessage]:
@@ -84,6 +85,7 @@ class ReplicaDriver:
         own: RankHello,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         deliver: Deliver,
         fail: Callable[..., None],
@@ -95,7 +97,7 @@ class ReplicaDriver:
         """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
         - `own`: the hello of rank 0; the other ranks send theirs as messages.
-        - `key` is the job's.
+        - `key` is the job's; `clock` is that of this node.
         - `deliver(message)` delivers a message of the leader to rank 0.
         - `fail(reason)` or `fail(reason, exit_code)` ends rank 0, and so the replica.
         - `naming` is this replica's right to name checkpoints.
@@ -117,19 +119,20 @@ class ReplicaDriver:
         self._vote_digest = b""
         """Digest of the record that this replica voted for."""
         self.clock = RecoveryClock(context.replica, record)
+        self._node_clock = clock
         self._waiting: tuple[object, ...] = ()
         self._key, self._me = key, Party(Role.LEADER, context.replica)
         listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
         self._neighbours: tuple[int, ...] = ()
         """Members of the roster that link to this leader."""
         self._gate = Gate(
-            loop, listener, key, Role.LEADER, self._admits, self._accept, expects=self._expects,
+            loop, listener, key, Role.LEADER, self._admits, self._accept, clock=clock, expects=self._expects,
             report=lambda name, number: record(
                 trace.Strangers(replica=context.replica, rank=own.rank, listener=name, num_connections=number)
             ),
         )  # fmt: skip
         self._coordinator = OutgoingLink(
-            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
+            context.coordinator, key, self._me, Party(Role.COORDINATOR), clock=clock, patience_s=self._deadlines.leader_s
         )  # fmt: skip
         self._request: values.ReplicaBlocked | values.Diverged | values.Miscounted | None = None
         """The last request to the coordinator."""
@@ -349,12 +352,12 @@ class ReplicaDriver:
         if isinstance(order, values.Promise):
             self._order_to_enter(order)
             return
-        framed = frame(order) if self._ranks else b""
+        body = encode(order) if self._ranks else b""
         for rank in range(self._context.num_ranks):
             if rank == self._context.rank:
                 self._deliver(order)
             elif rank in self._ranks:
-                self._loop.put(self._ranks[rank], framed)
+                self._loop.put(self._ranks[rank], body)
 
     def _order_to_enter(self, order: values.Promise) -> None:
         """Send each rank the order to promise, with the addresses of new members."""
@@ -383,22 +386,22 @@ class ReplicaDriver:
                 point, last = FaultPoint.STATUS, None
             case values.Vote(step=step) | values.Votes(step=step):
                 point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
-        framed = [frame(part) for part in _parts(message)] if peers else []
+        bodies = [encode(part) for part in _parts(message)] if peers else []
         for index, peer in enumerate(peers or (None,)):
             if peer is not None:
-                self._send_to_peer(peer, framed)
+                self._send_to_peer(peer, bodies)
             if index == 0 and self._faults is not None:
                 self._faults.at(point, step=step)
         if last is not None and self._faults is not None:
             self._faults.at(last, step=step)
 
-    def _send_to_peer(self, peer: int, framed: Sequence[bytes]) -> None:
+    def _send_to_peer(self, peer: int, bodies: Sequence[bytes]) -> None:
         link = self._outgoing.get(peer)
         try:
             if link is None:
                 link = self._outgoing[peer] = OutgoingLink(
                     self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
-                    patience_s=self._deadlines.stall_s,
+                    clock=self._node_clock, patience_s=self._deadlines.stall_s,
                 )  # fmt: skip
                 self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
                 self._loop.send(link, PeerHello(self._context.replica))
@@ -406,7 +409,7 @@ class ReplicaDriver:
             why = str(closed)
             self._loop.post(lambda: self._feed(machine.LinkLost(peer, why)))
             return
-        for each in framed:
+        for each in bodies:
             self._loop.put(link, each)
 
     def _unexpected_answer(self, link: Link, message: Message) -> None:

@@ -23,8 +23,8 @@ from megatron_recover.trace.event_files import EVENTS_FILE, TraceError
 
 # fmt: off
 from megatron_recover.trace.run import (
-    Checkpoint, Entered, Gap, Generation, Granted, Joined, Layout, LeaveAsked, Level, Loss, Refused, RunFinished, RunStarted,
-    Stopping,
+    Checkpoint, ClockRefused, Entered, Gap, Generation, Granted, Joined, Layout, LeaveAsked, Level, Loss, NodeStarted, Refused,
+    RunFinished, RunStarted, Stopping,
 )
 from megatron_recover.trace.step import (
     Applied, BucketPassed, Committed, Compute, Contribution, Decided, Disagreed, Extended, MicrobatchFinished,

@@ -9,6 +9,7 @@ from megatron_recover.trace.failure import Failure, Fault, Fenced, Recovery, Set
 from megatron_recover.trace.node import NodeLost, NodeSilent, NodesMet
 from megatron_recover.trace.run import (
     Checkpoint,
+    ClockRefused,
     Entered,
     Gap,
     Generation,
@@ -16,10 +17,11 @@ from megatron_recover.trace.run import (
     Joined,
     LeaveAsked,
     Level,
+    NodeStarted,
     RunFinished,
     RunStarted,
     Stopping,
-)
+)  # fmt: skip
 from megatron_recover.trace.standstill import (
     CoordinatorLost,
     CoordinatorSilent,
@@ -48,7 +50,8 @@ from megatron_recover.trace.step import (
 )
 
 AnyEvent = (
-    RunStarted | Joined | Generation | Granted | LeaveAsked | Entered | Stopping | RunFinished | Checkpoint | Gap
+    RunStarted | NodeStarted | ClockRefused
+    | Joined | Generation | Granted | LeaveAsked | Entered | Stopping | RunFinished | Checkpoint | Gap
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery

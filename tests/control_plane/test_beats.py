@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import typing
@@ -19,14 +18,14 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.beats import CoordinatorWatch, LeaderWatch
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer
+from megatron_recover.control_plane.wire import Announcement, Beat, LeaderBeat, LeaderHello, Message, Peer
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello, Loss, ReplicaBlocked
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import state_of
-from tests.control_plane.partners import PATIENCE_S, call, gate_of
+from tests.control_plane.partners import PATIENCE_S, call, connected, gate_of
 
 pytestmark = pytest.mark.timeout(150)
 DEADLINES = Deadlines.of()
@@ -199,8 +198,7 @@ def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capfd: py
 def test_a_leader_that_does_not_answer_has_one_beat_waiting_and_is_named_once(clocked: Clocked) -> None:
     beat = Beat("h", 1, 4, 9, (1,))
     watch = LeaderWatch(loop=clocked.loop, deadlines=DEADLINES, beat=lambda: beat, record=clocked.events.append)
-    ours, theirs = socket.socketpair()
-    link, leader = Link(ours), Link(theirs)
+    link, leader = connected()
     clocked.loop.watch(link, lambda link, message: None, lambda link, why: None)
     watch.watch(1, link)
     assert list(leader.receive()) == [Beat("h", 1, 4, 9, (1,))]

@@ -47,6 +47,7 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, PeerLost, Revoked, TransportError
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY, FakeEndpoint, Partner
 
 pytestmark = pytest.mark.timeout(150)
@@ -66,7 +67,7 @@ class Follower:
             replica=1, rank=1, num_ranks=2, num_replicas=2, coordinator="", leader=leader.address, run_dir="", started_at=0.0
         )  # fmt: skip
         self.member = RankDriver(
-            context, RecoverConfig(), FakeEndpoint(self.seen), key=KEY, record=lambda event: None,
+            context, RecoverConfig(), FakeEndpoint(self.seen), key=KEY, clock=NodeClock(None), record=lambda event: None,
             end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), **deadlines),
         )  # fmt: skip
         self.leader = leader
@@ -345,7 +346,7 @@ class Alone:
             started_at=0.0,
         )  # fmt: skip
         self.member = RankDriver(
-            context, RecoverConfig(), FakeEndpoint([]), key=KEY, record=self.events.append,
+            context, RecoverConfig(), FakeEndpoint([]), key=KEY, clock=NodeClock(None), record=self.events.append,
             end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), follow_s=0.05),
         )  # fmt: skip
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), "print"))
