@@ -24,7 +24,7 @@ settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update", action="store_true", help="rewrite tests/core/transcripts with what the protocol does now")
+    parser.addoption("--update", action="store_true", help="rewrite tests/core/transcripts and tests/slurm/golden")
 
 
 @pytest.fixture(autouse=True)

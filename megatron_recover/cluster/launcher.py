@@ -140,11 +140,10 @@ class Launcher:
                 )  # fmt: skip
             with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()
-            reason = self._ending[1] if self._ending else ""
-            self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
-            self.is_recorded = self._recording.finish(exit_code, reason)
+            self._recording.record(trace.RunFinished(exit_code=exit_code, reason=self.reason))
+            self.is_recorded = self._recording.finish(exit_code, self.reason)
             if self._monitoring is not None:
-                self._monitoring.finish(exit_code, reason, self.is_hurried)
+                self._monitoring.finish(exit_code, self.reason, self.is_hurried)
         finally:
             self._recording.close()  # so that a traceback comes after the console's lines, on a restored terminal
             if self._monitoring is not None:
@@ -166,6 +165,11 @@ class Launcher:
         counts.
         """
         return self._end_request.is_hurried
+
+    @property
+    def reason(self) -> str:
+        """Return why the run has ended; empty while it has not."""
+        return self._ending[1] if self._ending else ""
 
     @property
     def has_begun(self) -> bool:

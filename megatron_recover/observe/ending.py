@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -116,12 +117,27 @@ ENDINGS: Mapping[int, Ending] = {
 """Endings by exit code, in the order of the table."""
 
 
+Word = Literal["finished", "requeue", "stop"]
+"""What a batch system is to do after a run: nothing more, start the job again, or wait for a
+person."""
+STOPS = frozenset({ExitCode.BAD_INPUT, ExitCode.POISONED_MICROBATCH, ExitCode.DIVERGED, ExitCode.INVARIANT_VIOLATED})
+"""Exit codes after which the next start would end alike, or would hide a defect."""
+
+
+def word(exit_code: int) -> Word:
+    """Return what a batch system is to do after a run that ended with `exit_code`."""
+    if exit_code == ExitCode.OK:
+        return "finished"
+    return "stop" if exit_code in STOPS else "requeue"
+
+
 def table() -> list[str]:
     """Return the rows of the table of docs/reference/exit_codes.md."""
-    rows = ["| code | name | meaning | do next |", "|---:|---|---|---|"]
+    rows = ["| code | name | verdict | meaning | do next |", "|---:|---|---|---|---|"]
     for code, ending in ENDINGS.items():
         number, name = ("128 + signal", "") if code == KILLED else (str(int(code)), f"`{ExitCode(code).name}`")
-        rows.append(f"| {number} | {name} | {ending.meaning} | {ending.next} |")
+        verdict = "" if code == ExitCode.UNFINISHED else word(code)
+        rows.append(f"| {number} | {name} | {verdict} | {ending.meaning} | {ending.next} |")
     return rows
 
 
