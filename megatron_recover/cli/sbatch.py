@@ -94,6 +94,8 @@ def main(argv: list[str]) -> int:
     """Print, submit or judge a script; exit with 2 on bad input, and if the judge finds a line."""
     parser = _parser()
     ours, launch = split(argv, parser)
+    if found := _in_front(ours, parser):
+        parser.error("\n".join(f"{flag} belongs to the launch line; write it behind --" for flag in found))
     arguments = parser.parse_args(ours)
     try:
         if arguments.check is not None:
@@ -110,6 +112,12 @@ def main(argv: list[str]) -> int:
         print(text, end="")
         return ExitCode.OK
     return _submit(settings, text)
+
+
+def _in_front(ours: Sequence[str], parser: Parser) -> list[str]:
+    """Return the flags of `run` alone that are in front of the launch line."""
+    known, theirs = ({name for action in each._actions for name in action.option_strings} for each in (parser, run._parser()))
+    return [name for name in (word.partition("=")[0] for word in ours) if name in theirs - known]
 
 
 def _check(place: Path, launch: Sequence[str]) -> int:
@@ -141,7 +149,7 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
         if not _PLAIN.fullmatch(text):
             found.append(f"{flag} is {text!r}; Slurm replaces % in it and splits it at blanks: use letters, digits and ./+@=-_")
     signal_s = script.SIGNAL_S if arguments.signal_s is None else arguments.signal_s
-    if arguments.like is not None:
+    if arguments.like is not None and arguments.signal_s is None:
         signal_s = _signal_s(arguments.like)
     limit_s = None if arguments.time is None else seconds(arguments.time)
     if limit_s is not None and signal_s >= limit_s:

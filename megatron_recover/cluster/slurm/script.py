@@ -189,7 +189,8 @@ def _places(settings: Settings) -> Iterator[str]:
         "process that it has started itself (proctrack/cgroup)."
     )
     yield f"PYTHON={shlex.quote(settings.python)}"
-    yield from _because("Folder of all starts: the key, one log for each node, and a run directory for each start.")
+    key = "the key, " if settings.meets else ""
+    yield from _because(f"Folder of all starts: {key}one log for each node, and a run directory for each start.")
     yield f"RUN={settings.run_dir}"
     if settings.container:
         yield from _because(
