@@ -21,7 +21,7 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 	@$(PY) -m megatron_recover demo
 
 test: setup lint ## everything that CI runs
-	@$(PY) -m pytest -q -n 2 --dist worksteal tests $(UNTIMED) $(TIMED:%=--ignore=%)
+	@$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow" tests $(UNTIMED) $(TIMED:%=--ignore=%)
 	@$(PY) -m pytest -q -n 2 --dist worksteal $(TIMED) $(UNTIMED:%=--ignore=%)
 
 coverage: setup  ## branch coverage of the protocol by its own tests; fails below the floor (pyproject.toml)

@@ -18,6 +18,7 @@ from tests.cluster.jobs import ROOT, Spec
 from tests.cluster.running import FOR_EVER
 from tests.slurm.machine import Machine
 
+pytestmark = pytest.mark.slow
 TOY = Spec(run_dir="-", replicas=2, ranks=1, steps=3, microbatches=3)
 
 
