@@ -21,6 +21,9 @@ from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.deadlines import DEFAULT_S, Deadlines
 
 CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
+KEY_VARIABLE = "MEGATRON_RECOVER_KEY"
+"""The variable with the text of a key, for a job of several nodes without `--key-file`. No process
+that runs code of the user inherits it."""
 _DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
 BAD_ARGUMENTS = "bad arguments: "
 """Prefix of each line in which a rank reports what it refuses; the launcher shows the rest."""
@@ -135,6 +138,11 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the rank's GPU on this node, if it has one; LOCAL_RANK."""
     numa_binding: NumaBinding | None = None
     """CPUs on which the rank runs; None: all that the launcher may use."""
+    address: str = "127.0.0.1"
+    """Address of this node at which the other ranks reach this one (`host.addresses.HOST` is the
+    default). All listeners of the rank listen on it."""
+    ports: tuple[int, int] | None = None
+    """First and last port that these listeners may have; None: any."""
     dry_run: bool = False
     """True: judge the arguments as this rank would, and end with exit code `DRY_RUN_PASSED` or 2.
 
@@ -151,6 +159,11 @@ def rank_context() -> RankContext | None:
 def wandb_run_id() -> str:
     """Return the id that the user has given to the run at Weights & Biases, or ""."""
     return os.environ.get("WANDB_RUN_ID", "")
+
+
+def key_text() -> bytes | None:
+    """Return the value of `KEY_VARIABLE`; None if it is not set."""
+    return os.environb.get(KEY_VARIABLE.encode())
 
 
 def describe_descriptors(descriptors: Mapping[str, int]) -> dict[str, str]:
@@ -171,7 +184,7 @@ def inherited_descriptor(name: str) -> int | None:
 def alone_without_gpu() -> dict[str, str]:
     """Return this environment, changed for a process that is a whole job and sees no GPU."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {name: value for name, value in os.environ.items() if name != CONTEXT_VARIABLE} | alone
+    return {name: value for name, value in inherited_environment().items() if name != CONTEXT_VARIABLE} | alone
 
 
 def add_to_environment(variables: Mapping[str, str]) -> None:
@@ -296,5 +309,5 @@ def import_path() -> list[str]:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment of this process, for the processes that it starts."""
-    return dict(os.environ)
+    """Return the environment of this process, without `KEY_VARIABLE`, for processes it starts."""
+    return {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron_recover.config import describe_descriptors
-from megatron_recover.control_plane.wire import address_of
 from megatron_recover.core.quota import balanced
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.speed import learn, paces
 from megatron_recover.core.vote import tally, voters_of
+from megatron_recover.host.addresses import address_of
 from tests.stderr import StalledStderr
 
 # An example may take as long as the machine makes it, and so may its choice: the time limit of the test bounds both. A failing
@@ -24,7 +24,7 @@ settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update", action="store_true", help="rewrite tests/core/transcripts and tests/slurm/golden")
+    parser.addoption("--update", action="store_true", help="rewrite golden files of tests/core and tests/slurm")
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,8 @@ class Role(enum.IntEnum):
     ECHO = 6
     """A rank that probes another rank, or the echo server that answers; nothing follows the
     handshake."""
+    AGENT = 7
+    """The agent of a node. Its replica and rank are 0."""
 
 
 class Reply(enum.IntEnum):

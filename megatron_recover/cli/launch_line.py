@@ -23,9 +23,11 @@ from typing import Literal, NamedTuple, cast, get_args
 
 import msgspec
 
+from megatron_recover.cli import meeting_flags
+from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import PREFIX, Stream, Streams
-from megatron_recover.config import NumaBinding
+from megatron_recover.config import NumaBinding, RecoverConfig
 from megatron_recover.host.gpus import gpu_bytes, has_gpu
 
 
@@ -45,6 +47,8 @@ class Flag(msgspec.Struct, frozen=True):
     """First release of torch that has the flag; 2.11: also older ones may have it."""
     has_variable: bool = True
     """True if a variable PET_NAME stands for the flag."""
+    is_of_several: bool = False
+    """True if the flag means something with several nodes only. With one node it is noted."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,13 +74,17 @@ _NUM_PROCESSES = "--nproc-per-node"
 _ONE_NODE = "all processes are on this node, and they meet without an address"
 _SIGNALS = ",".join(signal.Signals(number).name for number in TOLD_TO_ALL)
 TORCHRUN = (
-    Flag("--nnodes", "taken", "number of nodes; 1 for now"),
+    Flag("--nnodes", "taken", "number of nodes, N or MIN:MAX (default: 1)"),
     Flag(_NUM_PROCESSES, "taken", "number of processes on this node: a number, gpu, cpu or auto (needed, unless --replicas is "
          "given)"),
-    Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node"),
-    Flag("--rdzv-endpoint", "noted", _ONE_NODE),
+    Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node: several nodes meet at --rdzv-endpoint, with "
+         "static at --master-addr if no endpoint is given (default: static)"),
+    Flag("--rdzv-endpoint", "taken", "HOST or HOST:PORT of the node at which several nodes meet (default port with c10d: "
+         "29400); noted on one node", is_of_several=True),
     Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks (default: a new one)"),
-    Flag("--rdzv-conf", "noted", _ONE_NODE),
+    Flag("--rdzv-conf", "taken", "join_timeout=S (also timeout=S with static): seconds to wait for MIN nodes; "
+         "last_call_timeout=S: seconds from then on to wait for MAX; is_host=true or false: whether the endpoint is on this "
+         "node (default: 600, 30, by the endpoint); noted on one node", is_of_several=True),
     Flag("--standalone", "taken", "there is one node", takes_value=False),
     Flag("--max-restarts", "noted", "survivors go on, so nothing is restarted"),
     Flag("--monitor-interval", "noted", "a process that ends is noticed at once"),
@@ -98,10 +106,12 @@ TORCHRUN = (
     Flag("--duplicate-stdout-filters", "taken", "texts, such as loss,error: teed lines of stdout with one of them are also in "
          "logs/filtered_stdout.log"),
     Flag("--duplicate-stderr-filters", "taken", "the same for stderr"),
-    Flag("--node-rank", "taken", "number of this node; 0 for now"),
-    Flag("--master-addr", "noted", _ONE_NODE),
-    Flag("--master-port", "noted", _ONE_NODE),
-    Flag("--local-addr", "noted", _ONE_NODE),
+    Flag("--node-rank", "taken", "number of this node, from 0 (default: the node gets one when it joins)"),
+    Flag("--master-addr", "taken", "name or address of node 0, at which several nodes meet with static (default: 127.0.0.1); "
+         "noted on one node", is_of_several=True),
+    Flag("--master-port", "taken", "port there (default: 29500); noted on one node", is_of_several=True),
+    Flag("--local-addr", "taken", "name or address of this node that the others use (default: that of --interface, or of the "
+         "route to where nodes meet); noted on one node", is_of_several=True),
     Flag("--logs-specs", "refused", "every rank's output is in the logs of --run-dir; leave it out", has_variable=False),
     Flag("--numa-binding", "taken", "node, socket, exclusive or core-complex: each rank runs on the CPUs near its GPU that "
          "torch finds", has_variable=False),
@@ -119,7 +129,9 @@ class Choice(msgspec.Struct, frozen=True):
     """The processes and names that the launch line gives."""
 
     num_processes: int | None
-    """Number of processes of all replicas; None: not given."""
+    """Number of processes on this node; None: not given."""
+    nodes: Meeting
+    """The nodes of the job, and where they meet."""
     run_id: str
     """TORCHELASTIC_RUN_ID of the ranks."""
     is_module: bool
@@ -136,7 +148,11 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add torchrun's flags to the parser of `run`. A flag that is not given has the value None."""
+    """Add torchrun's flags to the parser of `run`, and ours about several nodes.
+
+    A flag that is not given has the value None.
+    """
+    meeting_flags.add_flags(parser)
     group = parser.add_argument_group("torchrun's flags, in either spelling (--nproc-per-node, --nproc_per_node)")
     for flag in TORCHRUN:
         text = flag.text if flag.fate == "taken" else f"{flag.fate}: {flag.text}"
@@ -159,32 +175,37 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
     if given.get("log_dir") == os.devnull:  # for torchrun: no logs
         del given["log_dir"]
     found = [f"{each.name} is not supported: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "refused"]
-    nodes = given.get("nnodes", "1")
-    if not re.fullmatch(r"1(:1)?", nodes):
-        found.append(f"--nnodes is {nodes}; a job has one node for now: give --nnodes 1")
-    if given.get("node_rank", "0") != "0":
-        found.append(f"--node-rank is {given['node_rank']}; a job has one node for now: give --node-rank 0")
-    if given.get("rdzv_backend", "static") not in ("static", "c10d"):
-        found.append(f"--rdzv-backend {given['rdzv_backend']} is not supported; leave it out: {_ONE_NODE}")
+    nodes = meeting_flags.read(given, arguments, found)
     if given.get("module") and given.get("run_path"):
         found.append("--module and --run-path exclude each other; the first is for a module, the second for a file")
     reader = _Reader(given, found)
     choice = Choice(
-        num_processes=reader.read("nproc_per_node", _num_processes),
-        run_id=given.get("rdzv_id") or _own_id(given), is_module="module" in given,
+        num_processes=reader.read("nproc_per_node", _num_processes), nodes=nodes,
+        run_id=given.get("rdzv_id") or _own_id(given, nodes), is_module="module" in given,
         log_dir=Path(given["log_dir"]) if "log_dir" in given else None,
         streams=_streams(reader, environment),
         signals=reader.read("signals_to_handle", _signals) or TOLD_TO_ALL,
         shutdown_s=reader.read("shutdown_timeout", _seconds),
         numa_binding=reader.read("numa_binding", _numa_binding),
-        notes=tuple(
-            f"{each.name} changes nothing here: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "noted"
-        ),
+        notes=tuple(_notes(given, nodes, arguments)),
     )  # fmt: skip
     if found:
         absent = [flag for flag in TORCHRUN if getattr(arguments, flag.dest) is None and flag.variable in environment]
         raise ValueError("\n".join(_with_variable(line, absent) for line in found))
     return choice
+
+
+def _notes(given: Mapping[str, str], nodes: Meeting, arguments: Namespace) -> Iterator[str]:
+    """Yield one line for each flag that changes nothing here."""
+    for flag in TORCHRUN:
+        if flag.dest in given and flag.fate == "noted":
+            yield f"{flag.name} changes nothing here: {flag.text}"
+        elif flag.dest in given and flag.is_of_several and not nodes.is_of_several:
+            yield f"{flag.name} changes nothing here: {_ONE_NODE}"
+    if nodes.is_of_several:
+        yield from meeting_flags.notes(nodes, given)
+    else:
+        yield from (f"{name} changes nothing here: {_ONE_NODE}" for name in meeting_flags.given_of_ours(arguments))
 
 
 def _with_variable(line: str, flags: Sequence[Flag]) -> str:
@@ -194,22 +215,30 @@ def _with_variable(line: str, flags: Sequence[Flag]) -> str:
     return " ".join([name, *(f"({variable})" for variable in variables), *rest])
 
 
-def _own_id(given: Mapping[str, str]) -> str:
+def _own_id(given: Mapping[str, str], nodes: Meeting) -> str:
     """Return the id of a run without --rdzv-id: a new one or `none`.
 
-    It is `none` if a flag says how nodes meet and --standalone is not given. Scripts name their
-    files by it, so torchrun makes one where it can (torch/distributed/run.py, `config_from_args`).
+    It is `none` with several nodes, which need the same, and if a flag says how nodes meet and
+    --standalone is not given. Scripts name their files by it, so torchrun makes one where it can
+    (torch/distributed/run.py, `run`).
     """
+    if nodes.is_of_several:
+        return "none"
     meets = {"rdzv_endpoint", "master_port"} & given.keys() or given.get("rdzv_backend", "static") != "static"
     return "none" if meets and "standalone" not in given else str(uuid.uuid4())
 
 
-def judge(line: Choice, num_processes: int, deadline_s: float) -> None:
+def judge(line: Choice, num_processes: int, config: RecoverConfig) -> None:
     """Raise ValueError where torchrun's flags do not suit the job.
 
-    `deadline_s`: the value of `--recover-deadline-s`.
+    `config` has the flags of the trainer.
     """
-    found = []
+    found, deadline_s = [], config.deadline_s
+    if line.nodes.is_of_several and config.ranks_per_gpu > 1:
+        found.append(
+            f"--recover-ranks-per-gpu is {config.ranks_per_gpu}, for trials on few GPUs of one node, and --nnodes is more than "
+            "1; leave it out"
+        )
     if absent := sorted(place for place in line.streams.named if place >= num_processes):
         found.append(
             f"--redirects, --tee or --local-ranks-filter names rank {absent[0]}; the ranks of this job are 0 to "

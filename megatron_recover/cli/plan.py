@@ -388,5 +388,3 @@ def _print(found: Sequence[Judged], sizes: Sizes, gpus: Gpus, script: str, *, ev
         print(f"\n{_choice(fitting[0], sizes, script)}")
         if fitting[0].layout.replicas > _MEASURED_REPLICAS:
             print(f"\nNo measurement has more than {_MEASURED_REPLICAS:,} replicas (docs/evidence/benchmarks.md).")
-    if gpus.num_nodes > 1:
-        print("\nmegatron-recover run starts all ranks on one machine, for now: more than one node can only be planned.")

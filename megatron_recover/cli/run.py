@@ -14,16 +14,20 @@ from typing import NoReturn, get_args
 
 import megatron_recover
 from megatron_recover import packages, trace
-from megatron_recover.cli import command_line, finish, launch_line, monitor_flags
+from megatron_recover.cli import command_line, finish, launch_line, monitor_flags, several_nodes
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir, link_logs
+from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.config import inherited_environment
+from megatron_recover.core.placement import most_replicas, place
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser, misplaced, split, value_of
+from megatron_recover.host.addresses import HOST
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
@@ -131,12 +135,13 @@ def _parser() -> _RunParser:
     return parser
 
 
-def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
-    """Return the job, with its new run directory, and the text of its chaos file.
+def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str, Joined | None]:
+    """Return the job, with its new run directory, the text of its chaos file, and its place.
 
-    The text is empty without chaos. Prints notes about torchrun's flags and the replicas unless
-    `--quiet` is given. Raises ValueError with the remedy, and OSError if a file that the command
-    line names cannot be reached.
+    The text is empty without chaos, and the place is None without other nodes. Prints notes about
+    torchrun's flags and the replicas unless `--quiet` is given. Raises ValueError with the remedy,
+    `NotMet` if other nodes end the job, and OSError if a file that the command line names cannot be
+    reached.
     """
     if not command:
         raise ValueError(_NO_SCRIPT)
@@ -155,18 +160,48 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     packages.require(packages.TRAINING)
     rank_start = _rank_start(arguments.rank_start)
     words = (*(["-m"] if line.is_module else []), script)
-    fitting = _fitting(arguments, line, words, flags)
-    num_replicas, lanes = _size(arguments, line, flags, None if fitting is None else fitting[0])
+    if not line.nodes.is_of_several:
+        return *_described(arguments, line, words, flags, rank_start), None
+    joined, address = several_nodes.join(arguments, line, words, flags)
+    try:
+        return *_described(arguments, line, words, flags, rank_start, joined, address), joined
+    except ValueError as error:
+        several_nodes.leave(joined, str(error), flags)
+        raise
+
+
+def _described(
+    arguments: argparse.Namespace,
+    line: launch_line.Choice,
+    words: Sequence[str],
+    flags: Sequence[str],
+    rank_start: RankStart,
+    joined: Joined | None = None,
+    address: str = HOST,
+) -> tuple[Job, str]:
+    """Return the job and the text of its chaos file. `address` is that of this node.
+
+    Raises as `_job` does.
+    """
+    slots = _slots(line, joined)
+    fitting = _fitting(arguments, None if slots is None else sum(slots), words, flags)
+    num_replicas, lanes = _size(arguments, slots, flags, None if fitting is None else fitting[0])
     judged = preflight(flags, num_replicas=num_replicas, lanes=lanes)
-    launch_line.judge(line, num_replicas * judged.layout.num_ranks, judged.config.deadline_s)
+    launch_line.judge(line, num_replicas * judged.layout.num_ranks, judged.config)
+    placement = None
+    if joined is not None and slots is not None:
+        num_ranks = judged.layout.num_ranks
+        placement = place(slots, num_replicas=num_replicas, num_ranks=num_ranks, tp=judged.layout.tp)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
     if arguments.chaos is not None:
         faults, chaos_text = chaos.faults_of(arguments.chaos, _target(num_replicas, judged))
         _refuse_unseen(faults, arguments.trace_level)
-    log_links, run_dir = _folders(line, arguments.run_dir)
+    log_links, run_dir = _folders(line, arguments.run_dir, joined)
     job = Job(
-        argv=(*words, *flags), num_replicas=num_replicas,
+        argv=(*words, *flags), num_replicas=num_replicas, placement=placement, address=address, ports=line.nodes.ports,
+        node=0 if joined is None or joined.met is None else joined.met.you,
+        nodes=() if joined is None or joined.met is None else joined.met.nodes,
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
@@ -180,6 +215,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
             *line.notes,
             *([] if fitting is None else fitting[1:]),
             *_notes(job, is_derived=arguments.replicas is None or arguments.lanes is None and lanes > 1),
+            *several_nodes.notes(job),
         ):
             print(f"megatron-recover run: {note}", file=sys.stderr)
     return job, chaos_text
@@ -211,13 +247,22 @@ def _leave_mark(command: Sequence[str], exit_code: int, reason: str, run_dir: Pa
         print(f"megatron-recover run: no mark {stop_mark.STOP_MARK} in --save {save}: {error.strerror}", file=sys.stderr)
 
 
-def _folders(line: launch_line.Choice, wanted: Path | None) -> tuple[Path | None, Path]:
+def _slots(line: launch_line.Choice, joined: Joined | None) -> list[int] | None:
+    """Return the number of processes of each node; None: not given."""
+    if joined is None or joined.met is None:
+        return None if line.num_processes is None else [line.num_processes]
+    return [node.slots for node in joined.met.nodes]
+
+
+def _folders(line: launch_line.Choice, wanted: Path | None, joined: Joined | None) -> tuple[Path | None, Path]:
     """Create the folder for links to the logs, if there is to be one, and the run directory.
 
-    Returns both. Raises ValueError with the remedy, and leaves neither then.
+    Returns both. Raises ValueError with the remedy, and leaves neither then. With several nodes the
+    run directory of node 0 exists already, and those of the others are inside it.
     """
     existed = wanted is not None and os.path.exists(wanted)  # False where that cannot be seen
-    run_dir = create_run_dir(wanted)  # first: the other may be inside it, and it has to be empty
+    # First: the other may be inside it, and it has to be empty.
+    run_dir = several_nodes.run_dir(joined.met) if joined is not None and joined.met is not None else create_run_dir(wanted)
     try:
         return None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id), run_dir
     except ValueError:
@@ -228,7 +273,7 @@ def _folders(line: launch_line.Choice, wanted: Path | None) -> tuple[Path | None
 
 
 def _fitting(
-    arguments: argparse.Namespace, line: launch_line.Choice, words: Sequence[str], flags: Sequence[str]
+    arguments: argparse.Namespace, num_processes: int | None, words: Sequence[str], flags: Sequence[str]
 ) -> tuple[int, str] | None:
     """Return the number of lanes that memory asks for, and a line about it.
 
@@ -236,24 +281,24 @@ def _fitting(
     nothing to choose, as without a GPU. `words` name the script. Raises ValueError if flags are
     wrong whatever the size of a replica is.
     """
-    if arguments.replicas is not None or arguments.lanes is not None or line.num_processes is None or not has_gpu():
+    if arguments.replicas is not None or arguments.lanes is not None or num_processes is None or not has_gpu():
         return None
     from megatron_recover.cli.lanes import lanes_that_fit
 
     if mistakes := Undecided(flags).mistakes():
         raise ValueError("\n".join(mistakes))
-    return lanes_that_fit(words, flags, line.num_processes)
+    return lanes_that_fit(words, flags, num_processes)
 
 
 def _size(
-    arguments: argparse.Namespace, line: launch_line.Choice, flags: Sequence[str], fitting: int | None = None
+    arguments: argparse.Namespace, slots: Sequence[int] | None, flags: Sequence[str], fitting: int | None = None
 ) -> tuple[int, int]:
     """Return the number of replicas, and of lanes of each: `fitting`, if the user gives neither.
 
-    Raises ValueError as `shape_of` does, and where neither processes nor replicas are given or
-    their numbers do not fit.
+    `slots` has the number of processes of each node; None: not given. Raises ValueError as
+    `shape_of` does, and where neither processes nor replicas are given or their numbers do not fit.
     """
-    processes, replicas = line.num_processes, arguments.replicas
+    processes, replicas = None if slots is None else sum(slots), arguments.replicas
     wanted = fitting if arguments.lanes is None else arguments.lanes
     shape = shape_of(flags, wanted)
     num_ranks, lanes = shape.num_ranks, shape.lanes if wanted is None else wanted
@@ -261,6 +306,8 @@ def _size(
         if replicas is None:
             raise ValueError("the number of processes is missing; give --nproc-per-node, as for torchrun, or --replicas")
         return replicas, lanes
+    if slots is not None and len(slots) > 1:
+        return max(1, most_replicas(slots, num_ranks)) if replicas is None else replicas, lanes
     if replicas is None and processes % num_ranks == 0:
         return processes // num_ranks, lanes
     if processes != (replicas or 0) * num_ranks:
@@ -322,9 +369,9 @@ def main(argv: list[str]) -> int:
     ours, command = split(argv, parser)
     try:
         return _main(parser, ours, command)
-    except SystemExit as end:
-        if "--chained" in ours and isinstance(end.code, int):
-            _leave_mark(command, end.code, parser.refusal, None)
+    except SystemExit:
+        if "--chained" in ours and parser.refusal:  # nodes that did not meet (`NotMet`) may meet at the next start
+            _leave_mark(command, ExitCode.BAD_INPUT, parser.refusal, None)
         raise
 
 
@@ -341,7 +388,9 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
     ]
     try:
         wanted = monitor_flags.read(arguments)
-        job, chaos_text = _job(arguments, command)
+        job, chaos_text, joined = _job(arguments, command)
+    except NotMet as error:
+        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     except ValueError as error:
         parser.error("\n".join([*str(error).splitlines(), *behind]))
     except OSError as error:
@@ -358,7 +407,7 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
             if not arguments.quiet and not Path(arguments.chaos).is_file():
                 print(chaos_text)
-        launcher = Launcher(job, quiet=arguments.quiet, wanted=wanted)
+        launcher = Launcher(job, quiet=arguments.quiet, wanted=wanted, joined=joined)
         exit_code = _run(launcher)
     except OSError as error:
         if error.errno not in _NO_ROOM:
@@ -374,7 +423,7 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
             _discard(job, existed=existed)
         return ExitCode.FAILED
     try:
-        if exit_code != ExitCode.BAD_INPUT or arguments.chained:
+        if job.node == 0 and (exit_code != ExitCode.BAD_INPUT or arguments.chained):
             kept = None if exit_code == ExitCode.BAD_INPUT else job.run_dir
             _leave_mark(command, exit_code, launcher.reason, kept)
         return _ended(launcher, job, exit_code, existed=existed)

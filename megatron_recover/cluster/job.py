@@ -16,8 +16,10 @@ from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import Stream, Streams
 from megatron_recover.config import NumaBinding, RecoverConfig
+from megatron_recover.control_plane.node_messages import NodePlace
+from megatron_recover.core.placement import Placement
 from megatron_recover.faults import Fault
-from megatron_recover.host.addresses import INTERFACE
+from megatron_recover.host.addresses import HOST, INTERFACE, Ports
 from megatron_recover.observe.files import LOGS, filtered_log_name, log_name, stdout_log_name
 from megatron_recover.observe.follow import launcher
 from megatron_recover.trace import Layout, Level
@@ -73,6 +75,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Size in bytes at which a trace file is put aside and compressed; 0: never."""
     ring_bytes: int = RING_BYTES
     """Bytes that each process has for events that are not in the trace yet."""
+    node: int = 0
+    """Number of this node."""
+    placement: Placement | None = None
+    """The slot of every rank. None: all ranks are on this node."""
+    nodes: tuple[NodePlace, ...] = ()
+    """All nodes of the job, if there are several."""
+    address: str = HOST
+    """Address at which the processes of this node listen."""
+    ports: Ports | None = None
+    """First and last port of the listeners; None: any."""
 
     @property
     def script(self) -> str:
@@ -92,6 +104,23 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def place_of(self, replica: int, rank: int) -> int:
         """Return the number of a rank among the ranks of all replicas, from 0."""
         return replica * self.num_ranks + rank
+
+    def slots(self, replica: int) -> dict[int, int]:
+        """Return the slot on this node of each rank of a replica that this node runs, by rank."""
+        if self.placement is None:
+            return {rank: self.place_of(replica, rank) for rank in range(self.num_ranks)}
+        slots = self.placement.replicas[replica]
+        return {rank: slot.slot for rank, slot in enumerate(slots) if slot.node == self.node}
+
+    @property
+    def replicas_here(self) -> tuple[int, ...]:
+        """Return the replicas that have ranks on this node, ascending."""
+        return tuple(replica for replica in range(self.num_replicas) if self.slots(replica))
+
+    @property
+    def num_ranks_here(self) -> int:
+        """Return the number of ranks of all replicas that this node runs."""
+        return sum(len(self.slots(replica)) for replica in range(self.num_replicas))
 
     def log_of(self, replica: int, rank: int) -> Path:
         """Return the path of the log with a rank's stdout and stderr, or with stderr alone."""
@@ -150,7 +179,7 @@ def link_logs(job: Job) -> None:
         return
     attempt = job.log_links / "attempt_0"
     try:
-        for replica, rank in itertools.product(range(job.num_replicas), range(job.num_ranks)):
+        for replica, rank in ((replica, rank) for replica in job.replicas_here for rank in job.slots(replica)):
             folder = attempt / str(job.place_of(replica, rank))
             folder.mkdir(parents=True)
             (folder / "stdout.log").symlink_to(job.stdout_log_of(replica, rank))
@@ -206,6 +235,8 @@ def write_description(job: Job) -> None:
         "faults": job.faults,
         "seed": job.seed,
     }
+    if job.nodes:
+        description["nodes"] = [{"number": node.number, "name": node.name} for node in job.nodes]
     text = msgspec.json.format(msgspec.json.encode(description), indent=2)
     (job.run_dir / launcher.RUN_FILE).write_bytes(text + b"\n")
 

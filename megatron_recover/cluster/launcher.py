@@ -1,9 +1,10 @@
-"""The run in the launcher's process: dry run, start of all ranks, watch over them, exit code.
+"""The run in the launcher's process: dry run, start of all ranks here, watch over them, exit code.
 
-The launcher joins the agent (processes), the membership (decisions), the recording (trace and
-console) and the monitoring (metrics and events). The last two have a process of their own each. At
-its end the launcher kills every process of a rank that is left. The core decides what a loss does
-to the job. The launcher itself decides about:
+The launcher joins the agent (processes), the membership (the link to the coordinator, which
+decides), the recording (trace and console) and the monitoring (metrics and events). Coordinator,
+recorder and monitor have a process of their own each. At its end the launcher kills every process
+of a rank that is left. The core decides what a loss does to the job. The launcher itself decides
+about:
 
 - imports and a dry run that fail, take too long or are interrupted;
 - bad input, found in the dry run or by a rank before generation 1;
@@ -14,6 +15,7 @@ to the job. The launcher itself decides about:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -21,7 +23,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import get_args
 
 import msgspec
 
@@ -29,8 +30,9 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.agent import Agent, descriptors_needed
-from megatron_recover.cluster.environment import environment_of_workers, environment_warnings
+from megatron_recover.cluster.environment import environment_of_workers, environment_warnings, nccl_line
 from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
+from megatron_recover.cluster.membership import Joined, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
 from megatron_recover.cluster.output import Output
@@ -40,15 +42,30 @@ from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE, RankContext
 from megatron_recover.control_plane import listening, rendezvous
-from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import address_of, listen
+from megatron_recover.control_plane.node_messages import (
+    EndAsked,
+    FenceDone,
+    FenceReplica,
+    Idle,
+    JobEnds,
+    KillAsked,
+    Launch,
+    Met,
+    NodeAtWork,
+    NodeFailed,
+    NodeLaunched,
+    NodeReady,
+    ReplicaGone,
+    Roster,
+)
+from megatron_recover.control_plane.wire import Message, listen
 from megatron_recover.core import policy
 from megatron_recover.core.coordinator import MembershipSettings
-from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT
+from megatron_recover.host.addresses import ANY_PORT, address_of, format_address, parse_address
+from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1
@@ -73,17 +90,25 @@ class Launcher:
     """One run. The main thread calls `run` and does everything."""
 
     def __init__(
-        self, job: Job, *, quiet: bool = False, deadlines: Deadlines | None = None, wanted: Wanted | None = None
+        self,
+        job: Job,
+        *,
+        quiet: bool = False,
+        deadlines: Deadlines | None = None,
+        wanted: Wanted | None = None,
+        joined: Joined | None = None,
     ) -> None:
         """Prepare the run of `job`; `run` starts it.
 
         `quiet`: show only the end of the run, and only if its exit code is not 0. `deadlines`: for
         tests, replaces the job's. `wanted`: metrics and notices; None: there is no monitor.
+        `joined`: this node has met the others; None: the job has no other node.
         """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines
-        self._loop = Loop()
-        self._key = keys.make_key()
+        self._joined = joined
+        self._loop = Loop() if joined is None else joined.loop
+        self._key = keys.make_key() if joined is None else joined.key
         self._sealed_key = keys.sealed(self._key)
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
@@ -105,9 +130,16 @@ class Launcher:
         self._recording: Recording
         self._wanted = wanted
         self._monitoring: Monitoring | None = None
+        self._generation = 0
+        """Newest generation that the coordinator has announced."""
+        self._leaders: dict[int, str] = {}
+        """Replica -> address of its leader, once the ranks may be started."""
+        self._listeners: dict[int, socket.socket] = {}
+        """Replica -> listening socket of its leader, until its ranks are started."""
+        self._orphaned = ""
+        """The loss of the coordinator in words; empty while the link to it lives."""
         self._node: Node
         self._ranks: Watch
-        self._membership: CoordinatorDriver
 
     def run(self) -> int:
         """Run the job to its end; return its exit code.
@@ -174,13 +206,18 @@ class Launcher:
     @property
     def has_begun(self) -> bool:
         """Return whether training has begun: the job has had a generation."""
-        return self._membership.generation > 0
+        return self._generation > 0
 
     def _run(self) -> int:
         job = self._job
-        num_ranks = job.num_replicas * job.num_ranks
+        num_ranks = job.num_ranks_here
         given, on_gpus = settings.inherited_environment(), job.rank_start == "warm"
-        environment = environment_of_workers(given, self._deadlines, on_gpus=on_gpus)
+        interface = interface_of(job.address, interfaces()) if job.nodes else None
+        environment = environment_of_workers(
+            given, self._deadlines, on_gpus=on_gpus, **({} if interface is None else {"interface": interface})
+        )
+        if job.nodes and on_gpus:
+            self._recording.says(nccl_line(environment, interfaces(), job.address))
         for line in environment_warnings(environment, self._deadlines, on_gpus=on_gpus):
             self._recording.says(line)
         self._node = Agent(
@@ -191,51 +228,117 @@ class Launcher:
         self._ranks = Watch(
             self._node, deadlines=self._deadlines, log_of=job.log_of,
             record=self._recording.record, says=self._recording.says,
-            at_work=lambda replicas: self._membership.at_work(replicas),
+            at_work=lambda replicas: self._send(NodeAtWork(replicas)),
         )  # fmt: skip
-        self._membership = CoordinatorDriver(
-            MembershipSettings(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)),
-            key=self._key,
-            loop=self._loop,
-            timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
-            record=self._recording.record,
-            fence=self._fence,
-            on_end=self._end,
-            deadlines=self._deadlines,
-        )
         try:
+            self._join()
             modules = ", ".join(name for name in job.preload if ":" not in name) or "nothing"
             how = "once for" if job.rank_start == "fork" else "in each of"
             self._recording.says(f"importing {modules} {how} {num_ranks} ranks")
-            if self._wait_for_imports() and self._dry_run():
+            if self._wait_for_imports() and self._dry_run() and self._may_launch():
                 self._spawn_all()
                 self._watch()
         except NodeLost as error:
-            self._end(ExitCode.FAILED, str(error))
+            self._fail(ExitCode.FAILED, str(error))
         finally:
             for process in self._node.close():
                 self._give_up(process)
-            self._membership.close()
+            for listener in self._listeners.values():
+                listener.close()
+            if self._joined is not None:
+                self._joined.close(self._deadlines)
+            self._recording.coordinator_ended()
             self._loop.close()
             os.close(self._sealed_key)
         assert self._ending is not None
         return self._ending[0]
 
+    # --- The coordinator --------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Start a coordinator for this node alone, unless the node has met others."""
+        if self._joined is None:
+            self._joined = alone(
+                self._key, loop=self._loop, deadlines=self._deadlines, level=self._job.trace_level,
+                slots=self._job.num_ranks_here, run_id=self._job.run_id, ignored=self._job.signals,
+            )  # fmt: skip
+        if self._joined.events is not None:
+            self._recording.follow_coordinator(self._joined.events)
+        self._joined.membership.handle(self._from_coordinator, self._coordinator_gone)
+
+    def _send(self, message: Message) -> None:
+        assert self._joined is not None
+        self._joined.membership.send(message)
+
+    def _from_coordinator(self, message: Message) -> None:
+        match message:
+            case Met():
+                pass  # this node knew its place before it was given a job
+            case Launch(leaders):
+                self._leaders = dict(leaders)
+            case Roster(generation, roster, losses, reason):
+                self._generation = generation
+                lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
+                seconds = time.monotonic() - self._started_at
+                self._recording.announced(
+                    trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason)
+                )
+            case FenceReplica(replica):
+                self._fence(replica)
+            case JobEnds(exit_code, reason, at_once):
+                self._end(exit_code, reason)
+                if at_once:
+                    self._end_by = 0.0
+            case Idle(reason):
+                self._recording.says(f"{reason}: this node waits for the end of the job")
+            case _:
+                raise NodeLost(f"the coordinator sent a {type(message).__name__}")
+
+    def _coordinator_gone(self, why: str) -> None:
+        """Leave the ranks to themselves: they end at the next save point. Before training, end."""
+        if self._ending is not None:
+            return
+        self._orphaned = f"the coordinator is gone ({why})"
+        if not self._generation:
+            self._end(ExitCode.FAILED, f"{self._orphaned} before training began")
+            return
+        self._recording.says(f"{self._orphaned}: training goes on to the next save point, and ends there")
+
+    def _ended_alone(self, end: ProcessEnd) -> None:
+        """Handle the end of a rank without a coordinator: nobody can make a generation any more."""
+        if end.status not in policy.ENDED_TOGETHER:
+            self._end(
+                ExitCode.NO_REPLICA_LEFT,
+                f"{self._orphaned}, and replica {end.replica} rank {end.rank} ended by {end.cause}: the others cannot go on "
+                "without it",
+            )
+        elif self._node.num_living() <= len(self._set_aside):
+            self._end(end.status, f"{self._orphaned}; the ranks of this node ended together")
+
+    def _fail(self, exit_code: int, reason: str) -> None:
+        """End the run on this node, and report to the coordinator why it cannot take part."""
+        if self._ending is None and self._joined is not None:
+            self._send(NodeFailed(exit_code, reason))
+        self._end(exit_code, reason)
+
     # --- Start ------------------------------------------------------------------------------------
 
     def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: Callable[[], str]) -> Answer | None:
-        """Return the first truthy result of `answer`, or None if a signal or the deadline is first.
+        """Return the first truthy result of `answer`.
 
-        In both cases of None the run ends. `late()` is the reason if the deadline has passed.
+        Return None if a signal, the deadline or the end of the job is first. Then the run ends.
+        `late()` is the reason if the deadline has passed.
         """
         deadline = self._loop.time() + deadline_s
         while not self._end_request.is_made:
+            if self._ending is not None:
+                return None
             if found := answer():
                 return found
             self._wake_server()
             self._poll_helpers()
             if self._loop.time() > deadline:
-                self._end(ExitCode.FAILED, late())
+                self._fail(ExitCode.FAILED, late())
                 return None
             self._loop.run_once(_POLL_S)
         self._end(ExitCode.INTERRUPTED, "interrupted before training began")
@@ -285,28 +388,46 @@ class Launcher:
             return False
         [end] = ends
         if end.status == ExitCode.BAD_INPUT:
-            self._end(ExitCode.BAD_INPUT, _refusal(output))
+            self._fail(ExitCode.BAD_INPUT, _refusal(output))
         elif end.status == ExitCode.OK:
-            self._end(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
+            self._fail(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
         elif end.status != settings.DRY_RUN_PASSED:
-            self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {output.log}")
+            self._fail(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {output.log}")
         else:
             for line in output.end().splitlines():
                 if line.startswith(FOR_CONSOLE):
                     self._recording.says(line.removeprefix(FOR_CONSOLE))
         return end.status == settings.DRY_RUN_PASSED
 
+    def _may_launch(self) -> bool:
+        """Report this node ready; return whether all nodes are, once that is known."""
+        job = self._job
+        with descriptors_needed():
+            for replica in job.replicas_here:
+                if 0 in job.slots(replica):
+                    self._listeners[replica] = listen(format_address(job.address, 0), job.ports)
+        membership = MembershipSettings(
+            num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)
+        )  # fmt: skip
+        leaders = tuple((replica, address_of(listener)) for replica, listener in self._listeners.items())
+        self._send(NodeReady(membership, job.replicas_here, leaders))
+        late = f"not all nodes were ready {self._deadlines.deadline_s:.0f} s after this one"
+        return self._until(lambda: self._leaders, self._deadlines.deadline_s, lambda: late) is not None
+
     def _spawn_all(self) -> None:
-        for replica in range(self._job.num_replicas):
+        for replica in self._job.replicas_here:
             # The launcher closes its copy as soon as the replica's ranks are started: a copy would
             # keep a dead leader's port answering.
-            with listen(ANY_PORT) as leader:
+            with contextlib.ExitStack() as stack:
+                leader = self._listeners.pop(replica, None)
+                if leader is not None:
+                    stack.enter_context(leader)
                 self._spawn_replica(replica, leader)
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
-        self._membership.launched()
+        self._send(NodeLaunched())
 
-    def _spawn_replica(self, replica: int, leader: socket.socket) -> None:
-        """Start the ranks of a replica, each with a descriptor of the replica's one store.
+    def _spawn_replica(self, replica: int, leader: socket.socket | None) -> None:
+        """Start this node's ranks of a replica, each with a descriptor of the replica's one store.
 
         Rank 0 also gets a descriptor of the leader's listening socket.
         """
@@ -317,14 +438,14 @@ class Launcher:
         finally:
             os.close(store)
 
-    def _spawn_ranks(self, replica: int, leader: socket.socket, store: int) -> None:
+    def _spawn_ranks(self, replica: int, leader: socket.socket | None, store: int) -> None:
         job = self._job
-        for rank in range(job.num_ranks):
-            environment = self._environment(replica, rank, leader=address_of(leader))
+        for rank in job.slots(replica):
+            environment = self._environment(replica, rank, leader=self._leaders[replica])
             with descriptors_needed():
                 handed_down = self._handed_down | {rendezvous.DESCRIPTOR: store} | self._recording.descriptors(replica, rank)
                 output = self._outputs[replica, rank] = self._recording.output_of_rank(replica, rank)
-            if rank == 0:
+            if leader is not None and rank == 0:
                 handed_down |= {listening.LEADER: leader.fileno()}
             self._node.spawn(
                 replica, rank, argv=job.command, environment=environment, output=output, descriptors=handed_down
@@ -345,28 +466,30 @@ class Launcher:
         mine = tuple(
             msgspec.json.encode(fault).decode() for fault in job.faults if (fault.replica, fault.rank) == (replica, rank)
         )
+        assert self._joined is not None
         place, shared = job.place_of(replica, rank), job.config.ranks_per_gpu
+        slot = 0 if dry_run else job.slots(replica)[rank]
         context = RankContext(
             replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
-            coordinator=self._membership.address, leader=leader, run_dir=str(job.run_dir),
-            started_at=self._started_at, faults=() if dry_run else mine, gpu=place // shared,
-            numa_binding=job.numa_binding, dry_run=dry_run,
+            coordinator=self._joined.membership.address, leader=leader, run_dir=str(job.run_dir),
+            started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
+            numa_binding=job.numa_binding, dry_run=dry_run, address=job.address, ports=job.ports,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:
         # torch's rendezvous is not used, and the port is occupied.
-        host, _, port = leader.rpartition(":")
+        host, port = parse_address(leader)
         return (sharing_a_gpu(place) if shared > 1 else {}) | {
             CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
             "RANK": str(rank),
             "WORLD_SIZE": str(job.num_ranks),
             "LOCAL_RANK": str(context.gpu),
-            "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
+            "LOCAL_WORLD_SIZE": str(job.num_ranks_here),
             "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            # What torchrun tells of its nodes and restarts: one node, never restarted.
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            "MASTER_PORT": str(port),
+            # What torchrun tells of its nodes and restarts: nobody is ever restarted.
+            "GROUP_RANK": str(job.node),
+            "GROUP_WORLD_SIZE": str(max(1, len(job.nodes))),
             "ROLE_NAME": job.streams.role,
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(job.num_ranks),
@@ -415,8 +538,9 @@ class Launcher:
             self._give_up(process)
         for replica in [each for each in self._fencing if self._node.is_fenced(each, but=self._set_aside)]:
             self._fencing.discard(replica)
-            ranks = tuple(rank for rank in range(self._job.num_ranks) if (replica, rank) not in self._set_aside)
+            ranks = tuple(rank for rank in self._job.slots(replica) if (replica, rank) not in self._set_aside)
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
+            self._send(FenceDone(replica))
 
     def _give_up(self, process: Undying) -> None:
         """Report a process that SIGKILL does not end, and wait for it no longer; once per process.
@@ -442,14 +566,10 @@ class Launcher:
         if self._ending is not None:
             return
         judged = {
-            replica
-            for replica in range(self._job.num_replicas)
-            if replica not in self._gone and not self._thawing.concerns(replica)
+            replica for replica in self._job.replicas_here if replica not in self._gone and not self._thawing.concerns(replica)
         }
-        for loss, failing in self._ranks.look(self._membership.generation, judged):
-            if failing is not None:
-                self._membership.failing(failing)
-            self._membership.lost(loss)
+        for loss, failing in self._ranks.look(self._generation, judged):
+            self._send(ReplicaGone(loss, failing))
 
     def _poll_helpers(self) -> None:
         """Exchange messages with recorder and monitor, and start another one where one has died."""
@@ -477,16 +597,20 @@ class Launcher:
         self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
             return  # the job is ending, or the launcher has killed this rank
+        if self._orphaned and end.status in policy.ENDED_TOGETHER:
+            self._ended_alone(end)
+            return
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
-        if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
+        if self._orphaned:
+            self._ended_alone(end)
+            return
+        if end.status == ExitCode.BAD_INPUT and not self._generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.
-            self._end(ExitCode.BAD_INPUT, _refusal(self._outputs[end.replica, end.rank]))
+            self._fail(ExitCode.BAD_INPUT, _refusal(self._outputs[end.replica, end.rank]))
             return
         said = self._outputs[end.replica, end.rank].end
-        loss, failing = self._ranks.loss(end, started=self._membership.generation > 0, said=said)
-        if failing is not None:
-            self._membership.failing(failing)
-        self._membership.lost(loss)
+        loss, failing = self._ranks.loss(end, started=self._generation > 0, said=said)
+        self._send(ReplicaGone(loss, failing))
 
     def _fence(self, replica: int) -> None:
         self._fencing.add(replica)
@@ -494,10 +618,10 @@ class Launcher:
         self._node.fence(replica)
 
     def _end(self, exit_code: int, reason: str) -> None:
-        if self._ending is not None and self._ending[0] > _KILLED:
-            return  # everything is being killed on request, whatever the job does meanwhile
+        if self._ending is not None:
+            return
         self._ending = (exit_code, reason)
-        began = self._membership.generation > 0
+        began = self._generation > 0
         timeout_s = self._job.shutdown_s
         stop_s = self._deadlines.stop_s if timeout_s is None else timeout_s
         end_s = self._deadlines.end_s if timeout_s is None or exit_code == ExitCode.OK else timeout_s
@@ -514,22 +638,31 @@ class Launcher:
             self._kill = self._loop.time() + timeout_s, number
         at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
         match self._end_request.take(number, at_terminal=at_terminal):
-            case Answer.END if not self._membership.generation:
+            case Answer.END if not self._generation:
                 self._recording.says(f"{name}: ending before training has begun")
-                self._membership.ask_exit(name)
+                self._ask_exit(name)
             case Answer.END:
                 self._recording.says(
                     f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
                     "everything at once, and nothing is saved"
                     + (f"; so does the end of --shutdown-timeout, in {timeout_s} s" if timeout_s is not None else "")
                 )
-                self._membership.ask_exit(name)
+                self._ask_exit(name)
             case Answer.KNOWN:
                 self._recording.says(f"{name}: the end was requested before; {at_once} kills everything at once")
             case Answer.KILL:
                 self._recording.says(f"{name} again: killing everything")
-                self._ending = (_KILLED + number, f"killed on request ({name})")
-                self._end_by = 0.0
+                self._kill_all(_KILLED + number, f"killed on request ({name})")
+
+    def _ask_exit(self, name: str) -> None:
+        if self._joined is not None:  # before, no rank is started
+            self._send(EndAsked(name))
+
+    def _kill_all(self, exit_code: int, reason: str) -> None:
+        """Kill everything at once, on all nodes, whatever the job does meanwhile."""
+        self._ending, self._end_by = (exit_code, reason), 0.0
+        if self._joined is not None:
+            self._send(KillAsked(exit_code, reason))
 
     def _kill_if_late(self) -> None:
         """Kill everything if a signal has requested the end `--shutdown-timeout` ago."""
@@ -541,7 +674,7 @@ class Launcher:
             name = signal.Signals(number).name
             why = f"the job did not end within --shutdown-timeout ({self._job.shutdown_s} s) of {name}"
             self._recording.says(f"{why}: killing everything")
-            self._ending = (_KILLED + number, why)
+            self._kill_all(_KILLED + number, why)
 
 
 def _refusal(output: Output) -> str:

@@ -47,6 +47,7 @@ from megatron_recover.cluster.recorder_messages import (
     LAUNCHER_LOG,
     MAX_PACKET_BYTES,
     TRAIN_LOG,
+    Announced,
     CheckpointNews,
     Drained,
     FinishRecording,
@@ -237,6 +238,8 @@ class Recorder:
                 self._outputs.add(number, output, shown_of=shown_of, is_on_console=is_on_console, tee=tee)
             case RingEnded(number):
                 self._merge.ended(number)
+            case Announced(generation):
+                self._narrator.take(generation)
             case Says(text, seconds):
                 self._narrator.says(text, seconds)
                 self._untold.append(seconds)

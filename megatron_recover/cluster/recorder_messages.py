@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_recover import trace
 from megatron_recover.cluster.streams import Tee
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
@@ -82,6 +83,12 @@ class Says(msgspec.Struct, frozen=True, tag=True):
     """Time at which the launcher made the line, in seconds of the trace's clock."""
 
 
+class Announced(msgspec.Struct, frozen=True, tag=True):
+    """A message to the recorder of a node other than 0: a generation, which node 0 records."""
+
+    generation: trace.Generation
+
+
 class FinishRecording(msgspec.Struct, frozen=True, tag=True):
     """A message to the recorder: no process records any more.
 
@@ -92,7 +99,7 @@ class FinishRecording(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToRecorder = Ring | OutputAdded | RingEnded | Says | FinishRecording
+ToRecorder = Ring | OutputAdded | RingEnded | Says | Announced | FinishRecording
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):

@@ -35,7 +35,9 @@ from megatron_recover.observe.files import LOGS
 from megatron_recover.trace import ring
 
 _LAUNCHER = -1
-"""Replica number of the launcher in the trace."""
+"""Replica number of the launcher, and of the coordinator, in the trace."""
+_COORDINATOR = 1
+"""Rank number of the coordinator there; that of the launcher is 0."""
 _MAX_WAITING = 10_000
 """Number of messages waiting for a recorder at which a new line drops the oldest message, if that
 is a line as well."""
@@ -106,10 +108,15 @@ class Recording:
 
     def record(self, event: trace.Event) -> None:
         """Record an event of the launcher. This never waits."""
-        if isinstance(event, trace.Generation):
-            self._roster = event.roster
         self._account.take(event)
         self._log.record(event)
+
+    def follow_coordinator(self, events: int) -> None:
+        """Write the events that the coordinator records in the ring with the descriptor `events`.
+
+        The descriptor is closed with the others.
+        """
+        self._adopt(events, _LAUNCHER, _COORDINATOR)
 
     def descriptors(self, replica: int, rank: int) -> dict[str, int]:
         """Return the descriptor of a new ring, by name, for a rank that is about to start."""
@@ -147,6 +154,17 @@ class Recording:
             return of(job.log_of(replica, rank), Stream.OUT | Stream.ERR)
         out = of(job.stdout_log_of(replica, rank), Stream.OUT)
         return msgspec.structs.replace(of(job.log_of(replica, rank), Stream.ERR), stdout=out)
+
+    def coordinator_ended(self) -> None:
+        """Note that the coordinator's process has ended."""
+        self.ended(_LAUNCHER, _COORDINATOR)
+
+    def announced(self, event: trace.Generation) -> None:
+        """Note a generation that the coordinator has recorded, on node 0."""
+        self._roster = event.roster
+        self._account.take(event)
+        if self._job.node:
+            self._outbox.append(messages.Announced(event))
 
     def ended(self, replica: int, rank: int) -> None:
         """Note that the process of a rank has ended."""
@@ -267,10 +285,13 @@ class Recording:
 
     def _add(self, replica: int, rank: int) -> int:
         """Create a ring and return its descriptor."""
+        return self._adopt(ring.create(level=self._job.trace_level, capacity=self._job.ring_bytes), replica, rank)
+
+    def _adopt(self, descriptor: int, replica: int, rank: int) -> int:
+        """Have the recorder read a ring; return its descriptor, which is ours to close."""
         if self._num_rings == event_store.MAX_RINGS:
             raise RuntimeError(f"more than {event_store.MAX_RINGS} processes were started in this run")
         number, self._num_rings = self._num_rings, self._num_rings + 1
-        descriptor = ring.create(level=self._job.trace_level, capacity=self._job.ring_bytes)
         self._rings[number] = _Ring(descriptor, (replica, rank))
         self._numbers[replica, rank] = number
         self._outbox.append(messages.Ring(number, replica, rank))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from megatron_recover.config import module_command
+from megatron_recover.config import inherited_environment, module_command
 
 _SHORTEST_PAUSE = 1 / 32
 """Pause after the second death in a row, as a fraction of the longest pause."""
@@ -49,7 +49,9 @@ def start(module: str, descriptors: Sequence[int], settings: msgspec.Struct) -> 
         command = [*module_command(module), *map(str, numbers), msgspec.json.encode(settings).decode()]
         inherited = [each for each in numbers if each >= 0]
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
+            process = subprocess.Popen(
+                command, env=inherited_environment(), stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited
+            )  # fmt: skip
         except OSError:
             ours.close()
             raise

@@ -10,9 +10,9 @@ as a sign of life. The coordinator takes only the answer to its beat as a leader
 Neither a beat nor its answer shows that a training thread is alive.
 
 Training needs no coordinator until something fails. From then on the replicas need the coordinator,
-which may be stopped (Ctrl-Z, SIGSTOP of the launcher). A leader then reports what it waits for, and
-the launcher's process id and state. The leader waits no longer than the one deadline that the user
-sets (INV-8). Then its replica ends, because nobody could fence a broken replica.
+whose process may be stopped (SIGSTOP). A leader then reports what it waits for, and the process id
+and state of the coordinator. The leader waits no longer than the one deadline that the user sets
+(INV-8). Then its replica ends, because nobody could fence a broken replica.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_recover import trace
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Beat, LeaderBeat, Link, frame
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import state_of
 from megatron_recover.host.speaker import Speaker
 
@@ -62,7 +63,7 @@ class CoordinatorWatch:
         self._said: str | None = None
         """Need of the replica at its last report of this silence, empty for no need. None: this
         silence was not reported."""
-        self._pid = 0
+        self._host, self._pid = "", 0
         self._is_over = False
         loop.after(deadlines.beat_s, self._look)
 
@@ -74,7 +75,7 @@ class CoordinatorWatch:
         now = self._loop.time()
         silent_s, self._heard_at = now - self._heard_at, now
         if beat is not None:
-            self._pid = beat.pid
+            self._host, self._pid = beat.host, beat.pid
         if self._said is not None:
             self._said = None
             self._tell("over", silent_s)
@@ -116,7 +117,7 @@ class CoordinatorWatch:
                 waits=self._waits_for,
                 waiting_for=where.waiting_for,
                 pid=self._pid,
-                state=state_of(self._pid),
+                state=self._state(),
             )  # fmt: skip
         )
         if phase == "over":
@@ -136,10 +137,15 @@ class CoordinatorWatch:
         Without a beat so far its process is not known.
         """
         if not self._pid:
-            return "the launcher, not heard since the start"
-        state = state_of(self._pid)
-        remedy = f": continue it with `fg` or `kill -CONT {self._pid}`" if state == "T" else ""
-        return f"the launcher, pid {self._pid}, {_STATES.get(state, 'not to be seen in /proc here')}{remedy}"
+            return "not heard since the start"
+        state = self._state()
+        remedy = f": continue it with `kill -CONT {self._pid}`" if state == "T" else ""
+        where = "" if self._host == host_name() else f" of {self._host}"
+        return f"pid {self._pid}{where}, {_STATES.get(state, 'not to be seen in /proc here')}{remedy}"
+
+    def _state(self) -> str:
+        """Return the state letter of the coordinator's process; empty if it is on another host."""
+        return state_of(self._pid) if self._host == host_name() else ""
 
 
 class LeaderWatch:

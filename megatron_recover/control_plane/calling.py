@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply
 from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, dial, largest_body
+from megatron_recover.host.addresses import parse_address
 
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
@@ -43,6 +44,9 @@ class OutgoingLink(Link):
         self.proven = False
         """True once the peer has proven itself and welcomed this end."""
         self._refused = False
+        self.refusal = ""
+        """Why the other end is not the wanted party, if a handshake has shown that. The link dials
+        again all the same."""
         self._is_dialled = False
         """True once there has been a connection."""
         super().__init__(None, largest_body(peer.role, me.role))
@@ -99,7 +103,7 @@ class OutgoingLink(Link):
         """
         self._take_socket(dial(self._address))
         self._is_dialled = True
-        port = int(self._address.rpartition(":")[2])
+        _, port = parse_address(self._address)
         self._connector = Connector(self._key, self._me, self._peer, port=port, nonce=secrets.token_bytes(NONCE_BYTES))
         self._to_say = self._connector.opening
 
@@ -127,7 +131,8 @@ class OutgoingLink(Link):
             self._refused = error.errno == errno.ECONNREFUSED
             raise LinkClosed(str(error)) from error
         except Refused as refused:
-            raise LinkClosed(str(refused)) from refused
+            self.refusal = str(refused)
+            raise LinkClosed(self.refusal) from refused
         verdict = self._connector.verdict
         if verdict is None:
             return

@@ -1,4 +1,4 @@
-"""The driver of the coordinator machine (`core/coordinator.py`): its sockets, timers and addresses.
+"""The driver of the coordinator machine (`core/coordinator.py`): its links, timers and addresses.
 
 The machine decides which replicas are in the job. The driver reaches their leaders. It keeps what
 the core does not know, such as the addresses of every replica's ranks, and since when something has
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.beats import LeaderWatch
 from megatron_recover.control_plane.encoding import Peer
-from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import (
     Announcement,
@@ -24,14 +23,12 @@ from megatron_recover.control_plane.wire import (
     LeaderHello,
     Link,
     Message,
-    address_of,
     frame,
-    listen,
 )
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT
+from megatron_recover.host.addresses import host_name
 
 
 def announcements(
@@ -56,21 +53,22 @@ class CoordinatorDriver:
         self,
         policy: machine.MembershipSettings,
         *,
-        key: bytes,
         loop: Loop,
         timers_s: Mapping[machine.Setting, float],
         record: Callable[[trace.Event], None],
         fence: Callable[[int], None],
         on_end: Callable[[int, str], None],
+        on_generation: Callable[[values.NewGeneration], None] = lambda new: None,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """Listen for leaders on a free port (`host.addresses`).
+        """Wait for leaders; `accept` takes their links.
 
-        - `key` is the job's; leaders have to prove that they hold it.
         - `timers_s` has the seconds of every `core.coordinator.Setting`.
         - `fence(replica)` begins to kill a replica.
         - `on_end(exit_code, reason)` is called once, after the leaders were sent `Stop`.
+        - `on_generation(new)` is called after the leaders were sent a new generation.
         """
+        self._on_generation = on_generation
         self._loop, self._timers_s, self._record, self._fence, self._on_end = loop, timers_s, record, fence, on_end
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
@@ -82,16 +80,6 @@ class CoordinatorDriver:
         self._asked: dict[int, int] = {}
         """Replica -> newest generation in which its leader made a request. The leader's answer to a
         beat repeats a request that may have been lost."""
-        listener = listen(ANY_PORT)
-        self.address = address_of(listener)
-        """Address (host:port) at which leaders reach the coordinator."""
-        self._gate = Gate(
-            loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
-            expects=lambda: not self._state.generation,  # later no leader connects
-            report=lambda name, number: record(
-                trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
-            ),
-        )  # fmt: skip
 
     @property
     def generation(self) -> int:
@@ -102,6 +90,12 @@ class CoordinatorDriver:
         """Feed the machine the loss of a replica. The same replica may be reported twice."""
         self._notice()
         self._step(machine.ReplicaLost(loss))
+
+    def lost_together(self, losses: Sequence[values.Loss]) -> None:
+        """Feed the machine the losses of all replicas of a node."""
+        self._notice()
+        for loss in losses:
+            self._step(machine.ReplicaLost(loss))
 
     def failing(self, failing: values.ReplicaFailing) -> None:
         """Feed the machine the microbatches that the agent found in work (a crash or a hang).
@@ -126,18 +120,14 @@ class CoordinatorDriver:
         """Note that the processes of all replicas were started."""
         self._step(machine.Launched())
 
-    def close(self) -> None:
-        """Stop listening. The links belong to the loop."""
-        self._gate.close()
-
     # --- From the leaders ------------------------------------------------------------------------
 
-    def _admits(self, peer: Party, wanted: Party) -> bool:
-        """Return whether `peer` is a leader of this job that wants the coordinator."""
-        known = peer.role is Role.LEADER and peer.replica < self._state.policy.num_replicas and peer.rank == 0
-        return known and wanted == Party(Role.COORDINATOR)
+    def admits(self, peer: Party) -> bool:
+        """Return whether `peer` is a leader of this job."""
+        return peer.role is Role.LEADER and peer.replica < self._state.policy.num_replicas and peer.rank == 0
 
-    def _accept(self, link: Link, peer: Party) -> None:
+    def accept(self, link: Link, peer: Party) -> None:
+        """Take the link of a leader that `admits` has admitted."""
         self._loop.watch(
             link, lambda link, message: self._introduced(peer.replica, link, message), lambda link, why: None
         )  # fmt: skip
@@ -191,7 +181,7 @@ class CoordinatorDriver:
         state = self._state
         missing = state.roster if state.generation else range(state.policy.num_replicas)
         here = state.entered if state.generation else [hello.replica for hello in state.hellos]
-        return Beat(os.getpid(), state.generation, state.step, tuple(each for each in missing if each not in here))
+        return Beat(host_name(), os.getpid(), state.generation, state.step, tuple(each for each in missing if each not in here))
 
     # --- The machine -----------------------------------------------------------------------------
 
@@ -230,6 +220,7 @@ class CoordinatorDriver:
         for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
             self._loop.put(self._links[replica], framed)
         self._announced |= set(new.roster)
+        self._on_generation(new)
 
     def _arm(self, timer: str, seconds: float) -> None:
         self._loop.after(seconds, lambda: self._step(machine.TimerFired(timer)))

@@ -204,7 +204,7 @@ class PackedPeers(Value, frozen=True):
     """Addresses that are not `host:port`, unchanged."""
 
 
-_ADDRESS = re.compile(r"([^:/]*):([1-9][0-9]{0,4})")
+_ADDRESS = re.compile(r"([^:/]*|\[[^\]/]*\]):([1-9][0-9]{0,4})")
 MAX_ADDRESSES = 2**21
 """Largest number of addresses in one announcement: 1000 replicas of 2000 ranks."""
 

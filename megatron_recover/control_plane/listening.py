@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 
 from megatron_recover.config import inherited_descriptor
-from megatron_recover.control_plane.wire import address_of
+from megatron_recover.host.addresses import address_of
 
 LEADER = "leader"
 """Name under which rank 0 inherits the listening socket of its replica's leader."""

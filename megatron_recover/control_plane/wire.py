@@ -31,8 +31,10 @@ from megatron_recover.control_plane.encoding import (
     unpacked_status,
     unpacked_statuses,
 )
+from megatron_recover.control_plane.node_messages import FromAgent, ToAgent
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
+from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address
 
 FORMAT_VERSION = 1
 MAX_BODY_BYTES = 64 * 2**20
@@ -48,7 +50,10 @@ _READ_BYTES = 2**20
 """Bytes that a single call reads from a link at most, before the loop serves the other links."""
 MAX_QUEUED_BYTES = 2 * MAX_BODY_BYTES
 """Bytes queued at most for a peer that does not read. A message beyond that closes the link."""
-_LARGEST_BODIES = {(Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.RANK, Role.LEADER): 16 * 2**20}
+_LARGEST_BODIES = {
+    (Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.AGENT, Role.COORDINATOR): 4 * 2**20,
+    (Role.RANK, Role.LEADER): 16 * 2**20,
+}  # fmt: skip
 
 
 def largest_body(sender: Role, receiver: Role) -> int:
@@ -146,8 +151,10 @@ class Beat(Value, frozen=True):
     The coordinator sends one every `Deadlines.beat_s` if the leader has answered the one before.
     """
 
+    host: str
+    """Name of the coordinator's host."""
     pid: int
-    """Process id of the coordinator."""
+    """Process id of the coordinator on that host."""
     generation: values.Generation
     step: int
     """The highest step that any leader has reported as its first uncommitted one."""
@@ -183,7 +190,7 @@ def frame(message: Message) -> bytes:
 
 
 Message = (
-    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat
+    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat | FromAgent | ToAgent
     | values.Plan | values.Close | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.RankBlocked | values.RankFailing | values.RankFinished
     | values.Vote | values.Votes | values.Status | values.Statuses
@@ -359,13 +366,13 @@ def dial(address: str) -> socket.socket:
     Raises `LinkClosed` if the connection is refused at once, and `CannotDial` if it fails at once
     for any other reason.
     """
-    host, _, port = address.rpartition(":")
+    host, port = parse_address(address)
     try:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection = socket.socket(family_of(host), socket.SOCK_STREAM)
     except OSError as error:
         raise CannotDial(f"cannot connect ({error.strerror}); raise `ulimit -n`") from error
     connection.setblocking(False)
-    code = connection.connect_ex((host, int(port)))
+    code = connection.connect_ex((host, port))
     if code not in (0, errno.EINPROGRESS):
         connection.close()
         if code == errno.ECONNREFUSED:
@@ -374,29 +381,24 @@ def dial(address: str) -> socket.socket:
     return connection
 
 
-def listen(address: str) -> socket.socket:
+def listen(address: str, ports: Ports | None = None) -> socket.socket:
     """Return a non-blocking socket that listens at `host:port`.
 
-    The kernel chooses the port if it is 0 (see `address_of`). Raises OSError if the port is taken.
+    Port 0 stands for a free port of `ports`, or one that the kernel chooses (`bind_free`;
+    `addresses.address_of` returns it). Raises OSError if the port is taken.
     """
-    host, _, port = address.rpartition(":")
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        if int(port):
-            # The option allows a port that was in use a moment ago. It is not set for port 0:
-            # between `bind` and `listen` another user's socket with this option could bind the same
-            # port and listen first.
+    host, port = parse_address(address)
+    if not port:
+        listener = bind_free(host, ports)
+    else:
+        listener = socket.socket(family_of(host), socket.SOCK_STREAM)
+        try:
+            # The option allows a port that was in use a moment ago.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, int(port)))
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
+            listener.bind((host, port))
+            listener.listen(socket.SOMAXCONN)
+        except OSError:
+            listener.close()
+            raise
     listener.setblocking(False)
     return listener
-
-
-def address_of(bound: socket.socket) -> str:
-    """Return `host:port` of a bound socket."""
-    host, port = bound.getsockname()[:2]
-    return f"{host}:{port}"

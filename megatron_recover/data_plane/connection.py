@@ -19,6 +19,7 @@ from collections import deque
 
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply, Role
 from megatron_recover.data_plane.transport import PeerAhead, PeerLost
+from megatron_recover.host.addresses import family_of, parse_address
 
 WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
@@ -166,7 +167,7 @@ def connect(address: str, key: bytes, role: Role, *, generation: int, me: int, p
     `role` is DATA to send and receive, WATCH to notice the end of the peer, or ECHO to probe.
     Raises the errors of `dial`.
     """
-    port = int(address.rpartition(":")[2])
+    _, port = parse_address(address)
     parties = Party(role, me, rank), Party(Role.ECHO if role is Role.ECHO else Role.DATA, peer, rank)
     connector = Connector(key, *parties, port=port, nonce=secrets.token_bytes(NONCE_BYTES), generation=generation)
     return Connection(peer, dial(address, peer), connector)
@@ -179,13 +180,13 @@ def dial(address: str, peer: int) -> socket.socket:
     the connection cannot be begun here, for instance without a free descriptor, memory or local
     port.
     """
-    host, _, port = address.rpartition(":")
+    host, port = parse_address(address)
     try:
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(family_of(host), socket.SOCK_STREAM)
     except OSError as error:
         raise CannotDial(f"cannot connect to replica {peer} ({error.strerror}); raise `ulimit -n`") from error
     sock.setblocking(False)
-    code = sock.connect_ex((host, int(port)))
+    code = sock.connect_ex((host, port))
     if code not in (0, *WOULD_BLOCK):
         sock.close()
         if code == errno.ECONNREFUSED:

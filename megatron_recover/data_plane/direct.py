@@ -35,7 +35,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import threading
 import time
 import weakref
@@ -61,14 +60,14 @@ from megatron_recover.data_plane.transport import (
 )
 from megatron_recover.data_plane.writing import WriteGate
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import HOST
+from megatron_recover.host.addresses import HOST, Ports, address_of, bind_free
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class DirectEndpoint:
-    """A rank's TCP listener on `host`, at a port that the kernel chooses. Address: `host:port`.
+    """A rank's TCP listener at a free port of `host`. Address: `host:port`.
 
     Peers prove the job's key, their replica, and that they are ranks of the same position. No
     thread accepts connections: they wait in the kernel until a transport of this endpoint is inside
@@ -84,19 +83,16 @@ class DirectEndpoint:
         rank: int,
         deadlines: Deadlines | None = None,
         report: ReportStrangers = lambda name, number: None,
+        ports: Ports | None = None,
     ) -> None:
         """Listen on `host`. `key` is the job's; `rank` is this rank's position in its replica.
 
         `deadlines`: how long the parts of a call may last. `report`: see `Admission`; called in the
-        thread of a call or of `close`.
+        thread of a call or of `close`. `ports`: see `bind_free`.
         """
         self.deadlines = deadlines or Deadlines.of()
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        # `socket.create_server` would set SO_REUSEADDR, with which another user could listen on the
-        # port first.
-        listener.bind((host, 0))
-        listener.listen(socket.SOMAXCONN)
-        self.address = f"{host}:{listener.getsockname()[1]}"
+        listener = bind_free(host, ports)
+        self.address = address_of(listener)
         self._key, self._rank = key, rank
         self._arrivals = Arrivals(listener, key, rank, report)
         self._lock = threading.Lock()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from megatron_recover.authentication.admission import PAUSE_S, Admission, Report
 from megatron_recover.authentication.handshake import Party, Reply, Role
 from megatron_recover.data_plane.connection import REDIAL_S, CannotDial, Connection, EndedUnproven, connect
 from megatron_recover.data_plane.transport import PeerLost
+from megatron_recover.host.addresses import Ports, address_of, bind_free
 
 
 class EchoServer:
@@ -31,16 +31,23 @@ class EchoServer:
     A forked child closes the sockets at once.
     """
 
-    def __init__(self, host: str, key: bytes, rank: int, report: ReportStrangers = lambda name, number: None) -> None:
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        rank: int,
+        report: ReportStrangers = lambda name, number: None,
+        *,
+        ports: Ports | None = None,
+    ) -> None:
         """Listen on a free port of `host`, as the rank at position `rank` of its replica.
 
         Start the thread. `key` is the job's. `report`: see `Admission`; called in the thread.
+        `ports`: see `bind_free`.
         """
         self._rank = rank
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((host, 0))  # without SO_REUSEADDR, as in `DirectEndpoint`
-        listener.listen(socket.SOMAXCONN)
-        self.address = f"{host}:{listener.getsockname()[1]}"
+        listener = bind_free(host, ports)
+        self.address = address_of(listener)
         """The address, in the form that `connection.dial` accepts."""
         self.admission = Admission(listener, key, "echo", report)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

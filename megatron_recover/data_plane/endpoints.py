@@ -12,7 +12,7 @@ from megatron_recover.data_plane.direct import DirectEndpoint, DirectTransport
 from megatron_recover.data_plane.echo import EchoServer, unreachable
 from megatron_recover.data_plane.transport import Endpoint, Operand, Transport
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import HOST
+from megatron_recover.host.addresses import HOST, Ports
 
 TransportKind = Literal["auto", "direct", "gloo", "nccl"]
 
@@ -26,6 +26,8 @@ def open_endpoint(
     device: str = "cpu",
     deadlines: Deadlines | None = None,
     report: ReportStrangers = lambda name, number: None,
+    host: str = HOST,
+    ports: Ports | None = None,
 ) -> Endpoint:
     """Return a rank's endpoint on the data plane, whose address is to be published to its peers.
 
@@ -37,6 +39,8 @@ def open_endpoint(
     - `device`: the device of the tensors (``cpu`` or ``cuda``).
     - `deadlines`: how long the parts of a call may last.
     - `report`: see `Admission`. Any thread may call it.
+    - `host`: the address of this node at which peers reach this rank.
+    - `ports`: see `bind_free`. gloo and NCCL listen on further ports, which they choose themselves.
 
     Raises ValueError if the kind is unknown or cannot serve the device, and as `nccl.load` does.
     """
@@ -46,24 +50,29 @@ def open_endpoint(
     if (chosen == "nccl") != on_cuda:
         remedy = "nccl" if on_cuda else "direct"
         raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
-    direct = functools.partial(DirectEndpoint, HOST, key=key, rank=rank, deadlines=deadlines, report=report)
+    direct = functools.partial(DirectEndpoint, host, key=key, rank=rank, deadlines=deadlines, report=report, ports=ports)
     if chosen == "direct":
         return direct()
     if chosen == "gloo":
         from megatron_recover.data_plane.gloo import GlooTransport
 
         return RendezvousEndpoint(
-            HOST,
+            EchoServer(host, key, rank, report, ports=ports),
             direct(),
-            lambda direct, unreachable: GlooTransport(direct, deadlines, host=HOST, unreachable=unreachable),
-            key=key, rank=rank, report=report,
+            lambda direct, unreachable: GlooTransport(direct, deadlines, host=host, unreachable=unreachable),
+            key=key, rank=rank,
         )  # fmt: skip
     if chosen == "nccl":
         from megatron_recover.data_plane import nccl
 
         sums = nccl.Sums(nccl.load(), deadlines, has_own_collectives=num_ranks > 1)
         return RendezvousEndpoint(
-            HOST, direct(), sums.transport, key=key, rank=rank, report=report, overlap_refusal=sums.overlap_refusal
+            EchoServer(host, key, rank, report, ports=ports),
+            direct(),
+            sums.transport,
+            key=key,
+            rank=rank,
+            overlap_refusal=sums.overlap_refusal,
         )
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
 
@@ -76,16 +85,15 @@ class RendezvousEndpoint:
 
     def __init__(
         self,
-        host: str,
+        echo: EchoServer,
         direct: DirectEndpoint,
         transport: Callable[[DirectTransport, Callable[[], tuple[int, ...]]], Transport],
         *,
         key: bytes,
         rank: int,
-        report: ReportStrangers,
         overlap_refusal: Callable[[int, Collection[Operand]], str] = lambda generation, operands: "",
     ) -> None:
-        """Listen on `host` for probes. `close` also closes the endpoint `direct`.
+        """Join both ends. `echo` answers probes. `close` also closes `echo` and `direct`.
 
         `transport(direct, unreachable)` makes one generation's transport. The new transport owns
         its argument `direct`, the direct transport of that generation. `unreachable()` probes the
@@ -94,7 +102,7 @@ class RendezvousEndpoint:
         self.overlap_refusal = overlap_refusal
         self._direct = direct
         self._key, self._rank = key, rank
-        self._echo = EchoServer(host, key, rank, report)
+        self._echo = echo
         self._transport = transport
         self._current: Transport | None = None
         self.address = f"{self._direct.address} {self._echo.address}"

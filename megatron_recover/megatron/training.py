@@ -503,7 +503,7 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
 
     return open_endpoint(
         config.transport, key=key, rank=context.rank, num_ranks=context.num_ranks, device=device,
-        deadlines=config.deadlines, report=report,
+        deadlines=config.deadlines, report=report, host=context.address, ports=context.ports,
     )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from megatron_recover.control_plane import wire
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, LinkClosed, PeerHello, address_of, listen
+from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, LinkClosed, PeerHello, listen
+from megatron_recover.host.addresses import address_of
 from tests.cluster.strangers import raise_descriptor_limit
 from tests.control_plane.partners import KEY, PATIENCE_S, call
 

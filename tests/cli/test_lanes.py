@@ -102,7 +102,7 @@ def test_only_a_job_whose_size_is_open_is_measured(
     see(monkeypatch, *[-(-needs(2) * 10 // 9)] * 8)
     (script := tmp_path / "s.py").touch()
     ours, command = split([*line.split(), "--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split()], run._parser())
-    job, _ = run._job(run._parser().parse_args(ours), command)
+    job, _, _ = run._job(run._parser().parse_args(ours), command)
     assert (job.num_replicas, job.layout.lanes) == expected
     told = capsys.readouterr().err
     assert ("2 lanes a replica, the fewest that fit" in told) == (expected == (2, 2))

@@ -120,10 +120,9 @@ def test_what_changes_nothing_is_told_in_one_line_each() -> None:
 
 def test_a_mistake_in_a_variable_names_the_variable() -> None:
     with pytest.raises(ValueError) as refusal:
-        read("--node-rank 1", PET_NNODES="2", PET_NPROC_PER_NODE="many", PET_NODE_RANK="2")
+        read("--node-rank 3", PET_NNODES="2", PET_NPROC_PER_NODE="many", PET_NODE_RANK="2")
     assert str(refusal.value).splitlines() == [
-        "--nnodes (PET_NNODES of the environment) is 2; a job has one node for now: give --nnodes 1",
-        "--node-rank is 1; a job has one node for now: give --node-rank 0",
+        "--node-rank is 3, and --nnodes is 2; give a number from 0 to 1, or leave it out",
         "--nproc-per-node (PET_NPROC_PER_NODE of the environment) is many; give a number of at least 1, gpu, cpu or auto",
     ]
 
@@ -168,16 +167,14 @@ def test_binding_is_near_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("--nnodes 2", "--nnodes is 2; a job has one node for now: give --nnodes 1"),
-        ("--nnodes 1:4", "--nnodes is 1:4; a job has one node for now: give --nnodes 1"),
-        ("--node-rank 1", "--node-rank is 1; a job has one node for now: give --node-rank 0"),
+        ("--nnodes few", "--nnodes is few; give a number of nodes, N or MIN:MAX, such as 4 or 2:4"),
+        ("--node-rank 1", "--node-rank is 1, and --nnodes is 1; give 0, or leave it out"),
         ("--nproc-per-node 0", "--nproc-per-node is 0; give a number of at least 1, gpu, cpu or auto"),
         ("--nproc-per-node many", "--nproc-per-node is many; give a number of at least 1, gpu, cpu or auto"),
-        ("--rdzv-backend etcd", "--rdzv-backend etcd is not supported; leave it out: all processes are on this node, and they "
-         "meet without an address"),
+        ("--rdzv-backend etcd", "--rdzv-backend etcd is not supported; give c10d or static, or leave it out on one node"),
         ("--no-python", "--no-python is not supported: the training script has to be Python; leave it out"),
         ("--virtual_local_rank --nnodes 3", "--virtual-local-rank is not supported: LOCAL_RANK picks the device of a rank; "
-         "leave it out\n--nnodes is 3; a job has one node for now: give --nnodes 1"),
+         "leave it out"),
         ("--tee 4", "--tee is 4; give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of these by rank, such as 0:1,1:3"),
         ("-r 0:1,", "--redirects is 0:1,; give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of these by rank, such as "
          "0:1,1:3"),
@@ -205,13 +202,13 @@ def test_what_cannot_be_had_is_refused_with_the_remedy(line: str, expected: str,
 def test_flags_that_do_not_suit_the_job_are_refused() -> None:
     line = read("--tee 0:1,4:3 --local-ranks-filter 3 --shutdown-timeout 61")
     with pytest.raises(ValueError) as refusal:
-        launch_line.judge(line, num_processes=4, deadline_s=60.0)
+        launch_line.judge(line, num_processes=4, config=RecoverConfig(deadline_s=60.0))
     assert str(refusal.value).splitlines() == [
         "--redirects, --tee or --local-ranks-filter names rank 4; the ranks of this job are 0 to 3, counted over all replicas",
         "--shutdown-timeout (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT of the environment) is 61; it must be at most "
         "--recover-deadline-s (60), after which a job that does not end is ended in any case",
     ]  # fmt: skip
-    launch_line.judge(line, num_processes=5, deadline_s=61.0)
+    launch_line.judge(line, num_processes=5, config=RecoverConfig(deadline_s=61.0))
 
 
 @pytest.mark.parametrize("text", ["gpu", "auto"])
@@ -231,7 +228,7 @@ def test_processes_that_follow_the_machine_are_its_cores_where_there_is_no_gpu(m
 
 def size(line: str, flags: str) -> tuple[int, int]:
     arguments = run._parser().parse_args(line.split())
-    return run._size(arguments, launch_line.read(arguments, {}), flags.split())
+    return run._size(arguments, run._slots(launch_line.read(arguments, {}), None), flags.split())
 
 
 @pytest.mark.parametrize(
@@ -363,7 +360,7 @@ def test_where_no_links_can_be_made_nothing_is_left_and_the_folder_of_the_links_
         argv=("train.py",), num_replicas=2, layout=Layout(tp=1, pp=1), config=RecoverConfig(),
         run_dir=create_run_dir(tmp_path / "run"), log_links=claim_log_links(tmp_path / "logs", "none"),
     )  # fmt: skip
-    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, ""))
+    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, "", None))
 
     def symlink_to(self: Path, target: Path) -> None:
         raise OSError(kind, os.strerror(kind), str(target), None, str(self))

@@ -44,7 +44,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
         argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
         run_dir=create_run_dir(tmp_path / "run"),
     )  # fmt: skip
-    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, ""))
+    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, "", None))
     return job
 
 
@@ -140,7 +140,7 @@ def test_a_refused_run_empties_a_folder_that_was_there_and_leaves_it(
     elsewhere.mkdir()
     (elsewhere / "precious").touch()
     (job.run_dir / "of somebody").symlink_to(elsewhere)
-    monkeypatch.setattr(run, "_job", lambda arguments, command: (msgspec.structs.replace(job, run_dir=link), ""))
+    monkeypatch.setattr(run, "_job", lambda arguments, command: (msgspec.structs.replace(job, run_dir=link), "", None))
     ends(monkeypatch, ExitCode.BAD_INPUT)
     assert run.main(["--run-dir", str(link), *COMMAND]) == ExitCode.BAD_INPUT
     assert link.is_symlink() and [*link.iterdir()] == [] and (elsewhere / "precious").exists()

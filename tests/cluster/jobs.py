@@ -11,17 +11,26 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.cluster.job import Job, RankStart, create_run_dir
+from megatron_recover.authentication.key import key_of_several
+from megatron_recover.cluster.job import Job, RankStart, claim_folder, create_run_dir
+from megatron_recover.cluster.joining import Place
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.meeting import Meeting
+from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.config import RecoverConfig
+from megatron_recover.control_plane.node_messages import ReplicaGone
+from megatron_recover.core.placement import place
 from megatron_recover.core.values import Loss, LossKind
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault
+from megatron_recover.observe.files import LOGS
 from megatron_recover.observe.follow.tail import Tail
 from megatron_recover.observe.verify.check import check, describe
 from tests import forks
@@ -69,6 +78,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shutdown_s: int | None = None
     on_event: tuple[str, ...] = ()
     """Words of the command that gets notices; empty: the job has no monitor."""
+    meeting: Meeting | None = None
+    """How its nodes meet; None: it has one. `replicas x ranks` is the size of the whole job."""
+    slots: int = 0
+    """Number of ranks of this node, with a meeting."""
+    key_file: str = ""
+    """File with the key of the job, with a meeting."""
     hasty: bool = False
     """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
 
@@ -157,7 +172,7 @@ class _Hasty(Launcher):
                 self._awake.add(author)
             if isinstance(event, trace.Fault) and event.until is not None:
                 self._overdue[event.replica] = None
-                self._membership.lost(Loss(event.replica, LossKind.SUSPECTED, "it is frozen"))
+                self._send(ReplicaGone(Loss(event.replica, LossKind.SUSPECTED, "it is frozen")))
             elif isinstance(event, trace.Thawed):  # the trace is late itself: what counts is what comes after this
                 self._overdue[event.replica] = self._step + self.LATE
             elif isinstance(event, trace.Applied):
@@ -192,18 +207,41 @@ def main() -> int:
         "sums_dir": spec.sums_dir,
     }
     os.chdir(ROOT)
+    others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time
+    deadlines = msgspec.structs.replace(spec.config.deadlines, **others)
+    joined, in_job = _joined(spec, deadlines)
     job = Job(
         argv=(spec.script, json.dumps(settings), *("x" * 1000,) * spec.num_arguments),
         num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
-        config=spec.config, run_dir=create_run_dir(Path(spec.run_dir)), faults=spec.faults,
+        config=spec.config, faults=spec.faults, **in_job,
         trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
         rank_start=spec.rank_start, signals=spec.signals, shutdown_s=spec.shutdown_s,
         preload=("torch", "megatron_recover.data_plane.direct", "megatron_recover.control_plane.rank_driver"),
     )  # fmt: skip
-    others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time
-    deadlines = msgspec.structs.replace(spec.config.deadlines, **others)
     wanted = Wanted(on_event=spec.on_event) if spec.on_event else None
-    return (_Hasty if spec.hasty else Launcher)(job, deadlines=deadlines, wanted=wanted).run()
+    return (_Hasty if spec.hasty else Launcher)(job, deadlines=deadlines, wanted=wanted, joined=joined).run()
+
+
+def _joined(spec: Spec, deadlines: Deadlines) -> tuple[Joined | None, dict[str, Any]]:
+    """Meet the other nodes, if there are any; return the place of this one, and what follows for its job."""
+    if spec.meeting is None:
+        return None, {"run_dir": create_run_dir(Path(spec.run_dir))}
+    here = Place(spec.meeting, deadlines)
+    joined = here.join(
+        key=key_of_several(Path(spec.key_file)), level=spec.trace_level, slots=spec.slots,
+        run_dir=lambda: create_run_dir(Path(spec.run_dir)), run_id="toy", alike=(), ignored=spec.signals,
+    )  # fmt: skip
+    met = joined.met
+    assert met is not None
+    folder = Path(met.run_dir)
+    if met.you:
+        folder = claim_folder(folder / "nodes" / str(met.you), LOGS)
+    slots = [node.slots for node in met.nodes]
+    placement = place(slots, num_replicas=spec.replicas, num_ranks=spec.ranks)
+    return joined, {
+        "run_dir": folder, "node": met.you, "nodes": met.nodes, "placement": placement, "address": here.address,
+        "ports": spec.meeting.ports,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -39,11 +39,13 @@ class Running:
         self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
         children = {each.name(): each for each in psutil.Process(self.launcher.pid).children()}
         self.recorder, self.monitor = children.pop("recorder"), children.pop("monitor", None)
+        self.coordinator = children.pop("coordinator")
         [self.server] = children.values()
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        return [each for each in self.processes if each not in (self.server, self.recorder, self.monitor)]
+        others = (self.server, self.recorder, self.monitor, self.coordinator)
+        return [each for each in self.processes if each not in others]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         until_files(condition, what, Path(self.spec.sums_dir or self.spec.run_dir), self.output.parent)
@@ -61,7 +63,7 @@ class Running:
         return Outcome(self.spec, code, self.output.read_text())
 
     def assert_nothing_left(self) -> None:
-        assert len(self.processes) == 2 + bool(self.monitor) + self.spec.replicas * self.spec.ranks
+        assert len(self.processes) == 3 + bool(self.monitor) + self.spec.replicas * self.spec.ranks
         until_ended(self.processes)
 
     def close(self) -> None:

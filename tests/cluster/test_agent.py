@@ -104,7 +104,8 @@ def test_the_recorder_inherits_all_descriptors_that_the_system_allows(monkeypatc
 @pytest.mark.parametrize("num_left", [0, 1], ids=["for the store", "for the output"])
 def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_path: Path, num_left: int) -> None:
     launcher = Launcher.__new__(Launcher)
-    launcher._job = SimpleNamespace(num_ranks=1, argv=("train.py",))
+    launcher._job = SimpleNamespace(slots=lambda replica: {0: 0}, argv=("train.py",))
+    launcher._leaders = {0: "127.0.0.1:1"}
     launcher._recording = SimpleNamespace(
         descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: create(tmp_path / "rank.log")
     )

@@ -19,7 +19,7 @@ from megatron_recover.control_plane.wire import Announcement, LeaderHello, Messa
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello, Loss, LossKind, ReplicaBlocked
-from tests.control_plane.partners import KEY, PATIENCE_S, call
+from tests.control_plane.partners import PATIENCE_S, call, gate_of
 
 pytestmark = pytest.mark.timeout(240)
 COORDINATOR = Party(Role.COORDINATOR)
@@ -32,14 +32,15 @@ class Town:
         self.loop = Loop()
         self.events: list[trace.Event] = []
         self.membership = CoordinatorDriver(
-            MembershipSettings(num_replicas=3), key=KEY, loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0),
+            MembershipSettings(num_replicas=3), loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0),
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip
+        self.gate, self.address = gate_of(self.membership, self.loop)
         self.closed: list[Party] = []
         self.heard: list[tuple[Party, Message]] = []
 
     def call(self, me: Party, said: Hello, peer: int | None = None) -> OutgoingLink:
-        link = call(self.membership.address, me, COORDINATOR, patience_s=0.05)
+        link = call(self.address, me, COORDINATOR, patience_s=0.05)
         self.loop.watch(link, lambda link, message: self.heard.append((me, message)), lambda link, why: self.closed.append(me))
         self.loop.send(link, LeaderHello(said, Peer(said.replica if peer is None else peer, "a:1", ("b",))))
         return link
@@ -62,7 +63,7 @@ SETTINGS = typing.get_args(Setting)
 def town() -> Iterator[Town]:
     made = Town()
     yield made
-    made.membership.close()
+    made.gate.close()
     made.loop.close()
 
 
@@ -103,15 +104,15 @@ def test_a_request_of_a_generation_that_is_over_does_not_start_the_clock_of_the_
 def test_a_coordinator_rests_from_strangers_once_the_job_has_started(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before that it expects leaders, and accepts without a rest."""
     monkeypatch.setattr(admission, "REST_S", 1000.0)
-    host, _, port = town.membership.address.rpartition(":")
+    host, _, port = town.address.rpartition(":")
 
     def strangers_come() -> int:
         for _ in range(40):
             strangers.append(socket.create_connection((host, int(port))))
-        before = len(town.membership._gate.admission.unproven)
+        before = len(town.gate.admission.unproven)
         for _ in range(20):
             town.loop.run_once(0.0)
-        return len(town.membership._gate.admission.unproven) - before
+        return len(town.gate.admission.unproven) - before
 
     strangers: list[socket.socket] = []
     assert strangers_come() == 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_recover.cluster.environment import HEARTBEAT, environment_of_workers, environment_warnings
+from megatron_recover.cluster.environment import HEARTBEAT, environment_of_workers, environment_warnings, nccl_line
 from megatron_recover.cluster.job import sharing_a_gpu
 from megatron_recover.config import NCCL_ORDER
 from megatron_recover.deadlines import Deadlines
@@ -53,3 +53,38 @@ def test_ranks_that_share_a_gpu_have_hosts_of_their_own_and_only_sockets() -> No
     one, other = sharing_a_gpu(0), sharing_a_gpu(1)
     assert one["NCCL_HOSTID"] != other["NCCL_HOSTID"]
     assert one["NCCL_NET"] == "Socket" and one["NCCL_SHM_DISABLE"] == one["NCCL_P2P_DISABLE"] == "1"
+
+
+def test_gloo_listens_where_this_node_is_reached_unless_the_user_says_where() -> None:
+    assert environment_of_workers({}, DEADLINES, on_gpus=False)["GLOO_SOCKET_IFNAME"] == "lo"
+    several = environment_of_workers({}, DEADLINES, on_gpus=True, interface="eth7")
+    assert several["GLOO_SOCKET_IFNAME"] == "eth7" and "NCCL_SOCKET_IFNAME" not in several
+    users = environment_of_workers({"GLOO_SOCKET_IFNAME": "ib0"}, DEADLINES, on_gpus=False, interface="eth7")
+    assert users["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+KNOWN = {"docker0": ("172.17.0.1",), "eth0": ("10.0.0.5", "fd00::5"), "ib0": ("10.1.0.5",), "lo": ("127.0.0.1", "::1")}
+
+
+@pytest.mark.parametrize(
+    ("variable", "left_out", "address", "expected"),
+    [
+        (None, (), "10.1.0.5", "NCCL takes ib0 by its own rule (NCCL_SOCKET_IFNAME is not set)"),
+        (None, (), "fd00::5", "NCCL takes ib0 by its own rule (NCCL_SOCKET_IFNAME is not set); this node's address fd00::5 is "
+         "on eth0: if NCCL connects nowhere, set NCCL_SOCKET_IFNAME=eth0"),
+        (None, ("ib0",), "10.0.0.5", "NCCL takes eth0 by its own rule (NCCL_SOCKET_IFNAME is not set)"),
+        (None, ("ib0", "eth0"), "127.0.0.1", "NCCL takes docker0 by its own rule (NCCL_SOCKET_IFNAME is not set); this node's "
+         "address 127.0.0.1 is on lo: if NCCL connects nowhere, set NCCL_SOCKET_IFNAME=lo"),
+        (None, ("ib0", "eth0", "docker0"), "127.0.0.1", "NCCL takes lo by its own rule (NCCL_SOCKET_IFNAME is not set)"),
+        ("eth", (), "10.0.0.5", "NCCL takes eth0 by its own rule (NCCL_SOCKET_IFNAME is eth)"),
+        ("=eth0,ib0", (), "10.0.0.5", "NCCL takes eth0, ib0 by its own rule (NCCL_SOCKET_IFNAME is =eth0,ib0)"),
+        ("^lo,docker", (), "10.0.0.5", "NCCL takes eth0, ib0 by its own rule (NCCL_SOCKET_IFNAME is ^lo,docker)"),
+        ("=eth", (), "10.0.0.5", "NCCL finds no interface on this node (NCCL_SOCKET_IFNAME is =eth); give NCCL_SOCKET_IFNAME "
+         "one of docker0, eth0, ib0, lo"),
+    ],
+)  # fmt: skip
+def test_the_interface_that_nccl_takes_is_told(
+    variable: str | None, left_out: tuple[str, ...], address: str, expected: str
+) -> None:
+    known = {name: addresses for name, addresses in KNOWN.items() if name not in left_out}
+    assert nccl_line({} if variable is None else {"NCCL_SOCKET_IFNAME": variable}, known, address) == expected

@@ -18,6 +18,8 @@ from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext, RecoverConfig
 from megatron_recover.control_plane import rendezvous
+from megatron_recover.control_plane.wire import listen
+from megatron_recover.host.addresses import address_of
 from megatron_recover.trace import Layout
 
 pytestmark = pytest.mark.timeout(240)
@@ -73,7 +75,9 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
     launcher: Any = Launcher(job)
     made = launcher._node = Spawned()
     launcher._ranks = SimpleNamespace(watches=lambda replica, rank: None)
-    launcher._membership = SimpleNamespace(address="127.0.0.1:1", launched=lambda: None)
+    launcher._joined = SimpleNamespace(membership=SimpleNamespace(address="127.0.0.1:1", send=lambda message: None))
+    launcher._listeners = {replica: listen("127.0.0.1:0") for replica in range(2)}
+    launcher._leaders = {replica: address_of(listener) for replica, listener in launcher._listeners.items()}
     launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None)
     with contextlib.closing(launcher._loop):
         launcher._spawn_all()

@@ -64,7 +64,7 @@ def test_codes_of_an_agreed_end_are_known() -> None:
 def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_s: int | None) -> None:
     launcher, deadlines = Launcher.__new__(Launcher), Deadlines.of()
     launcher._ending, launcher._deadlines = None, deadlines
-    launcher._membership = SimpleNamespace(generation=int(began))
+    launcher._generation = int(began)
     launcher._job = SimpleNamespace(shutdown_s=shutdown_s)
     launcher._loop = SimpleNamespace(time=lambda: 1000.0)
     launcher._end(code, "over")

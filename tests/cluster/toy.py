@@ -68,7 +68,11 @@ class Toy:
         self.page = ProgressPage.inherited()
         key = inherited_key()
         self.member = RankDriver(
-            context, config, DirectEndpoint(key=key, rank=context.rank, deadlines=self.deadlines, report=self.report_strangers),
+            context, config,
+            DirectEndpoint(
+                context.address, key=key, rank=context.rank, deadlines=self.deadlines, report=self.report_strangers,
+                ports=context.ports,
+            ),
             key=key, record=self.log.record, faults=self.faults, page=self.page, deadlines=self.deadlines,
         )  # fmt: skip
         all_of_them = tuple(range(context.num_ranks))

@@ -9,10 +9,12 @@ from msgspec.structs import replace
 
 from megatron_recover.authentication.handshake import KEY_BYTES, Party, Role
 from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Link, Message, address_of, listen
+from megatron_recover.control_plane.wire import Link, Message, listen
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import address_of
 
 KEY = b"k" * KEY_BYTES
 """The job's key in tests that start no launcher."""
@@ -22,6 +24,17 @@ PATIENCE_S = 60.0
 def call(address: str, me: Party, peer: Party, key: bytes = KEY, patience_s: float = 10.0) -> OutgoingLink:
     """A link that proves itself as `me` to `peer`."""
     return OutgoingLink(address, key, me, peer, patience_s=patience_s)
+
+
+def gate_of(driver: CoordinatorDriver, loop: Loop) -> tuple[Gate, str]:
+    """The port at which leaders reach a coordinator without nodes, and its address."""
+    listener = listen("127.0.0.1:0")
+    gate = Gate(
+        loop, listener, KEY, Role.COORDINATOR,
+        lambda peer, wanted: driver.admits(peer) and wanted == Party(Role.COORDINATOR), driver.accept,
+        expects=lambda: not driver.generation, report=lambda name, number: None,
+    )  # fmt: skip
+    return gate, address_of(listener)
 
 
 class FakeTransport:
@@ -58,9 +71,9 @@ class FakeEndpoint:
 class Partner:
     """A listening end of the wire that the test plays, in the test's own thread, under every name that a caller wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
         self.loop = Loop()
-        listener = listen("127.0.0.1:0")
+        listener = listen(address)
         self.address = address_of(listener)
         self.received: list[Message] = []
         self.closed = False

@@ -24,8 +24,9 @@ from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello, Loss, ReplicaBlocked
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import state_of
-from tests.control_plane.partners import KEY, PATIENCE_S, call
+from tests.control_plane.partners import PATIENCE_S, call, gate_of
 
 pytestmark = pytest.mark.timeout(150)
 DEADLINES = Deadlines.of()
@@ -107,7 +108,7 @@ def test_inv_8_a_silent_coordinator_is_waited_for_until_the_deadline(watched: Wa
     assert watched.given_up == []
     watched.run(1.0)
     [reason] = watched.given_up
-    assert reason.startswith("waited 20 s for a new generation, and the coordinator (the launcher, not heard since the start)")
+    assert reason.startswith("waited 20 s for a new generation, and the coordinator (not heard since the start)")
     watched.run(50.0)
     assert len(watched.given_up) == 1
 
@@ -116,7 +117,7 @@ def test_a_coordinator_that_is_heard_is_waited_for_by_its_own_deadlines(watched:
     watched.waits = "a new generation"
     for _ in range(100):
         watched.run(2 * BEAT_S)
-        watched.watch.heard(Beat(1, 1, 0, ()))
+        watched.watch.heard(Beat("h", 1, 1, 0, ()))
     assert watched.given_up == [] and watched.told() == []
 
 
@@ -138,12 +139,12 @@ def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capfd: py
     try:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        watched.watch.heard(Beat(process.pid, 1, 0, ()))
+        watched.watch.heard(Beat(host_name(), process.pid, 1, 0, ()))
         watched.waits = "a new generation"
         watched.run(SILENT_S)
         pid = process.pid
         assert watched.watch.speaker.wait(60.0) and capfd.readouterr().err == (
-            f"megatron-recover: the coordinator (the launcher, pid {pid}, stopped: continue it with `fg` or `kill -CONT "
+            f"megatron-recover: the coordinator (pid {pid}, stopped: continue it with `kill -CONT "
             f"{pid}`) has sent nothing for 3 s; replica 0 waits for a new generation, at most 20 s\n"
         )
         [event] = watched.events
@@ -155,19 +156,20 @@ def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capfd: py
 
 
 def test_a_leader_that_does_not_answer_has_one_beat_waiting_and_is_named_once(clocked: Clocked) -> None:
-    watch = LeaderWatch(loop=clocked.loop, deadlines=DEADLINES, beat=lambda: Beat(1, 4, 9, (1,)), record=clocked.events.append)
+    beat = Beat("h", 1, 4, 9, (1,))
+    watch = LeaderWatch(loop=clocked.loop, deadlines=DEADLINES, beat=lambda: beat, record=clocked.events.append)
     ours, theirs = socket.socketpair()
     link, leader = Link(ours), Link(theirs)
     clocked.loop.watch(link, lambda link, message: None, lambda link, why: None)
     watch.watch(1, link)
-    assert list(leader.receive()) == [Beat(1, 4, 9, (1,))]
+    assert list(leader.receive()) == [Beat("h", 1, 4, 9, (1,))]
     clocked.run(100.0)
     assert clocked.told() == [("began", SILENT_S, "")]
     assert list(leader.receive()) == [], "a stopped leader would have to read them all"
     watch.answered(LeaderBeat(1, 4, 8, (0,)))
     assert clocked.told() == [("over", 100.0, "")]
     clocked.run(1.0)
-    assert list(leader.receive()) == [Beat(1, 4, 9, (1,))]
+    assert list(leader.receive()) == [Beat("h", 1, 4, 9, (1,))]
     watch.forget(1)
     clocked.run(100.0)
     assert clocked.told() == [] and list(leader.receive()) == []
@@ -182,12 +184,13 @@ class Leaders:
         self.events: list[trace.Event] = []
         timers_s = dict.fromkeys(typing.get_args(Setting), 1000.0)
         self.membership = CoordinatorDriver(
-            MembershipSettings(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
+            MembershipSettings(num_replicas=2), loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip
         self.received: list[tuple[int, Message]] = []
         coordinator = Party(Role.COORDINATOR)
-        self.links = [call(self.membership.address, Party(Role.LEADER, replica), coordinator) for replica in range(2)]
+        self.gate, address = gate_of(self.membership, self.loop)
+        self.links = [call(address, Party(Role.LEADER, replica), coordinator) for replica in range(2)]
         for replica, link in enumerate(self.links):
             self.loop.watch(
                 link, lambda link, message, replica=replica: self.received.append((replica, message)), lambda link, why: None
@@ -205,7 +208,7 @@ class Leaders:
             self.loop.run_once(0.01)
 
     def close(self) -> None:
-        self.membership.close()
+        self.gate.close()
         self.loop.close()
 
 
@@ -218,7 +221,7 @@ def leaders() -> Iterator[Leaders]:
 
 def test_the_coordinator_beats_to_its_leaders(leaders: Leaders) -> None:
     beats_of = [(replica, message) for replica, message in leaders.received if isinstance(message, Beat)]
-    assert beats_of[0] == (0, Beat(os.getpid(), 0, 0, (0, 1)))
+    assert beats_of[0] == (0, Beat(host_name(), os.getpid(), 0, 0, (0, 1)))
 
 
 def test_a_request_that_a_beat_repeats_counts_once_and_one_that_only_a_beat_has_counts(leaders: Leaders) -> None:

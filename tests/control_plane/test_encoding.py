@@ -65,7 +65,7 @@ statuses = st.builds(
     ),
     st.builds(Journal, sequences, sequences),
 )
-hosts = st.sampled_from(["127.0.0.1", "10.0.0.2", "node-7", "", "::1"])
+hosts = st.sampled_from(["127.0.0.1", "10.0.0.2", "node-7", "", "::1", "[::1]", "[fd00::7]"])
 addresses = st.one_of(
     st.builds("{}:{}/{:032x}".format, hosts, st.integers(0, 70000), st.integers(0, 2**128 - 1)),
     st.builds("{}:{}".format, hosts, st.sampled_from([1, 80, 65535, 65536, "080", "x", ""])),
@@ -100,6 +100,12 @@ def test_statuses_arrive_as_they_were(several: list[Status]) -> None:
 def test_addresses_arrive_as_they_were(several: tuple[Peer, ...]) -> None:
     travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(packed_peers(several)), type=PackedPeers)
     assert unpacked_peers(travelled) == several
+
+
+def test_addresses_of_ipv6_are_as_small_as_others() -> None:
+    """Their ports are bytes, and their host comes once: nothing is sent as text for each rank."""
+    packed = packed_peers((Peer(0, "[fd00::1]:5", ("[fd00::1]:6", "[fd00::1]:7")),))
+    assert packed.others == () and packed.hosts == (("[fd00::1]", 3),) and len(packed.ports) == 6
 
 
 def whole(hint: Any, default: object = msgspec.NODEFAULT) -> st.SearchStrategy[Any]:

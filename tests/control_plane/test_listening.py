@@ -9,11 +9,23 @@ from collections.abc import Callable
 import pytest
 
 from megatron_recover.control_plane.listening import LEADER, inherited_listener
-from megatron_recover.control_plane.wire import address_of, listen
+from megatron_recover.control_plane.wire import dial, listen
+from megatron_recover.host.addresses import address_of, parse_address
+from tests.host.test_addresses import free_range
 
 pytestmark = pytest.mark.timeout(150)
 
 HandDown = Callable[..., None]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2:0", "[::1]:0"])
+def test_a_link_reaches_a_listener_of_either_family_at_a_port_of_the_range(address: str) -> None:
+    first, last = ports = free_range(parse_address(address)[0], 2)
+    with listen(address, ports) as listener, dial(address_of(listener)) as dialled:
+        assert not listener.getblocking() and first <= parse_address(address_of(listener))[1] <= last
+        listener.setblocking(True)
+        with listener.accept()[0] as accepted:
+            assert accepted.getsockname() == dialled.getpeername()
 
 
 def test_what_connected_before_rank_0_was_there_is_served(hand_down: HandDown) -> None:

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover import trace
+from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
 from megatron_recover.control_plane.wire import Announcement, Enter, Heard, LeaderHello, RankHello
@@ -88,6 +89,15 @@ class Follower:
         self.leader.send(Stop(0, "over"))
         with contextlib.suppress(JobStopped):  # what the test itself made of it
             self.member.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2:0", "[::1]:0"])
+def test_a_rank_finds_its_leader_at_an_address_of_either_family(address: str) -> None:
+    leader = Partner(address)
+    follower = Follower(leader).joined()
+    assert leader.address.startswith(address[:-1]) and leader.greeted == [Party(Role.RANK, 1, 1)]
+    follower.close()
+    leader.close()
 
 
 @pytest.fixture

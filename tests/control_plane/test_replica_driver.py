@@ -16,7 +16,7 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane import replica_driver as leader
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
-from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, address_of, listen
+from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, listen
 from megatron_recover.core.digest import digest
 from megatron_recover.core.replica import ToCoordinator, waiting_for
 from megatron_recover.core.values import (
@@ -43,6 +43,7 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.data_plane.transport import TransportError
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import address_of
 from tests.control_plane.partners import KEY, FakeEndpoint, Partner, call
 
 pytestmark = pytest.mark.timeout(150)

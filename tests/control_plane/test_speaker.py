@@ -10,9 +10,10 @@ import pytest
 from megatron_recover.authentication.admission import Reserve
 from megatron_recover.control_plane.beats import CoordinatorWatch
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import LeaderBeat, LeaderHello, Peer, address_of, listen
+from megatron_recover.control_plane.wire import LeaderBeat, LeaderHello, Peer, listen
 from megatron_recover.core.values import ExitCode, Hello, Stop
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import address_of
 from megatron_recover.host.speaker import Speaker
 from tests.control_plane.partners import Partner
 from tests.control_plane.test_rank_driver import Follower

@@ -88,12 +88,12 @@ def test_an_end_that_repeats_itself_leaves_a_mark_and_no_other(
     """`run` with a launcher that only ends: code 2 leaves the mark with --chained only."""
     save = tmp_path / "a b"
 
-    def job(arguments: object, command: object) -> tuple[Job, str]:
+    def job(arguments: object, command: object) -> tuple[Job, str, None]:
         made = Job(
             argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
             run_dir=create_run_dir(tmp_path / "run"),
         )  # fmt: skip
-        return made, ""
+        return made, "", None
 
     launcher = SimpleNamespace(
         run=lambda: code, release_signals=lambda: None, has_begun=True, reason="of that", is_recorded=False,

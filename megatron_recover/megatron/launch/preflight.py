@@ -297,6 +297,11 @@ class Undecided:
             shape = in_chunks[0] if in_chunks and all(in_chunks) else []
         return [*found, *shape, *_num_microbatches(args, 1, 1)[1], *_length(args), *_saving(args)]
 
+    @property
+    def config(self) -> RecoverConfig:
+        """Return the flags of this project. Raises ValueError if one of them is a mistake."""
+        return recover_config(self._args)
+
     def refused(self, layout: Sized) -> list[str]:
         """Return the lines by which `preflight` refuses a layout, if `argv` has no mistakes.
 

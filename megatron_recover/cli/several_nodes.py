@@ -1,0 +1,80 @@
+"""The part of `run` for a job of several nodes: they meet before there is a job to describe."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_recover import __version__
+from megatron_recover.authentication import key as keys
+from megatron_recover.cli.launch_line import Choice
+from megatron_recover.cluster.job import Job, claim_folder, create_run_dir
+from megatron_recover.cluster.joining import Place, flags_alike, refuse
+from megatron_recover.cluster.membership import Joined
+from megatron_recover.control_plane.node_messages import Met
+from megatron_recover.core.placement import left_over_line
+from megatron_recover.megatron.launch.preflight import Undecided
+from megatron_recover.observe.files import LOGS
+
+
+def join(arguments: argparse.Namespace, line: Choice, words: Sequence[str], flags: Sequence[str]) -> tuple[Joined, str]:
+    """Meet the other nodes; return the place of this one in the job, and its address.
+
+    Mistakes that this node can find alone are found before. Raises ValueError with the remedy,
+    `NotMet` if the job ends before, and OSError.
+    """
+    if line.num_processes is None:
+        raise ValueError("the number of processes is missing; with several nodes give --nproc-per-node, as for torchrun")
+    undecided = Undecided(flags)
+    if mistakes := undecided.mistakes():
+        raise ValueError("\n".join(mistakes))
+    key = keys.key_of_several(line.nodes.key_file)
+    place = Place(line.nodes, undecided.config.deadlines)
+    joined = place.join(
+        key=key, level=arguments.trace_level, slots=line.num_processes, run_dir=lambda: create_run_dir(arguments.run_dir),
+        run_id=line.run_id, alike=tuple(_alike(arguments, line, words, flags)), ignored=line.signals,
+    )  # fmt: skip
+    return joined, place.address
+
+
+def _alike(
+    arguments: argparse.Namespace, line: Choice, words: Sequence[str], flags: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what has to be equal on all nodes, by name."""
+    yield "megatron-recover", __version__
+    yield "Python", platform.python_version()
+    yield "--nnodes", f"{line.nodes.least_nodes}:{line.nodes.most_nodes}"
+    for name in ("replicas", "lanes", "rank_start", "chaos", "trace_level"):
+        if (value := getattr(arguments, name)) is not None:
+            yield f"--{name.replace('_', '-')}", str(value)
+    yield "the script", " ".join(words)
+    if not line.is_module:
+        yield "the content of the script", hashlib.blake2b(Path(words[-1]).read_bytes(), digest_size=8).hexdigest()
+    yield from flags_alike(flags)
+
+
+def leave(joined: Joined, reason: str, flags: Sequence[str]) -> None:
+    """Tell the coordinator why this node cannot take part, which ends the job on all nodes."""
+    refuse(joined, reason, Undecided(flags).config.deadlines)
+
+
+def run_dir(met: Met) -> Path:
+    """Return this node's folder: the run directory itself on node 0, and one inside it on others.
+
+    Raises ValueError with the remedy.
+    """
+    folder = Path(met.run_dir)
+    return folder if met.you == 0 else claim_folder(folder / "nodes" / str(met.you), LOGS)
+
+
+def notes(job: Job) -> Iterator[str]:
+    """Yield what the user should know about the nodes of a job before it starts."""
+    if job.placement is None:
+        return
+    here = f"node {job.node} of {len(job.nodes)} runs {job.num_ranks_here} ranks"
+    yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
+    if job.node == 0 and (line := left_over_line(job.placement, job.num_ranks)) is not None:
+        yield line

@@ -1,0 +1,59 @@
+"""The coordinator: the process that decides which replicas form the job.
+
+The agent of the node at which all nodes meet starts it, in a session of its own. It outlives that
+agent: the other nodes go on without it. It ends when the job is over and no agent is left.
+
+`cluster.membership.Membership` runs it as ``python -P -m megatron_recover.cluster.coordinator KEY
+LISTENER RING SETTINGS``:
+
+- KEY: the descriptor of the sealed key of the job;
+- LISTENER: the descriptor of the listening socket;
+- RING: the descriptor of the ring for its events (`trace/ring.py`);
+- SETTINGS: `NodesSettings` as JSON.
+
+It imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from megatron_recover.authentication.key import read_sealed
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL, set_process_name
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
+from megatron_recover.trace.ring import RingLog
+
+_TURN_S = 1.0
+
+
+def main() -> None:
+    """Coordinate one job to its end."""
+    key, listening, events, settings_text = sys.argv[1:]
+    set_process_name("coordinator")
+    settings = msgspec.json.decode(settings_text, type=NodesSettings)
+    for number in {*TOLD_TO_ALL, *settings.ignored}:  # a scheduler sends them to all processes; the agents react
+        signal.signal(number, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(listening))
+    listener.setblocking(False)
+    loop = Loop()
+    log = RingLog(int(events))
+    driver = NodesDriver(settings, listener, key=read_sealed(int(key)), loop=loop, record=log.record)
+    parent, until = os.getppid(), float("inf")
+    while not driver.is_done and loop.time() < until:
+        loop.run_once(_TURN_S)
+        if driver.has_ended and until == float("inf"):
+            until = loop.time() + settings.deadlines.deadline_s
+        if os.getppid() != parent and not driver.was_joined:  # the agent died before it had introduced itself
+            break
+    driver.close()
+    loop.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The meeting of the nodes of a job: what a node knows of it at its start, and what follows.
+
+A `Meeting` is what the launch line says. This module opens no connection and resolves no name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover.host.addresses import HOST, Ports
+from megatron_recover.host.reachable import is_loopback
+
+JOIN_TIMEOUT_S = 600
+LAST_CALL_S = 30
+NODE_TIMEOUT_S = 10.0
+LEAST_NODE_TIMEOUT_S = 2.0
+"""Twice the time between two beats of a node, so that one late beat costs no node."""
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes of a job, and where and for how long they wait for each other."""
+
+    least_nodes: int = 1
+    """Number of nodes with which the job may start."""
+    most_nodes: int = 1
+    """Number of nodes that the job takes. More nodes wait without work."""
+    node_rank: int | None = None
+    """Number that the user gives this node; None: the node gets one when it joins."""
+    host: str = HOST
+    """Name or address of the endpoint, at which the coordinator listens; IPv6 without brackets."""
+    port: int = 0
+    """Port of the endpoint."""
+    flag: str = ""
+    """The flag that gives `host`, for messages."""
+    is_static: bool = True
+    """True with `--rdzv-backend static`, where `node_rank` decides who owns the endpoint."""
+    is_host: bool | None = None
+    """True if `--rdzv-conf` gives this node the endpoint, False if another; None: neither."""
+    join_timeout_s: int = JOIN_TIMEOUT_S
+    """Seconds that a node waits until `least_nodes` have joined."""
+    last_call_s: int = LAST_CALL_S
+    """Seconds from then on that the job waits for more nodes, up to `most_nodes`."""
+    node_timeout_s: float = NODE_TIMEOUT_S
+    """Seconds of silence after which a node is removed."""
+    local_addr: str | None = None
+    """Name or address of this node that the other nodes use, where the user gives one."""
+    interface: str | None = None
+    """Network interface whose address the other nodes use, where the user gives one."""
+    ports: Ports | None = None
+    """First and last port of all listeners but the endpoint; None: any."""
+    key_file: Path | None = None
+    """File with the key of the job (`authentication/key.py`)."""
+
+    @property
+    def is_of_several(self) -> bool:
+        """Return whether the job may have more than one node."""
+        return self.most_nodes > 1
+
+
+def owns_endpoint(
+    meeting: Meeting, *, endpoint_addresses: Collection[str], my_addresses: Collection[str], my_host_name: str
+) -> bool:
+    """Return whether this node owns the endpoint of a meeting, where the coordinator listens.
+
+    `endpoint_addresses` are those to which the endpoint's host resolves (`reachable.resolve`).
+    `my_addresses` are those of this node. As for torchrun, the node with number 0 owns the endpoint
+    of `static`, and otherwise the node that has its address or name. A number decides also if the
+    address is one of loopback, which every node has. Without a number all nodes then answer True:
+    they are on one machine, and the first that listens at the endpoint owns it.
+    """
+    if meeting.is_host is not None:
+        return meeting.is_host
+    is_ambiguous = all(map(is_loopback, endpoint_addresses))
+    if meeting.node_rank is not None and (meeting.is_static or is_ambiguous):
+        return meeting.node_rank == 0
+    return is_ambiguous or meeting.host == my_host_name or not set(endpoint_addresses).isdisjoint(my_addresses)
+
+
+def check_families(addresses: Mapping[str, str]) -> None:
+    """Raise ValueError if some nodes have an IPv4 address and others an IPv6 one.
+
+    `addresses` maps each node's name to the address that it publishes.
+    """
+    of_6 = [node for node, address in addresses.items() if ":" in address]
+    of_4 = [node for node in addresses if node not in of_6]
+    if of_4 and of_6:
+        fewer, family = (of_6, "IPv4") if len(of_6) <= len(of_4) else (of_4, "IPv6")
+        others = of_4 if fewer is of_6 else of_6
+        given = ", ".join(f"{node} has {addresses[node]}" for node in fewer)
+        raise ValueError(
+            f"nodes with IPv4 and with IPv6 addresses do not reach each other: {given}, and {others[0]} has "
+            f"{addresses[others[0]]}; on {', '.join(fewer)} give --interface or --local-addr with an {family} address, or give "
+            "a name or address of the other family where the nodes meet"
+        )

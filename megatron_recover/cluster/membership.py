@@ -1,0 +1,227 @@
+"""An agent's side of the coordinator: its process, if this node starts it, and the link to it.
+
+The coordinator decides, and the agent carries out. If the coordinator is lost, the ranks go on to
+the next save point and end there by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_recover.authentication import key as keys
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.config import module_command
+from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
+from megatron_recover.control_plane.nodes_driver import NodesSettings
+from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import ANY_PORT, address_of, host_name
+from megatron_recover.trace import Level, ring
+
+_TURN_S = 0.05
+_PAUSE_S = 0.2
+
+
+def new_identity() -> int:
+    """Return a new random number by which a coordinator knows an agent."""
+    return secrets.randbits(63)
+
+
+class CoordinatorProcess:
+    """The process of the coordinator, which this node has started."""
+
+    def __init__(self, settings: NodesSettings, key: bytes, *, events: int, address: str = ANY_PORT) -> None:
+        """Listen at `address` and start the process. `events`: the descriptor of its ring.
+
+        Raises OSError if the address cannot be used, or no process can be started.
+        """
+        with listen(address) as listener:
+            self.address = address_of(listener)
+            """Address (host:port) of the coordinator."""
+            sealed = keys.sealed(key)
+            descriptors = (sealed, listener.fileno(), events)
+            command = [
+                *module_command("megatron_recover.cluster.coordinator"), *map(str, descriptors),
+                msgspec.json.encode(settings).decode(),
+            ]  # fmt: skip
+            try:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=descriptors
+                )  # fmt: skip
+            finally:
+                os.close(sealed)
+
+    def close(self, wait_s: float) -> None:
+        """Wait for the end of the process for at most `wait_s`, and leave it to itself then."""
+        try:
+            self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.process.returncode = 0  # other nodes may still need it: no warning, and no child is waited for
+
+
+class Membership:
+    """The link of an agent to the coordinator of the job. One thread uses it."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: NodeHello,
+        *,
+        key: bytes,
+        loop: Loop,
+        deadlines: Deadlines,
+        patience_s: float,
+    ) -> None:
+        """Begin to connect to the coordinator at `address`, for at most `patience_s`, and greet it.
+
+        Until then a connection that fails is made anew: the coordinator may not listen yet.
+        """
+        self.address = address
+        """Address (host:port) at which leaders reach the coordinator, too."""
+        self.generation = 0
+        """Newest generation; 0 before the first."""
+        self.is_lost = False
+        """True once the link has ended."""
+        self._loop, self._deadlines = loop, deadlines
+        self._on_message: Callable[[Message], None] = lambda message: None
+        self._on_lost: Callable[[str], None] = lambda why: None
+        self._waiting: list[Message] = []
+        self._is_handled = False
+        self._why = ""
+        self._heard_at = loop.time()
+        self._hello, self._key, self._give_up_at = hello, key, loop.time() + patience_s
+        self._link: OutgoingLink | None = None
+        self._connect()
+        loop.after(deadlines.beat_s, self._beat)
+
+    def handle(self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
+        """Deliver the coordinator's messages, those that have come already first.
+
+        `on_lost(why)` is called once if the link ends.
+        """
+        self._on_message, self._on_lost, self._is_handled = on_message, on_lost, True
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            on_message(message)
+        if self.is_lost:
+            on_lost(self._why)
+
+    def send(self, message: Message) -> None:
+        """Send a message to the coordinator; nothing happens if it is lost."""
+        if self._link is not None:
+            self._loop.send(self._link, message)
+
+    @property
+    def refusal(self) -> str:
+        """Return why the process at the address is not this job's coordinator, if it is not."""
+        return self._link.refusal if self._link is not None else ""
+
+    def silent_s(self) -> float:
+        """Return the seconds since the coordinator was heard last."""
+        return self._loop.time() - self._heard_at
+
+    def close(self) -> None:
+        """Send what is queued, within `words_s`, and hang up."""
+        until = self._loop.time() + self._deadlines.words_s
+        while self._link is not None and self._link.wants_write and not self.is_lost and self._loop.time() < until:
+            self._loop.run_once(_TURN_S)
+        if self._link is not None:
+            self._loop.drop(self._link)
+        self.is_lost = True
+
+    def _connect(self) -> None:
+        if self.is_lost:
+            return
+        try:
+            self._link = OutgoingLink(
+                self.address, self._key, Party(Role.AGENT), Party(Role.COORDINATOR),
+                patience_s=self._give_up_at - self._loop.time(),
+            )  # fmt: skip
+        except LinkClosed as closed:
+            self._connect_later(str(closed))
+            return
+        self._loop.watch(self._link, self._received, self._ended)
+        self.send(self._hello)
+
+    def _connect_later(self, why: str) -> None:
+        """Try again after a pause; give up after the time that the coordinator has."""
+        self._link = None
+        if self._loop.time() < self._give_up_at:
+            self._loop.after(_PAUSE_S, self._connect)
+        else:
+            self._lose(why)
+
+    def _received(self, link: Link, message: Message) -> None:
+        self._heard_at = self._loop.time()
+        if isinstance(message, NodeBeat):
+            return
+        if self._is_handled:
+            self._on_message(message)
+        else:
+            self._waiting.append(message)
+
+    def _ended(self, link: Link, why: str) -> None:
+        if self._link is not None and self._link.proven:
+            self._lose(why)
+        else:
+            self._connect_later(why)
+
+    def _lose(self, why: str) -> None:
+        self.is_lost, self._why = True, why
+        if self._is_handled:
+            self._on_lost(why)
+
+    def _beat(self) -> None:
+        if not self.is_lost:
+            self._loop.after(self._deadlines.beat_s, self._beat)
+            link = self._link
+            if link is not None and link.proven and not link.wants_write:  # else the coordinator does not read
+                self.send(NodeBeat())
+
+
+class Joined(NamedTuple):
+    """A node's place in a job: everything that it needs to run its part."""
+
+    membership: Membership
+    loop: Loop
+    key: bytes
+    coordinator: CoordinatorProcess | None = None
+    """The coordinator's process, if this node has started it."""
+    events: int | None = None
+    """Descriptor of the ring in which that process records."""
+    met: Met | None = None
+
+    def close(self, deadlines: Deadlines) -> None:
+        """Hang up. Wait briefly for a coordinator of this node, which ends with its last agent."""
+        self.membership.close()
+        if self.coordinator is not None:
+            self.coordinator.close(deadlines.words_s if self.met is None or len(self.met.nodes) == 1 else 0.0)
+
+
+def alone(
+    key: bytes, *, loop: Loop, deadlines: Deadlines, level: Level, slots: int, run_id: str, ignored: tuple[int, ...]
+) -> Joined:
+    """Start a coordinator for a job of this node alone, and connect to it.
+
+    Raises OSError.
+    """
+    events = ring.create(level=level)
+    identity = new_identity()
+    settings = NodesSettings(
+        owner=identity, least=1, most=1, join_s=deadlines.deadline_s, last_call_s=0.0, node_silence_s=deadlines.deadline_s,
+        deadlines=deadlines, ignored=ignored,
+    )  # fmt: skip
+    coordinator = CoordinatorProcess(settings, key, events=events)
+    hello = NodeHello(identity, host_name(), slots, run_id=run_id)
+    membership = Membership(
+        coordinator.address, hello, key=key, loop=loop, deadlines=deadlines, patience_s=deadlines.leader_s
+    )  # fmt: skip
+    return Joined(membership, loop, key, coordinator, events)

@@ -1,0 +1,152 @@
+"""The messages between the agents of nodes and the coordinator (`nodes_driver.py`)."""
+
+from __future__ import annotations
+
+from megatron_recover.core import values
+from megatron_recover.core.coordinator_state import MembershipSettings
+from megatron_recover.core.values import Generation, ReplicaId, Value
+
+# --- From an agent --------------------------------------------------------------------------------
+
+
+class NodeHello(Value, frozen=True):
+    """The first message of an agent: its node wants to take part in the job."""
+
+    identity: int
+    """A random number, by which the node that started the coordinator is known."""
+    name: str
+    """Name of the host."""
+    slots: int
+    """Number of ranks that this node runs."""
+    node_rank: int | None = None
+    """Number that the launch line gives to the node."""
+    run_dir: str = ""
+    """Run directory; that of node 0 counts."""
+    run_id: str = ""
+    """TORCHELASTIC_RUN_ID of the ranks; that of node 0 counts."""
+    alike: tuple[tuple[str, str], ...] = ()
+    """Named values that have to be equal on all nodes, as (name, value) pairs."""
+    address: str = ""
+    """Address of the node, at which its processes listen."""
+
+
+class NodeReady(Value, frozen=True):
+    """The node has imported everything and its dry run has passed: it can start ranks."""
+
+    settings: MembershipSettings
+    replicas: tuple[ReplicaId, ...]
+    """The replicas that have ranks on this node."""
+    leaders: tuple[tuple[ReplicaId, str], ...]
+    """(replica, address of its leader) of the replicas whose rank 0 is on this node."""
+
+
+class NodeFailed(Value, frozen=True):
+    """The node can take no part in the job, or no longer."""
+
+    exit_code: int
+    reason: str
+
+
+class NodeLaunched(Value, frozen=True):
+    """The processes of all ranks of the node are started."""
+
+
+class NodeBeat(Value, frozen=True):
+    """A sign of life of an agent, which the coordinator answers with the same message."""
+
+
+class ReplicaGone(Value, frozen=True):
+    """A replica is lost through a rank of this node, or has to be treated as lost."""
+
+    loss: values.Loss
+    failing: values.ReplicaFailing | None = None
+    """The microbatches to which the loss is charged."""
+
+
+class NodeAtWork(Value, frozen=True):
+    """The replicas of which a rank on this node has work of its own (`AtWork`)."""
+
+    replicas: tuple[ReplicaId, ...]
+
+
+class EndAsked(Value, frozen=True):
+    """A signal to an agent requests the end of the job after a common step."""
+
+    reason: str
+
+
+class KillAsked(Value, frozen=True):
+    """A person requests that all nodes kill everything at once."""
+
+    exit_code: int
+    reason: str
+
+
+class FenceDone(Value, frozen=True):
+    """All ranks of a replica on this node are dead, except those that SIGKILL does not end."""
+
+    replica: ReplicaId
+
+
+# --- From the coordinator -------------------------------------------------------------------------
+
+
+class NodePlace(Value, frozen=True):
+    """One node of the job."""
+
+    number: int
+    """Number of the node, from 0; node 0 has the coordinator."""
+    name: str
+    slots: int
+
+
+class Met(Value, frozen=True):
+    """The nodes of the job are complete."""
+
+    nodes: tuple[NodePlace, ...]
+    you: int
+    run_dir: str
+    run_id: str
+
+
+class Launch(Value, frozen=True):
+    """All nodes are ready: start the ranks. Has the address of the leader of every replica."""
+
+    leaders: tuple[tuple[ReplicaId, str], ...]
+
+
+class Roster(Value, frozen=True):
+    """A new generation was announced to the leaders."""
+
+    generation: Generation
+    roster: tuple[ReplicaId, ...]
+    losses: tuple[values.Loss, ...]
+    reason: str
+    """The reason of the generation, as in `NewGeneration`."""
+
+
+class FenceReplica(Value, frozen=True):
+    """Kill all ranks of a replica on this node."""
+
+    replica: ReplicaId
+
+
+class JobEnds(Value, frozen=True):
+    """The job is over, and its leaders were told so."""
+
+    exit_code: int
+    reason: str
+    at_once: bool = False
+    """True: kill what is left without waiting."""
+
+
+class Idle(Value, frozen=True):
+    """The job does not use this node. The node waits for the end of the job."""
+
+    reason: str
+
+
+FromAgent = (
+    NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked | KillAsked | FenceDone
+)
+ToAgent = Met | Launch | Roster | FenceReplica | JobEnds | Idle

@@ -1,0 +1,429 @@
+"""The driver of a job's nodes: who takes part, when ranks are started, and which nodes are lost.
+
+It runs in the coordinator's process beside `CoordinatorDriver`, on the one port of the coordinator:
+agents and leaders connect there. The stages of a job:
+
+1. *Meeting.* Agents send `NodeHello` until enough nodes are there. All get `Met`.
+2. *Preparing.* Each node imports, makes its dry run and sends `NodeReady`. All get `Launch`.
+3. *Running.* Agents report what happens to their ranks, and carry out fences.
+4. *Over.* All agents get `JobEnds`, and hang up.
+
+A node that cannot take part (`NodeFailed`) ends the job on all nodes before it runs. Later its
+replicas are lost, all of them at once: the loss of a node is one event, and makes one generation.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from typing import get_args
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
+from megatron_recover.control_plane.gate import Gate
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.node_messages import (
+    EndAsked,
+    FenceDone,
+    FenceReplica,
+    Idle,
+    JobEnds,
+    KillAsked,
+    Launch,
+    Met,
+    NodeAtWork,
+    NodeBeat,
+    NodeFailed,
+    NodeHello,
+    NodeLaunched,
+    NodePlace,
+    NodeReady,
+    ReplicaGone,
+    Roster,
+)
+from megatron_recover.control_plane.wire import Link, Message
+from megatron_recover.core import node_silence, values
+from megatron_recover.core.coordinator_state import Setting
+from megatron_recover.core.values import ExitCode, Loss, LossKind
+from megatron_recover.deadlines import Deadlines
+
+SEEN_BEATS = 1.5
+"""Beats without a message of an agent after which its node is reported as silent."""
+
+
+class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that a coordinator knows from its start."""
+
+    owner: int
+    """Identity of the agent of the coordinator's own node."""
+    least: int
+    most: int
+    """Number of nodes with which the job starts."""
+    join_s: float
+    """Longest wait for `least` nodes. Then the job ends."""
+    last_call_s: float
+    """Time for which more nodes are awaited once `least` are there."""
+    node_silence_s: float
+    """Silence after which a node is removed (`--node-timeout`)."""
+    deadlines: Deadlines
+    ignored: tuple[int, ...] = ()
+    """Signals that the agents handle, and the coordinator ignores."""
+
+
+class Stage(enum.Enum):
+    """The stage of the job."""
+
+    MEETING = "meeting"
+    PREPARING = "preparing"
+    RUNNING = "running"
+    OVER = "over"
+
+
+class _Agent:
+    """The state of one agent, as the coordinator knows it."""
+
+    def __init__(self, link: Link, hello: NodeHello, now: float) -> None:
+        self.link, self.hello = link, hello
+        self.number = -1
+        """Number of the node; -1: the job does not use it."""
+        self.heard_at = now
+        self.ready: NodeReady | None = None
+        self.is_launched = False
+        self.is_silent = False
+        self.is_lost = False
+        """True once the node's replicas were removed. The agent may live."""
+        self.at_work: tuple[int, ...] = ()
+
+
+class NodesDriver:
+    """Drives the nodes of one job. Everything runs in the loop's thread."""
+
+    def __init__(
+        self,
+        settings: NodesSettings,
+        listener: socket.socket,
+        *,
+        key: bytes,
+        loop: Loop,
+        record: Callable[[trace.Event], None],
+    ) -> None:
+        """Accept agents and leaders at `listener`. `key` is the job's."""
+        self._settings, self._loop, self._record = settings, loop, record
+        self._deadlines = settings.deadlines
+        self._agents: list[_Agent] = []
+        self._nodes: tuple[NodePlace, ...] = ()
+        self._hosts: Mapping[int, tuple[int, ...]] = {}
+        """Replica -> numbers of the nodes that have ranks of it."""
+        self._membership: CoordinatorDriver | None = None
+        self._stage = Stage.MEETING
+        self._exit_reason = ""
+        self.was_joined = False
+        self._gate = Gate(
+            loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
+            expects=lambda: self._membership is None or not self._membership.generation,
+            report=lambda name, number: record(
+                trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
+            ),
+        )  # fmt: skip
+        loop.after(settings.join_s, self._met_too_late)
+        loop.after(self._deadlines.beat_s, self._look_for_silence)
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether nobody needs the coordinator any more."""
+        return self.was_joined and not self._agents
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the agents were told that the job is over."""
+        return self._stage is Stage.OVER
+
+    def close(self) -> None:
+        """Stop listening. The links belong to the loop."""
+        self._gate.close()
+
+    def end(self, exit_code: int, reason: str, *, at_once: bool = False) -> None:
+        """Tell all agents that the job is over. Only the first call has an effect."""
+        if self._stage is Stage.OVER:
+            return
+        self._stage = Stage.OVER
+        for agent in self._agents:
+            self._loop.send(agent.link, JobEnds(exit_code, reason, at_once))
+
+    # --- Connections ------------------------------------------------------------------------------
+
+    def _admits(self, peer: Party, wanted: Party) -> bool:
+        is_agent = peer == Party(Role.AGENT)
+        is_leader = self._membership is not None and self._membership.admits(peer)
+        return (is_agent or is_leader) and wanted == Party(Role.COORDINATOR)
+
+    def _accept(self, link: Link, peer: Party) -> None:
+        if peer.role is Role.LEADER:
+            assert self._membership is not None
+            self._membership.accept(link, peer)
+            return
+        self._loop.watch(link, self._introduced, lambda link, why: None)
+
+    def _introduced(self, link: Link, message: Message) -> None:
+        if not isinstance(message, NodeHello):
+            self._loop.drop(link)
+            return
+        agent = _Agent(link, message, self._loop.time())
+        self._agents.append(agent)
+        self.was_joined = True
+        self._loop.watch(
+            link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
+        )
+        self._loop.send(link, NodeBeat())
+        if self._stage is Stage.MEETING:
+            self._meet(agent)
+        elif self._stage is Stage.OVER:
+            self._loop.send(link, JobEnds(ExitCode.FAILED, "the job is over"))
+        else:
+            self._loop.send(link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
+
+    # --- Meeting ----------------------------------------------------------------------------------
+
+    def _meet(self, newcomer: _Agent) -> None:
+        """Compare a newcomer with the others, and start the job with the last one."""
+        if mistake := self._mistake(newcomer):
+            self._end_everywhere(ExitCode.BAD_INPUT, newcomer, mistake)
+            return
+        present = len(self._agents)
+        if present == self._settings.most and self._owner is not None:
+            self._all_met()
+        elif present == self._settings.least:
+            self._loop.after(self._settings.last_call_s, self._last_call)
+
+    def _mistake(self, newcomer: _Agent) -> str:
+        """Return why a node cannot take part beside the others; empty if it can."""
+        for other in self._agents:
+            if other is newcomer:
+                continue
+            mine, theirs = newcomer.hello, other.hello
+            if mine.node_rank is not None and mine.node_rank == theirs.node_rank:
+                return f"--node-rank {mine.node_rank} is also that of {theirs.name}; give each node its own"
+            here, there = dict(mine.alike), dict(theirs.alike)
+            for name in [*here, *there]:
+                one, two = here.get(name, "not given"), there.get(name, "not given")
+                if one != two:
+                    return f"{name} is {one} here, and {two} on {theirs.name}; use the same on all nodes"
+            if (":" in mine.address) != (":" in theirs.address):
+                return (
+                    f"its address is {mine.address}, and that of {theirs.name} is {theirs.address}; nodes need addresses of "
+                    "one family, IPv4 or IPv6: give --interface or --local-addr"
+                )
+        return ""
+
+    @property
+    def _owner(self) -> _Agent | None:
+        return next((each for each in self._agents if each.hello.identity == self._settings.owner), None)
+
+    def _last_call(self) -> None:
+        if self._stage is Stage.MEETING and len(self._agents) >= self._settings.least and self._owner is not None:
+            self._all_met()
+
+    def _met_too_late(self) -> None:
+        if self._stage is Stage.MEETING:
+            here = ", ".join(agent.hello.name for agent in self._agents)
+            self.end(
+                ExitCode.BAD_INPUT,
+                f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here}); "
+                "run the same command on every node, or give --nnodes MIN:MAX",
+            )
+
+    def _all_met(self) -> None:
+        """Give each node its number, and tell all agents."""
+        owner = self._owner
+        assert owner is not None
+        last = len(self._agents)
+        self._agents.sort(
+            key=lambda each: (each is not owner, last if each.hello.node_rank is None else each.hello.node_rank)
+        )  # fmt: skip
+        for number, agent in enumerate(self._agents):
+            agent.number = number
+        self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents)
+        self._stage = Stage.PREPARING
+        if len(self._nodes) > 1:
+            self._record(
+                trace.NodesMet(
+                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
+                )
+            )
+        for agent in self._agents:
+            self._loop.send(agent.link, Met(self._nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
+
+    # --- Preparing --------------------------------------------------------------------------------
+
+    def _is_ready(self, agent: _Agent, ready: NodeReady) -> None:
+        agent.ready = ready
+        used = [each for each in self._agents if each.number >= 0]
+        if self._stage is not Stage.PREPARING or any(each.ready is None for each in used):
+            return
+        first = used[0].ready
+        assert first is not None
+        for each in used[1:]:
+            if each.ready is not None and each.ready.settings != first.settings:
+                self._end_everywhere(ExitCode.BAD_INPUT, each, "its flags make another job than those of node 0; use the same")
+                return
+        self._hosts = {
+            replica: tuple(each.number for each in used if each.ready is not None and replica in each.ready.replicas)
+            for replica in range(first.settings.num_replicas)
+        }
+        self._membership = CoordinatorDriver(
+            first.settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
+            timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
+            fence=self._fence, on_end=self.end, on_generation=self._announced,
+        )  # fmt: skip
+        self._stage = Stage.RUNNING
+        leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
+        self._send_to(used, Launch(leaders))
+
+    def _launched(self, agent: _Agent) -> None:
+        agent.is_launched = True
+        if self._membership is not None and all(each.is_launched or each.is_lost for each in self._agents if each.number >= 0):
+            self._membership.launched()
+            if self._exit_reason:
+                self._membership.ask_exit(self._exit_reason)
+
+    # --- Running ----------------------------------------------------------------------------------
+
+    def _from_agent(self, agent: _Agent, message: Message) -> None:
+        self._heard(agent)
+        match message:
+            case NodeBeat():
+                self._loop.send(agent.link, NodeBeat())
+            case FenceDone():
+                pass  # the trace of the node has it
+            case EndAsked(reason):
+                self._ask_exit(reason)
+            case KillAsked(exit_code, reason):
+                self.end(exit_code, self._named(agent, reason), at_once=True)
+            case NodeFailed(exit_code, reason):
+                self._failed(agent, exit_code, reason)
+            case _ if agent.is_lost or self._stage is Stage.OVER or agent.number < 0:
+                pass  # sent before the agent knew
+            case NodeReady():
+                self._is_ready(agent, message)
+            case NodeLaunched():
+                self._launched(agent)
+            case ReplicaGone(loss, failing) if self._membership is not None:
+                if failing is not None:
+                    self._membership.failing(failing)
+                self._membership.lost(loss)
+            case NodeAtWork(replicas):
+                agent.at_work = replicas
+                self._tell_work()
+            case _:
+                self._loop.drop(agent.link)
+                self._agent_gone(agent, f"sent a {type(message).__name__}")
+
+    def _tell_work(self) -> None:
+        """Feed the machine the replicas at work on all nodes.
+
+        Nobody knows what those of a silent node do now.
+        """
+        if self._membership is not None:
+            heard = [agent for agent in self._agents if not agent.is_silent and not agent.is_lost]
+            self._membership.at_work(tuple(sorted({replica for agent in heard for replica in agent.at_work})))
+
+    def _ask_exit(self, reason: str) -> None:
+        """Have the job end after a common step. Before the ranks are launched, end it now."""
+        if self._membership is None:
+            self.end(ExitCode.INTERRUPTED, f"{reason} before training began")
+        else:
+            self._exit_reason = reason
+            self._membership.ask_exit(reason)
+
+    def _failed(self, agent: _Agent, exit_code: int, reason: str) -> None:
+        others = [each for each in self._agents if each.number >= 0 and each is not agent and not each.is_lost]
+        if self._stage is Stage.RUNNING and others and (self._membership is None or self._membership.generation):
+            self._lose(agent, reason)
+        else:
+            self._end_everywhere(exit_code, agent, reason)
+
+    def _end_everywhere(self, exit_code: int, agent: _Agent, reason: str) -> None:
+        self.end(exit_code, self._named(agent, reason))
+
+    def _named(self, agent: _Agent, reason: str) -> str:
+        """Return the reason behind the name of the node, if the job has several nodes."""
+        return reason if self._settings.most == 1 else f"{agent.hello.name}: {reason}"
+
+    def _announced(self, new: values.NewGeneration) -> None:
+        self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
+
+    def _fence(self, replica: int) -> None:
+        nodes = self._hosts[replica]
+        self._send_to((each for each in self._agents if each.number in nodes), FenceReplica(replica))
+
+    def _send_to(self, agents: Iterable[_Agent], message: Message) -> None:
+        for agent in list(agents):
+            self._loop.send(agent.link, message)
+
+    # --- Losing nodes -----------------------------------------------------------------------------
+
+    def _agent_gone(self, agent: _Agent, why: str) -> None:
+        """Handle the end of a link: the agent has ended, and its ranks end with it."""
+        if agent not in self._agents:
+            return
+        self._agents.remove(agent)
+        if self._stage is Stage.MEETING and agent.hello.identity == self._settings.owner:
+            self._end_everywhere(ExitCode.FAILED, agent, f"its agent is gone ({why}) before all nodes were there")
+        if agent.number < 0 or self._stage is Stage.OVER:
+            return
+        if self._stage is Stage.PREPARING:
+            self._end_everywhere(ExitCode.FAILED, agent, f"its agent is gone ({why}) before training began")
+            return
+        self._lose(agent, f"its agent is gone ({why})")
+
+    def _lose(self, agent: _Agent, detail: str) -> None:
+        """Remove a node with all replicas that have ranks on it."""
+        if agent.is_lost or self._membership is None:
+            return
+        agent.is_lost = True
+        self._tell_work()
+        replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
+        name = agent.hello.name
+        self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
+        text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
+        self._membership.lost_together([Loss(replica, LossKind.PROCESS_ENDED, text) for replica in replicas])
+
+    def _heard(self, agent: _Agent) -> None:
+        now = self._loop.time()
+        silent_s, agent.heard_at = now - agent.heard_at, now
+        if agent.is_silent:
+            agent.is_silent = False
+            self._tell(agent, "over", silent_s)
+            self._tell_work()
+
+    def _look_for_silence(self) -> None:
+        if self._stage is Stage.OVER:
+            return
+        self._loop.after(self._deadlines.beat_s / 4, self._look_for_silence)
+        now, seen_s = self._loop.time(), SEEN_BEATS * self._deadlines.beat_s
+        living = {each.number: each for each in self._agents if each.number >= 0 and not each.is_lost}
+        silent_s = {number: now - agent.heard_at for number, agent in living.items()}
+        for number, agent in living.items():
+            if silent_s[number] >= seen_s and not agent.is_silent:
+                agent.is_silent = True
+                self._tell(agent, "began", silent_s[number])
+                self._tell_work()
+        if self._stage is Stage.RUNNING and all(agent.is_launched for agent in living.values()):
+            # Before, an agent may wait for its fork server; what never starts is late (`start`).
+            limit_s = self._settings.node_silence_s
+            for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=limit_s):
+                self._lose(living[number], f"nothing was heard of it for {silent_s[number]:.1f} s")
+
+    def _tell(self, agent: _Agent, phase: str, seconds: float) -> None:
+        self._record(
+            trace.NodeSilent(
+                node=agent.number,
+                name=agent.hello.name,
+                phase="began" if phase == "began" else "over",
+                seconds=round(seconds, 3),
+            )  # fmt: skip
+        )

@@ -1,0 +1,157 @@
+"""The address of this node that the other nodes of a job reach, and what names resolve to here.
+
+Decides which of the node's addresses is published, by its interface or by the route to the
+endpoint. Sends no packet of its own; only a look-up of a name may ask a name server. For a job on
+one machine nothing here is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megatron_recover.host.addresses import INTERFACE, family_of, host_name
+
+HOSTS = Path("/etc/hosts")
+_LINK_LOCAL = "fe80:"
+"""Begin of IPv6 addresses that mean something on one link only. They cannot be published."""
+
+
+def interfaces() -> dict[str, tuple[str, ...]]:
+    """Return the addresses of each network interface that is up, by name; those of IPv4 first."""
+    import psutil  # type: ignore[import-untyped]
+
+    stats, found = psutil.net_if_stats(), {}
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        usable = [each for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+        if name in stats and stats[name].isup:
+            ordered = sorted(usable, key=lambda each: each.family != socket.AF_INET)
+            found[name] = tuple(each.address for each in ordered if not each.address.startswith(_LINK_LOCAL))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is one that only its own machine reaches. False for a name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def interface_of(address: str, known: Mapping[str, Iterable[str]]) -> str | None:
+    """Return the interface that has an address of this node; `known` is from `interfaces`."""
+    if is_loopback(address):  # all of 127.0.0.0/8, of which an interface lists one
+        return INTERFACE
+    return next((name for name, addresses in known.items() if address in addresses), None)
+
+
+def resolve(host: str, flag: str) -> tuple[str, ...]:
+    """Return the addresses of `host`, the value of `flag`, in the system's order.
+
+    Addresses of loopback are left out if there are others. Raises ValueError with the remedy if the
+    host does not resolve on this node, or if it is a name that resolves only to loopback. An
+    address of loopback itself is accepted: the user knows that all nodes are on one machine.
+    """
+    node = host_name()
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # socket.gaierror included
+        why = error.strerror if isinstance(error, OSError) else "no host has such a name"
+        raise ValueError(
+            f"{flag}: {host} does not resolve on node {node} ({why}); give an address, or enter the name in {HOSTS} or at the "
+            f"name server of {node}"
+        ) from error
+    addresses = tuple(dict.fromkeys(str(each[4][0]) for each in found))
+    if host not in addresses and all(map(is_loopback, addresses)):
+        if host == "localhost":
+            remedy = "give the name or address of the node whose endpoint that is (127.0.0.1 if all nodes are on this machine)"
+        elif (line := _line_of(host)) is not None:
+            remedy = f"in {HOSTS} of {node}, line {line[0]} ({line[1]}), give {host} the address that others reach"
+        else:
+            remedy = f"have the name server of {node} return the address that others reach, or give that address"
+        raise ValueError(
+            f"{flag}: {host} resolves to {' and '.join(addresses)} on node {node}, which no other node reaches; {remedy}"
+        )
+    return tuple(each for each in addresses if not is_loopback(each)) or addresses
+
+
+def _line_of(host: str) -> tuple[int, str] | None:
+    """Return number and text of the line of `HOSTS` that gives a name a loopback address."""
+    with contextlib.suppress(OSError):
+        for number, line in enumerate(HOSTS.read_text(errors="replace").splitlines(), start=1):
+            words = line.partition("#")[0].split()
+            if host in words[1:] and is_loopback(words[0]):
+                return number, re.sub(r"\s+", " ", line.strip())
+    return None
+
+
+def node_address(endpoint: tuple[str, int], *, flag: str, interface: str | None, local_addr: str | None) -> str:
+    """Return the address at which the processes of this node listen, which other nodes reach.
+
+    It is that of `local_addr`, the value of `--local-addr`. Without one it is that of `interface`,
+    the value of `--interface`. Without both it is the one from which this node sends to `endpoint`,
+    the host and port that `flag` gives. Raises ValueError with the remedy, also if the endpoint
+    does not resolve.
+    """
+    targets = resolve(endpoint[0], flag)
+    if local_addr is not None:
+        return _own(local_addr, targets)
+    if interface is not None:
+        return _of_interface(interface, targets)
+    for target in targets:
+        if (address := _source(target, endpoint[1])) is not None:
+            return address
+    raise ValueError(
+        f"{flag}: node {host_name()} has no route to {' or '.join(targets)}; see `ip route get {targets[0]}`, or give "
+        "--interface NAME"
+    )
+
+
+def _own(local_addr: str, targets: Iterable[str]) -> str:
+    """Return the address of `--local-addr`, of a family of `targets` if it has several."""
+    addresses = _suitable_first(resolve(local_addr, "--local-addr"), targets)
+    own = {address for each in interfaces().values() for address in each}
+    for address in addresses:
+        if address in own or is_loopback(address):
+            return address
+    raise ValueError(
+        f"--local-addr: {' and '.join(addresses)} is no address of node {host_name()}, which has {_listed(interfaces())}; "
+        "give one of these, or leave the flag out"
+    )
+
+
+def _of_interface(name: str, targets: Iterable[str]) -> str:
+    """Return an address of `--interface`, of a family of `targets` if it has several."""
+    known = interfaces()
+    if not known.get(name):
+        why = "has no IPv4 or IPv6 address" if name in known else "does not exist or is down"
+        raise ValueError(f"--interface {name} {why} on node {host_name()}, which has {_listed(known)}; give one of these")
+    return _suitable_first(known[name], targets)[0]
+
+
+def _suitable_first(addresses: Iterable[str], targets: Iterable[str]) -> list[str]:
+    """Return addresses, those of a family of `targets` first."""
+    families = {family_of(each) for each in targets}
+    return sorted(addresses, key=lambda each: family_of(each) not in families)
+
+
+def _source(target: str, port: int) -> str | None:
+    """Return the address from which this node sends to `target`; None if there is no route.
+
+    Connecting a UDP socket makes the kernel choose a route. It sends nothing.
+    """
+    try:
+        with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
+            probe.connect((target, port))
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if address.startswith(_LINK_LOCAL) else address
+
+
+def _listed(known: Mapping[str, Iterable[str]]) -> str:
+    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in known.items() if addresses)

@@ -1,0 +1,40 @@
+"""The events of nodes: which take part, which fall silent, and which are lost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_recover.trace.event import Event, Part
+
+
+class NodePlace(Part, frozen=True, kw_only=True):
+    """One node of the job."""
+
+    number: int
+    name: str
+    slots: int
+
+
+class NodesMet(Event, frozen=True, kw_only=True):
+    """Coordinator: the nodes of the job are complete. Recorded for several nodes only."""
+
+    nodes: tuple[NodePlace, ...]
+
+
+class NodeSilent(Event, frozen=True, kw_only=True):
+    """Coordinator: nothing is heard of a node's agent, or it is heard again."""
+
+    node: int
+    name: str
+    phase: Literal["began", "over"]
+    seconds: float
+    """Duration of the silence until now."""
+
+
+class NodeLost(Event, frozen=True, kw_only=True):
+    """Coordinator: a node is removed with all replicas that have ranks on it."""
+
+    node: int
+    name: str
+    replicas: tuple[int, ...]
+    detail: str

@@ -1,0 +1,151 @@
+"""The address of a node that others reach: in a network of its own with two interfaces, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_recover.host import reachable
+from megatron_recover.host.reachable import interface_of, interfaces, is_loopback, node_address, resolve
+
+NODE = reachable.host_name()
+NETWORK = """
+set -e
+ip link set lo up
+ip link add fast0 type veth peer name slow0
+ip addr add 10.9.0.5/24 dev fast0
+ip addr add fd00:9::5/64 dev fast0 nodad
+ip addr add 10.8.0.5/24 dev slow0
+ip link add off0 type veth peer name off1
+ip link add bare0 type veth peer name bare1
+ip addr add 10.7.0.5/24 dev off0
+ip link set fast0 up
+ip link set slow0 up
+ip link set bare0 up
+ip link set bare1 up
+for each in fast0 slow0 bare0; do until ip link show $each | grep -q 'state UP'; do sleep 0.02; done; done
+exec "$@"
+"""
+"""Two interfaces with addresses, of which one has both families; one that is down; one without an address."""
+ASKED = """
+import json, sys
+from megatron_recover.host.reachable import interface_of, interfaces, node_address
+def ask(endpoint, interface, local_addr):
+    try:
+        address = node_address((endpoint, 29400), flag="--rdzv-endpoint", interface=interface, local_addr=local_addr)
+        return [address, interface_of(address, interfaces())]
+    except ValueError as error:
+        return str(error)
+print(json.dumps([ask(*each) for each in json.loads(sys.argv[1])]))
+"""
+
+
+def test_the_address_is_that_of_the_route_or_of_the_interface_that_is_named() -> None:
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("unshare")):
+        pytest.skip("making a network namespace needs root, ip and unshare")
+    expected: dict[tuple[str, str | None, str | None], object] = {
+        ("10.9.0.7", None, None): ["10.9.0.5", "fast0"],
+        ("10.8.0.7", None, None): ["10.8.0.5", "slow0"],
+        ("fd00:9::7", None, None): ["fd00:9::5", "fast0"],
+        ("10.9.0.5", None, None): ["10.9.0.5", "fast0"],  # on the node whose address the endpoint has
+        ("127.0.0.1", None, None): ["127.0.0.1", "lo"],
+        ("::1", None, None): ["::1", "lo"],
+        ("10.9.0.7", "slow0", None): ["10.8.0.5", "slow0"],
+        ("10.9.0.7", "fast0", None): ["10.9.0.5", "fast0"],
+        ("fd00:9::7", "fast0", None): ["fd00:9::5", "fast0"],  # the family of the endpoint, where the interface has both
+        ("fd00:9::7", "slow0", None): ["10.8.0.5", "slow0"],
+        ("10.9.0.7", None, "10.8.0.5"): ["10.8.0.5", "slow0"],
+        ("127.0.0.1", None, "127.0.0.3"): ["127.0.0.3", "lo"],
+        ("10.6.0.7", None, None): f"--rdzv-endpoint: node {NODE} has no route to 10.6.0.7; see `ip route get 10.6.0.7`, or "
+        "give --interface NAME",
+        ("10.9.0.7", "ib0", None): f"--interface ib0 does not exist or is down on node {NODE}, which has fast0 (10.9.0.5, "
+        "fd00:9::5), lo (127.0.0.1, ::1), slow0 (10.8.0.5); give one of these",
+        ("10.9.0.7", "off0", None): f"--interface off0 does not exist or is down on node {NODE}, which has fast0 (10.9.0.5, "
+        "fd00:9::5), lo (127.0.0.1, ::1), slow0 (10.8.0.5); give one of these",
+        ("10.9.0.7", "bare0", None): f"--interface bare0 has no IPv4 or IPv6 address on node {NODE}, which has fast0 "
+        "(10.9.0.5, fd00:9::5), lo (127.0.0.1, ::1), slow0 (10.8.0.5); give one of these",
+        ("10.9.0.7", None, "10.9.0.6"): f"--local-addr: 10.9.0.6 is no address of node {NODE}, which has fast0 (10.9.0.5, "
+        "fd00:9::5), lo (127.0.0.1, ::1), slow0 (10.8.0.5); give one of these, or leave the flag out",
+    }  # fmt: skip
+    command = ["unshare", "--net", "sh", "-c", NETWORK, "sh", sys.executable, "-c", ASKED, json.dumps([*expected])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(expected, json.loads(done.stdout), strict=True))
+    assert found == expected
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list[str]]:
+    """What names resolve to; other names do not resolve. /etc/hosts is a file of the test."""
+    known: dict[str, list[str]] = {}
+    (tmp_path / "hosts").write_text("# 127.0.1.1 n03\n127.0.0.1 localhost\n127.0.1.1\tn03.cluster  n03  # by the installer\n")
+
+    def getaddrinfo(host: str, port: object, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        if is_address(host):
+            return [(0, 0, 0, "", (host, 0))]
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(0, 0, 0, "", (address, 0)) for address in known[host] for _ in range(2)]
+
+    monkeypatch.setattr(reachable.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(reachable, "HOSTS", tmp_path / "hosts")
+    monkeypatch.setattr(reachable, "host_name", lambda: "n03")
+    return known
+
+
+def is_address(host: str) -> bool:
+    return any(each.isdigit() for each in host) and set(host) <= set("0123456789abcdef.:")
+
+
+def test_a_name_resolves_to_its_addresses(names: dict[str, list[str]]) -> None:
+    names |= {"head": ["10.0.0.3", "fd00::3"], "mixed": ["127.0.1.1", "10.0.0.3"]}
+    assert resolve("head", "--master-addr") == ("10.0.0.3", "fd00::3")
+    assert resolve("mixed", "--master-addr") == ("10.0.0.3",), "others reach only this one"
+    assert resolve("127.0.0.1", "--master-addr") == ("127.0.0.1",), "whoever gives this knows"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("nowhere", "--rdzv-endpoint: nowhere does not resolve on node n03 (Name or service not known); give an address, or "
+         "enter the name in {hosts} or at the name server of n03"),
+        ("n03", "--rdzv-endpoint: n03 resolves to 127.0.1.1 on node n03, which no other node reaches; in {hosts} of n03, line "
+         "3 (127.0.1.1 n03.cluster n03 # by the installer), give n03 the address that others reach"),
+        ("n04", "--rdzv-endpoint: n04 resolves to 127.0.1.1 on node n03, which no other node reaches; have the name server of "
+         "n03 return the address that others reach, or give that address"),
+        ("localhost", "--rdzv-endpoint: localhost resolves to 127.0.0.1 and ::1 on node n03, which no other node reaches; give "
+         "the name or address of the node whose endpoint that is (127.0.0.1 if all nodes are on this machine)"),
+    ],
+)  # fmt: skip
+def test_a_name_that_leads_no_other_node_here_is_refused(names: dict[str, list[str]], host: str, expected: str) -> None:
+    names |= {"n03": ["127.0.1.1"], "n04": ["127.0.1.1"], "localhost": ["127.0.0.1", "::1"]}
+    with pytest.raises(ValueError) as refusal:
+        resolve(host, "--rdzv-endpoint")
+    assert str(refusal.value) == expected.format(hosts=reachable.HOSTS)
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="--master-addr: .*does not resolve"):
+        resolve("x" * 70, "--master-addr")
+
+
+def test_loopback_is_an_interface_and_has_every_address_of_127() -> None:
+    known = interfaces()
+    assert "127.0.0.1" in known["lo"]
+    assert interface_of("127.0.1.9", known) == interface_of("::1", known) == "lo" and interface_of("192.0.2.1", known) is None
+    assert [is_loopback(each) for each in ("127.9.0.1", "::1", "10.0.0.1", "fd00::1", "localhost")] == [True, True] + 3 * [
+        False
+    ]
+
+
+def test_a_node_of_several_on_one_machine_has_the_address_that_it_is_given() -> None:
+    endpoint = ("127.0.0.1", 29400)
+    assert node_address(endpoint, flag="--rdzv-endpoint", interface=None, local_addr="127.0.0.2") == "127.0.0.2"
+    assert node_address(endpoint, flag="--rdzv-endpoint", interface="lo", local_addr=None) == "127.0.0.1"
