@@ -91,6 +91,13 @@ def test_other_scripts_have_all_of_their_findings(text: str, expected: set[str])
     assert {rule.__name__ for rule in check.RULES if list(rule(read(f"#!/bin/bash\n{text}\n")))} == expected
 
 
+def test_a_script_that_another_submits_is_judged_on_its_lines() -> None:
+    bad = GOOD.replace("#SBATCH --no-kill\n", "")
+    around = f"#!/bin/bash\nmkdir -p runs\nsbatch --parsable <<'END'\n{bad}END\nsrun torchrun x\n"
+    assert [(each.line, each.remedy) for each in check.findings(around)] == [(10, "add the line: #SBATCH --no-kill")]
+    assert check.findings(f"sbatch <<END\n{GOOD}".replace("$", "\\$")) == []
+
+
 def test_a_script_that_cannot_be_read_and_a_launch_line_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words, said in (
         (["--check", str(tmp_path / "none")], f"{tmp_path / 'none'} cannot be read (No such file or directory)"),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from megatron_recover import trace
@@ -123,6 +124,30 @@ def test_a_signal_ends_a_start_the_job_comes_back_and_a_cancelled_one_does_not(m
         machine.until(lambda: outcome(job.run_dir / f"{job.id}-1").exit_code == 15, "the end of the second start")
         job.machine.until(lambda: job.said().count("requeue 15\n") == 2, "two verdicts")
         assert machine.show(job.id)["JobState"] == "CANCELLED"
+    finally:
+        job.close()
+
+
+def test_a_dead_srun_ends_nothing(machine: Machine, tmp_path: Path) -> None:
+    """The agent trains on, its log is written on, and the script waits for the end of the run."""
+    job = Job(machine, tmp_path, toy=msgspec.structs.replace(TOY, steps=FOR_EVER), requeues=0)
+    try:
+        start = job.run_dir / f"{job.id}-0"
+        job.until_training(start.name)
+        sruns = [
+            each for each in psutil.process_iter() if each.name() == "srun" and str(job.run_dir) in " ".join(each.cmdline())
+        ]
+        assert len(sruns) == 2  # the younger one is there to end the step after a death of the older one
+        for srun in reversed(sruns):
+            srun.kill()
+        steps = (start / "sums-0-0.jsonl").read_text().count("\n")
+        machine.until(lambda: (start / "sums-0-0.jsonl").read_text().count("\n") > steps + 200, "further steps")
+        assert machine.show(job.id)["JobState"] == "RUNNING"
+        machine.run("scancel", "--signal=USR2", job.id)
+        assert job.until_state("FAILED", "COMPLETED")["ExitCode"] == "15:0"
+        assert job.said().endswith("requeue 15\n")
+        [log] = job.run_dir.glob("*.log")
+        assert "SIGUSR2: all replicas end after the same step" in log.read_text()
     finally:
         job.close()
 

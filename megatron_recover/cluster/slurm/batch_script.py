@@ -78,6 +78,7 @@ class BatchScript(msgspec.Struct, frozen=True):
 
 def read(text: str) -> BatchScript:
     """Return what a script says. A shell that is not understood yields fewer commands, no error."""
+    text = _submitted(text)
     directives: list[Option] = []
     last = 1
     for number, line in enumerate(text.splitlines(), start=1):
@@ -99,6 +100,18 @@ def read(text: str) -> BatchScript:
                 options, command = _options(number, _replaced(words[1:], variables))
                 sruns.append(Srun(number, tuple(options), tuple(command), separator == "&"))
     return BatchScript(tuple(directives), last, tuple(sruns), frozenset(trapped), frozenset(variables))
+
+
+def _submitted(text: str) -> str:
+    """Return a script that `text` gives to sbatch in a here-document, on its lines; else `text`."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        opened = _HEREDOC.search(line) if "sbatch" in line and not line.startswith("#") else None
+        if opened is not None:
+            end = next((place for place in range(number + 1, len(lines)) if lines[place].strip() == opened[1]), len(lines))
+            inside = [each.replace("\\$", "$") for each in lines[number + 1 : end]]
+            return "\n".join([*[""] * (number + 1), *inside])
+    return text
 
 
 def _words(code: str) -> list[str]:

@@ -37,6 +37,8 @@ REQUEUES = 3
 """Default of `--requeues`."""
 _GRACE_S = 60
 """Seconds that the other agents have to end after the end of the run is in the trace."""
+_LOOK_S = 10
+"""Seconds between two looks at the trace where nothing else tells of the end of the run."""
 _COLUMNS = 98
 """Longest comment of the script."""
 
@@ -312,16 +314,8 @@ def _allocation(settings: Settings) -> Iterator[str]:
     yield "  steps+=($!)"
     yield "done"
     yield ""
-    yield from _because("A signal ends a wait, not the step that it waits for.")
-    yield 'until_ended() { while kill -0 "$1" 2> /dev/null; do wait "$1"; done; }'
-    yield 'until_ended "${steps[0]}"'
-    yield "verdict=$(judge)"
+    yield from _until_over("${steps[0]}")
     if settings.is_wide:
-        yield "if [[ $verdict == unknown* ]]; then"
-        yield from _because("The agent of the first node is lost. The others may train on up to the next save.", "  ")
-        yield '  for step in "${steps[@]}"; do until_ended "$step"; done'
-        yield "  verdict=$(judge)"
-        yield "fi"
         yield from _because(
             "The run is over. The srun of a lost node may last until Slurm gives the node up; nothing is left to wait for."
         )
@@ -334,9 +328,20 @@ def _array(settings: Settings) -> Iterator[str]:
     yield from (f"# {each}" for each in _FLAGS)
     yield from _srun(settings, where="", cpus="$SLURM_CPUS_ON_NODE", endpoint="file:$start.endpoint")
     yield "step=$!"
-    yield from _because("A signal ends a wait, not the step that it waits for.")
-    yield 'while kill -0 "$step" 2> /dev/null; do wait "$step"; done'
+    yield from _until_over("$step")
+
+
+def _until_over(step: str) -> Iterator[str]:
+    """Yield the lines that wait for the end of the run, at first for that of the srun `step`."""
+    yield from _because("A signal ends a wait, not the srun that it waits for.")
+    yield f'while kill -0 "{step}" 2> /dev/null; do wait "{step}"; done'
     yield "verdict=$(judge)"
+    yield from _because(
+        "That srun may be gone although agents train on: it was killed itself, or its node is lost. So as long as the trace "
+        "has no end, the run is over when Slurm has no step of the job any more."
+    )
+    yield 'has_step() { squeue --noheader --steps --format=%i --jobs="$SLURM_JOB_ID" | grep -q "[.][0-9]"; }'
+    yield f"while [[ $verdict == unknown* ]] && has_step; do sleep {_LOOK_S}; verdict=$(judge); done"
 
 
 def _decision(settings: Settings) -> Iterator[str]:
