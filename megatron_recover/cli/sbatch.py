@@ -53,8 +53,8 @@ def _parser() -> Parser:
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: those of --nodelist, or 1)")
     parser.add_argument("--nodelist", metavar="LIST", help="the very nodes to use, as n[001-004,7]; with --shape allocation")
     parser.add_argument("--time", metavar="T", help="time limit, as sbatch takes it: minutes, h:mm:ss or d-hh:mm:ss")
-    parser.add_argument("--partition", metavar="P")
-    parser.add_argument("--account", metavar="A")
+    parser.add_argument("--partition", metavar="P", help="as for sbatch")
+    parser.add_argument("--account", metavar="A", help="as for sbatch")
     parser.add_argument("--gpus-per-node", metavar="G", help="a number, or a type and a number, such as h100:8")
     parser.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the training script)")
     parser.add_argument(

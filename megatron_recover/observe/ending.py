@@ -17,6 +17,7 @@ from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import value_of
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER
+from megatron_recover.observe import stop_mark
 
 KILLED = -1
 """Key in `ENDINGS` for all exit codes above 128."""
@@ -210,7 +211,7 @@ class Account(msgspec.Struct):
         if exit_code != ExitCode.OK:
             todo = _OTHER_SCHEDULE if _SCHEDULE in reason else ending.next
             todo = todo.replace("`RUN_DIR`", self.run_dir).replace("RUN_DIR", shlex.quote(self.run_dir))
-            lines.append(f"next: {todo}" + (f". {self._resume()}" if ending.can_go_on else ""))
+            lines.append(f"next: {todo}" + (f". {self._resume(exit_code)}" if ending.can_go_on else ""))
         return lines
 
     @property
@@ -234,11 +235,13 @@ class Account(msgspec.Struct):
             return "no checkpoint: --save was not set"
         return f"no checkpoint: nothing was saved to {self.save} yet"
 
-    def _resume(self) -> str:
-        """Return one sentence on what the same command would do now."""
-        again = "To resume, give the same command with a new --run-dir"
+    def _resume(self, exit_code: int) -> str:
+        """Return what the same command would do now, behind the command that removes the mark."""
+        is_marked = exit_code in STOPS and self.save is not None
+        first = f"First remove the mark: {stop_mark.remedy(Path(self.save or ''))}. " if is_marked else ""
+        again = f"{first}To resume, give the same command with a new --run-dir"
         if self.newest is None and self._unknown is None:
-            return "Without a checkpoint the same command, with a new --run-dir, begins anew"
+            return f"{first}Without a checkpoint the same command, with a new --run-dir, begins anew"
         folder = self.newest[1] if self.newest is not None else self._unknown
         if folder is not None and (self.load is None or Path(folder) != Path(self.load)):
             again += f" and --load {shlex.quote(folder)}"
