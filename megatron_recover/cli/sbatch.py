@@ -29,7 +29,7 @@ _OURS = ("--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv
          "--master-port", "--run-dir", "--key-file", "--chained")  # fmt: skip
 """Flags of `run` that the script gives."""
 _SET = ("--nodes", "--ntasks", "--ntasks-per-node", "--exclusive", "--mem", "--no-kill", "--array", "--requeue", "--no-requeue",
-        "--signal", "--open-mode", "--output", "--error")  # fmt: skip
+        "--signal", "--open-mode", "--output", "--error", "--propagate")  # fmt: skip
 """Options of sbatch that the script gives, and --error, which would split the output."""
 _LAUNCHERS = (("megatron-recover", "run"), ("torchrun",))
 _PLAIN = re.compile(r"[\w./+@=-]+")

@@ -140,7 +140,7 @@ def _end(pid_file: Path) -> None:
         os.kill(pid, signal.SIGTERM)
     except (OSError, ValueError):
         return
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + 2  # slurmctld takes longer to store what nobody needs
     while time.monotonic() < give_up_at:
         try:
             os.kill(pid, 0)

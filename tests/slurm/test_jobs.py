@@ -26,7 +26,7 @@ TOY = Spec(run_dir="-", replicas=2, ranks=1, steps=3, microbatches=3)
 class Job:
     """A submitted script, with the stand-in for `megatron-recover run`."""
 
-    def __init__(self, machine: Machine, folder: Path, *, toy: Spec = TOY, **settings: object) -> None:
+    def __init__(self, machine: Machine, folder: Path, *, toy: Spec = TOY, minutes: int = 10, **settings: object) -> None:
         python = folder / "python"
         python.write_text(
             f'#!/bin/sh\n[ "$4" != run ] || {{ shift 4; exec {sys.executable} -m tests.slurm.agent "$@"; }}\n'
@@ -38,7 +38,7 @@ class Job:
         given = {"save": str(self.save), "command": (), "nodes": 1, **settings}
         self.settings = script.Settings(
             launch=("--toy", msgspec.json.encode(toy).decode(), "train.py"), run_dir=str(self.run_dir), python=str(python),
-            directives=("--job-name=toy", "--time=10"), **given,
+            directives=("--job-name=toy", f"--time={minutes}"), **given,
         )  # fmt: skip
         (folder / "job.sbatch").write_text(script.text(self.settings))
         done = machine.run(
@@ -124,6 +124,15 @@ def test_a_signal_ends_a_start_the_job_comes_back_and_a_cancelled_one_does_not(m
         machine.until(lambda: outcome(job.run_dir / f"{job.id}-1").exit_code == 15, "the end of the second start")
         job.machine.until(lambda: job.said().count("requeue 15\n") == 2, "two verdicts")
         assert machine.show(job.id)["JobState"] == "CANCELLED"
+    finally:
+        job.close()
+
+
+def test_slurm_signals_the_agent_ahead_of_the_time_limit(machine: Machine, tmp_path: Path) -> None:
+    job = Job(machine, tmp_path, toy=msgspec.structs.replace(TOY, steps=FOR_EVER), minutes=5, signal_s=298, requeues=0)
+    try:
+        assert job.until_state("FAILED", "COMPLETED", "TIMEOUT")["ExitCode"] == "15:0"
+        assert outcome(job.run_dir / f"{job.id}-0").reason.endswith("as asked for (SIGUSR2)")
     finally:
         job.close()
 

@@ -65,7 +65,7 @@ _NAMES = st.lists(st.tuples(st.sampled_from(["n", "rack-", "x1y", "a.b"]), _BRAC
 LISTS = st.lists(st.one_of(st.sampled_from(["login", "n07", "a-b.c"]), _NAMES), min_size=1, max_size=3).map(",".join)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LISTS)
 def test_random_lists_are_expanded_as_scontrol_does_it(machine: Machine, text: str) -> None:
     assert expand(text) == tuple(machine.run("scontrol", "show", "hostnames", text).stdout.split())

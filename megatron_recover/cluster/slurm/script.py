@@ -167,6 +167,8 @@ def _common_directives(settings: Settings) -> Iterator[str]:
     yield from _because("The whole node and all its memory: ranks need more of it while they do the work of a lost replica.")
     yield "#SBATCH --exclusive"
     yield "#SBATCH --mem=0"
+    yield from _because("Limits of the login node, such as on locked memory, are not those of the job.")
+    yield "#SBATCH --propagate=NONE"
     yield from _because(
         f"{settings.signal_s} s before the time limit each agent gets USR2: the job ends after a common step, with a "
         "checkpoint. (With B: this shell alone would get the signal.)"
@@ -273,6 +275,7 @@ def _start(settings: Settings) -> Iterator[str]:
 _FLAGS = (
     "--kill-on-bad-exit=0, --wait=0: Slurm never ends an agent because another has ended.",
     "--mpi=none: agents are no MPI ranks. --input=none: no agent reads this script.",
+    "--export=ALL: agents get the environment of this script, also after sbatch --export=NONE.",
     "--cpus-per-task: all CPUs of the node, since srun does not inherit the number.",
     "--cpu-bind=none: ranks bind themselves, if --numa-binding asks for it.",
     "--output with %N: the node writes the log itself. An agent never waits for an srun that is dead.",
@@ -284,7 +287,7 @@ def _srun(settings: Settings, *, where: str, cpus: str, endpoint: str, indent: s
     no_kill = "--no-kill " if settings.is_wide else ""
     lines = [
         f"srun {no_kill}--nodes=1 --ntasks=1{where}",
-        "  --kill-on-bad-exit=0 --wait=0 --mpi=none --input=none",
+        "  --kill-on-bad-exit=0 --wait=0 --mpi=none --input=none --export=ALL",
         f'  --cpus-per-task="{cpus}" --cpu-bind=none "${{oom[@]}}"',
         '  --open-mode=append --output="$RUN/%N.log"' + (' "${container[@]}"' if settings.container else ""),
         '  "$PYTHON" -P -m megatron_recover run --run-dir "$start"' + (" --chained" if settings.goes_on else ""),
