@@ -4,12 +4,16 @@ PY := .venv/bin/python
 TIMED := tests/cluster
 # Those in the same folder whose subject is something else.
 UNTIMED := $(patsubst %,$(TIMED)/test_%.py,agent warm endings undying chaos coordinator_driver memory_file)
+# What `make nodes-test` and `make slurm-test` run, but the tests of the nodes themselves, which are quick.
+NODES := tests/nodes
+# All others, which do not overlap with any of these: pytest would run a file of a folder that it is to ignore neither way.
+OTHERS := $(filter-out %/__pycache__/ $(TIMED)/ $(NODES)/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 # What a wheelhouse has beside what every verb needs.
 EXTRAS ?= train,plot,tensorboard,metrics
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test coverage lint explore fuzz sweep gpu-test campaign bench dist wheelhouse licences clean
+.PHONY: help setup demo test coverage lint explore fuzz sweep gpu-test nodes-test slurm-test campaign bench dist wheelhouse licences clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,7 +25,7 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 	@$(PY) -m megatron_recover demo
 
 test: setup lint ## everything that CI runs
-	@$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow" tests $(UNTIMED) $(TIMED:%=--ignore=%)
+	@$(PY) -m pytest -q -n 2 -m "not slow" --dist worksteal $(OTHERS) $(UNTIMED) $(NODES)/test_harness.py
 	@$(PY) -m pytest -q -n 2 --dist worksteal $(TIMED) $(UNTIMED:%=--ignore=%)
 
 coverage: setup  ## branch coverage of the protocol by its own tests; fails below the floor (pyproject.toml)
@@ -46,6 +50,13 @@ sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT
 
 gpu-test: setup  ## the CUDA and NCCL part: a row for each finding; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu
+
+nodes-test: setup ## jobs on four nodes on this machine, each a set of namespaces, whose nodes die, freeze and are cut off (as root)
+	@$(PY) -m pytest -q -n 2 $(NODES) --ignore=$(NODES)/test_slurm.py
+
+slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a node dies (as root, with Debian's slurm-wlm and munge)
+	@$(PY) -m pytest -q -m slow tests/slurm
+	@$(PY) -m pytest -q -n 6 $(NODES)/test_slurm.py
 
 campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: disks); OUT=FILE: the record
 	@$(PY) -m tests.system.campaign --faults $(or $(FAULTS),300) --seed $(or $(SEED),1) $(if $(OUT),--out $(OUT))

@@ -47,6 +47,12 @@ def _can_fork(environment: Mapping[str, str]) -> bool:
     return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)} == _AT_START
 
 
+def can_be_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether a fork is what `command`, an interpreter that runs a module, would be in this environment."""
+    # A fork could use no GPU.
+    return list(command[:2]) == [sys.executable, "-m"] and not has_gpu() and _can_fork(environment)
+
+
 def start(
     command: Sequence[str],
     *,
@@ -61,8 +67,7 @@ def start(
     What it prints goes to the descriptor `output`; None: to a pipe. It finds SIGHUP set to `hangup`. `is_fresh`: start an
     interpreter in any case.
     """
-    is_module = list(command[:2]) == [sys.executable, "-m"]
-    if is_module and not is_fresh and not has_gpu() and _can_fork(environment):  # a fork could use no GPU
+    if not is_fresh and can_be_fork(command, environment):
         return Program(command, cwd=cwd, environment=environment, output=output, hangup=hangup)
     return subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE if output is None else output, stderr=subprocess.STDOUT, text=True,
@@ -106,7 +111,7 @@ class Program:
             handed = _Descriptor(writing if output is None else output)
             arguments = (handed, command[1:], cwd, dict(environment), hangup)
             # Not waited for at the end of pytest, should a test leave it behind.
-            self._process = CONTEXT.Process(target=_begin, args=arguments, daemon=True)
+            self._process = CONTEXT.Process(target=begin, args=arguments, daemon=True)
             self._process.start()
         finally:
             os.close(writing)
@@ -172,10 +177,14 @@ def _detached(handed: Any) -> int:
     return handed.detach()
 
 
-def _begin(
-    output: int, command: Sequence[str], cwd: pathlib.Path, environment: Mapping[str, str], hangup: signal.Handlers
+def begin(
+    output: int,
+    command: Sequence[str],
+    cwd: pathlib.Path,
+    environment: Mapping[str, str],
+    hangup: signal.Handlers = signal.SIG_DFL,
 ) -> NoReturn:
-    """Turn a process of `CONTEXT` into a program whose own programs are forks as well."""
+    """Turn a fork of a process that has imported everything into a program whose own programs are forks as well."""
     os.setsid()
     signal.signal(signal.SIGHUP, hangup)
     os.dup2(output, 1)

@@ -21,11 +21,13 @@ from megatron_recover.shipped import shipped
 
 VERBS: Mapping[str, str] = MappingProxyType({
     "run": "train with replicas that survive the death of any of them",
+    "doctor": "check this machine before a job: limits, GPUs, folders, the scheduler's settings",
     "plan": "compare the layouts of a job: the memory of a rank, and what a death costs",
     "demo": "train on real text, kill real processes, prove that nothing was lost",
     "check": "verify the invariants of a run from its trace",
     "report": "make a page that shows what happened in a run, from its trace",
     "top": "follow a run in one live line",
+    "status": "print the state of a job: nodes, replicas, steps, losses, newest checkpoint",
     "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",
     "explain": "print every wait of a run and why it is so long, or which packages are used",
     "data": "turn text files into a data set that Megatron reads",

@@ -1,0 +1,59 @@
+"""One trace of a toy job on several nodes, merged by the machine's one monotonic clock, which the nodes share.
+
+What a toy left beside the trace (`toy.py`) says when each line was recorded. So the order of the merged file is what happened,
+whatever the nodes' wall clocks said.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_recover import trace
+from tests.nodes.history import History
+
+_OF_ONE = ("run_started", "run_finished", "nodes_met")
+"""Events that each node records and that a merged trace has once: those of node 0."""
+
+
+def merge(run_dir: Path, sums: Path, into: Path) -> Path:
+    """Write the merged trace of all nodes to the new folder `into`, and return that.
+
+    A node whose file has no end lost its power: it may lack the newest events of its ranks, which the merged trace says.
+    """
+    at = {(each.replica, each.rank, each.step): each.at for each in History.read(sums).applied}
+    events: list[dict[str, Any]] = []
+    for folder in (run_dir, *sorted((run_dir / "nodes").glob("*"))):
+        of_node = [json.loads(line) for line in _whole_lines(folder / trace.EVENTS_FILE)]
+        applied = [event for event in of_node if event["event"] == "applied"]
+        offsets = [at[key] - event["t"] for event in applied if (key := _key(event)) in at]
+        if not offsets:
+            continue
+        now = float("-inf")
+        for event in of_node:
+            now = event["t"] = max(now, event["t"] + max(offsets))  # within a file the order of lines stands
+            if "since" in event:
+                event["since"] += max(offsets)
+        if of_node[-1]["event"] != "run_finished":
+            of_node += [_gap(now, *place) for place in {(event["replica"], event["rank"]) for event in applied}]
+        events += [event for event in of_node if folder == run_dir or event["event"] not in _OF_ONE]
+    into.mkdir()
+    first = min(event["t"] for event in events)
+    with open(into / trace.EVENTS_FILE, "w") as file:
+        for event in sorted(events, key=lambda each: each["t"]):
+            times = {name: event[name] - first for name in ("t", "since") if name in event}
+            file.write(json.dumps(event | times) + "\n")
+    return into
+
+
+def _gap(now: float, replica: int, rank: int) -> dict[str, Any]:
+    return {"event": "gap", "v": 2, "t": now, "replica": replica, "rank": rank, "num_events": 1, "since": now}
+
+
+def _key(event: dict) -> tuple[int, int, int]:
+    return event["replica"], event["rank"], event["step"]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []

@@ -1,0 +1,365 @@
+"""A nemesis: toy jobs on nodes that die, freeze, are cut off and come back, as a seed decides, and a judge of what they leave.
+
+    python -m tests.nodes.nemesis --runs 200 --seed 1 [--out docs/evidence/nemesis.md]
+
+Run k has seed SEED + k, which decides its job, its faults and the weather; `--runs 1 --seed S` repeats one. A run passes if
+
+- what its ranks applied is one history (`history.py`): at most one side goes on, at most one names a checkpoint;
+- all that was applied is the sum of all microbatches, each once;
+- all agents that live end before the deadline, with codes that its faults allow;
+- `megatron-recover check` finds nothing wrong with its trace;
+- nothing is left in any node.
+
+Prints one line a run, and at the end `N passed, N failed`; exit code 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_recover.core.values import ExitCode
+from tests.nodes import nodes
+from tests.nodes.jobs import NodesJob
+from tests.nodes.nodes import ROOT, Cage, Network, Node
+from tests.nodes.proxy import Weather
+
+DEADLINE_S = 60.0
+"""A job ends so long after its last fault at the latest."""
+NODE_TIMEOUT_S = 2.0
+SHORT_S, LONG_S = (0.1, 1.0), (4.0, 6.0)
+"""How long what ends again lasts: well below `NODE_TIMEOUT_S`, and well above."""
+STEPS = 400
+MAX_FAILED = 10
+COLUMNS = (
+    "| seed | job | weather | faults | ends | replicas | steps | longest pause (s) | seconds | verdict |\n"
+    "|---|---|---|---|---|---|---:|---:|---:|---|"
+)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault."""
+
+    kind: str
+    node: int
+    at_step: int
+    """When a rank of replica 0, or of who is left, has applied so many steps."""
+    seconds: float | None = None
+    """After so long it is undone; None: never."""
+    one_way: str | None = None
+    others: tuple[int, ...] = ()
+    """Cut off from these only; empty: from all."""
+
+    def __str__(self) -> str:
+        way = f" {self.one_way}" if self.one_way else ""
+        whom = f" from {','.join(f'n{each}' for each in self.others)}" if self.others else ""
+        lasts = f" for {self.seconds:.1f} s" if self.seconds is not None else ""
+        return f"n{self.node} {self.kind}{way}{whom}{lasts} at {self.at_step}"
+
+    @property
+    def is_short(self) -> bool:
+        """Whether nobody may be removed for it."""
+        return self.seconds is not None and self.seconds <= SHORT_S[1] and self.kind != "power"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a seed decides."""
+
+    seed: int
+    num_nodes: int
+    replicas: int
+    ranks: int
+    strikes: tuple[Strike, ...]
+    weather: Weather | None
+    clock_offsets_s: tuple[float, ...] = field(default=())
+
+    @property
+    def spares_node_0(self) -> bool:
+        """Whether nothing that lasts befalls the node with the coordinator."""
+        return all(strike.is_short or (strike.node != 0 and 0 not in strike.others) for strike in self.strikes)
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether no replica may be lost."""
+        return all(strike.is_short for strike in self.strikes)
+
+
+def plan(seed: int) -> Plan:
+    """Return what a seed decides."""
+    chance = random.Random(seed)
+    num_nodes = chance.choice((3, 4))
+    ranks = chance.choice((1, 2))
+    replicas = num_nodes if ranks == 2 else chance.choice((num_nodes, min(8, 2 * num_nodes)))
+    is_calm = chance.random() < 0.7
+    weather = None if is_calm else Weather(
+        delay_s=chance.uniform(0.0, 0.003), jitter_s=chance.uniform(0.0, 0.003), loss=chance.choice((0.0, 0.005, 0.02)),
+        stall_s=chance.choice((0.0, 0.2)), calm_s=1.0,
+    )  # fmt: skip
+    offsets = tuple(chance.uniform(-30.0, 30.0) for _ in range(num_nodes)) if chance.random() < 0.3 else ()
+    strikes, at_step = [], 20
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        at_step += chance.choice((0, 0, 20, 60))
+        strikes.append(_strike(chance, num_nodes, at_step))
+    return Plan(seed, num_nodes, replicas, ranks, tuple(strikes), weather, offsets)
+
+
+def _strike(chance: random.Random, num_nodes: int, at_step: int) -> Strike:
+    # The coordinator's node is struck more seldom: that ends most jobs.
+    node = chance.choice((0, *(range(1, num_nodes)), *(range(1, num_nodes))))
+    kind = chance.choice(("power", "frozen", "cut off", "cut off", "cut off", "reset", "agent killed"))
+    seconds: float | None = chance.uniform(*chance.choice((SHORT_S, LONG_S)))
+    one_way, others = None, ()
+    if kind == "power":
+        seconds = chance.choice((None, chance.uniform(1.0, 4.0)))
+    elif kind == "cut off":
+        one_way = chance.choice((None, None, "in", "out"))
+        if chance.random() < 0.4:
+            rest = [each for each in range(num_nodes) if each != node]
+            others = tuple(sorted(chance.sample(rest, chance.randint(1, len(rest) - 1))))
+        seconds = chance.choice((seconds, seconds, None))
+    elif kind in ("reset", "agent killed"):
+        seconds = None
+    return Strike(kind, node, at_step, seconds, one_way, others)
+
+
+class Run:
+    """A job, and its nemesis."""
+
+    def __init__(self, cage: Cage, folder: Path, plan: Plan) -> None:
+        self.plan = plan
+        self.network = Network(cage, folder, plan.num_nodes, clock_offsets_s=plan.clock_offsets_s)
+        self.job: NodesJob
+        self._off: set[str] = set()
+        """Nodes that have lost their power: their agents have no exit code of their own."""
+        self._struck: list[Strike] = []
+
+    def play(self) -> str:
+        """Run the job with its faults; return the verdict."""
+        plan = self.plan
+        self.job = NodesJob(
+            self.network, num_nodes=plan.num_nodes, replicas=plan.replicas, ranks=plan.ranks, steps=STEPS, pace_s=0.002,
+            node_timeout_s=NODE_TIMEOUT_S,
+        )  # fmt: skip
+        self.job.until_training()
+        if plan.weather is not None:
+            self.network.set_weather(plan.weather, plan.seed)
+        undone: list[tuple[float, Callable[[], None]]] = []
+        waiting = list(plan.strikes)
+        while waiting or undone:
+            now = time.monotonic()
+            step = max(self.job.steps().values())
+            if waiting and (step >= waiting[0].at_step or self._is_standing_still()):
+                strike = waiting.pop(0)
+                undo = self._strike(strike)
+                if strike.seconds is not None:
+                    undone.append((now + strike.seconds, undo))
+                continue
+            for due in [each for each in undone if each[0] <= now]:
+                undone.remove(due)
+                due[1]()
+            if all(agent.poll() is not None for agent in self.job.agents.values()) and not undone:
+                break
+            time.sleep(0.01)
+        return self._verdict()
+
+    def _is_standing_still(self) -> bool:
+        history = self.job.history()
+        return time.monotonic() - history.applied[-1].at > 1.0
+
+    def _strike(self, strike: Strike) -> Callable[[], None]:
+        """Have a fault strike; return what undoes it."""
+        node = self.network[strike.node]
+        if node.pid is None:
+            return lambda: None
+        self._struck.append(strike)
+        others = [self.network[each] for each in strike.others]
+        match strike.kind:
+            case "power":
+                node.power_off()
+                self._off.add(node.name)
+                return lambda: node.power_on() if node.pid is None else None
+            case "frozen":
+                node.freeze()
+                return node.thaw
+            case "cut off":
+                node.cut(*others, one_way=strike.one_way)
+                return lambda: node.heal(*others)
+            case "reset":
+                node.reset()
+            case "agent killed":
+                self.job.agents[node.name].kill()
+                self._off.add(node.name)
+        return lambda: None
+
+    def _verdict(self) -> str:
+        living = [node for node in self.job.nodes if node.name not in self._off]
+        try:
+            self._codes = self.job.end(living, DEADLINE_S)
+        except subprocess.TimeoutExpired as error:
+            return f"FAILED: no end within {DEADLINE_S:g} s of {error.cmd[0]}"
+        history = self.job.history()
+        if faults := history.faults():
+            return f"FAILED: {faults[0]}"
+        try:
+            self.job.outcome().assert_exactly_once()
+        except AssertionError as error:
+            return f"FAILED: {str(error).splitlines()[0]}"
+        if mistake := self._wrong_end(living):
+            return f"FAILED: {mistake}"
+        if mistakes := self.job.mistakes(range(self.plan.replicas) if self._off else ()):
+            return f"FAILED: check: {mistakes[0]}"
+        try:
+            self.network.assert_nothing_left()
+        except AssertionError as error:
+            return f"FAILED: {str(error)[:200]}"
+        return "passed"
+
+    def _wrong_end(self, living: Sequence[Node]) -> str:
+        """Return what is wrong with the exit codes and the number of steps; empty: nothing."""
+        codes = set(self._codes.values())
+        if self.plan.is_harmless and self.plan.weather is None:
+            return (
+                "" if codes == {0} and self.num_finished() == self.plan.replicas else f"a short fault cost something: {codes}"
+            )
+        if self.plan.spares_node_0 and not codes <= {0, ExitCode.NO_REPLICA_LEFT}:
+            return f"exit codes {self._codes}"
+        if 0 in codes and not self.num_finished():
+            return "an agent says that all is well, and no replica has applied all steps"
+        return ""
+
+    def num_finished(self) -> int:
+        """Return the number of replicas that have applied all steps on all ranks."""
+        steps = self.job.steps()
+        return sum(
+            all(steps.get((replica, rank), 0) == STEPS for rank in range(self.plan.ranks))
+            for replica in range(self.plan.replicas)
+        )
+
+    def row(self, verdict: str, seconds: float) -> str:
+        """Return a row of the table."""
+        plan, history = self.plan, self.job.history()
+        steps = max(self.job.steps().values(), default=0)
+        finishers = [replica for (replica, _), num in self.job.steps().items() if num == steps]
+        off = f", clocks {', '.join(f'{each:+.0f}' for each in plan.clock_offsets_s)} s" if plan.clock_offsets_s else ""
+        ends = collections.Counter(getattr(self, "_codes", {}).values())
+        cells = (
+            plan.seed, f"{plan.replicas} x {plan.ranks} on {plan.num_nodes}{off}", _weather(plan.weather),
+            "; ".join(map(str, self._struck)) or "none",
+            ", ".join(f"{number} x {code}" for code, number in sorted(ends.items())) or "?",
+            f"{plan.replicas} to {self.num_finished()}", steps, f"{history.pause_s(finishers):.2f}", f"{seconds:.0f}", verdict,
+        )  # fmt: skip
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+def _weather(weather: Weather | None) -> str:
+    if weather is None:
+        return "good"
+    return f"{1000 * weather.delay_s:.0f} ms, {100 * weather.loss:g} % lost{', stalls' if weather.stall_s else ''}"
+
+
+def attempt(cage: Cage, folder: Path, seed: int, keep: Path) -> tuple[bool, str]:
+    """Run the job of a seed; return whether it passed, and its row."""
+    since = time.monotonic()
+    run = Run(cage, folder / f"run-{seed}", plan(seed))
+    try:
+        try:
+            verdict = run.play()
+        except (AssertionError, OSError) as error:
+            verdict = f"FAILED: {str(error).splitlines()[0]}"
+        row = run.row(verdict, time.monotonic() - since)
+    finally:
+        run.network.close()
+    if passed := verdict == "passed":
+        shutil.rmtree(run.network.folder)
+    else:
+        keep.mkdir(parents=True, exist_ok=True)
+        shutil.move(run.network.folder, keep / f"nemesis-{seed}-{int(time.time())}")
+        print(f"{run.job.output()}\nrun again with: python -m tests.nodes.nemesis --runs 1 --seed {seed}", flush=True)
+    return passed, row
+
+
+DOCUMENT = """\
+# Nemesis
+
+    {command}
+    python -m tests.nodes.nemesis --runs 1 --seed {seed}        # one run of it
+
+**{num_runs} runs: {totals}**, at commit {commit} on {date}.
+
+The command above writes this file (`tests/nodes/nemesis.py`). Each seed decides a toy job on 3 or 4 nodes, its faults, the
+weather between the nodes (`tests/nodes/proxy.py`), and how far their clocks are off. Every run must meet these promises:
+
+- what the ranks applied is one history: at most one side goes on, at most one names a checkpoint
+  (`tests/nodes/history.py`, from files of the ranks alone, on the one monotonic clock of the machine);
+- what was applied is the sum of all microbatches, each once;
+- all agents that live end within {deadline_s:.0f} s, with codes that the faults allow;
+- `megatron-recover check` finds no violation;
+- nothing is left in any node: no process, no port, no file in /dev/shm or /tmp.
+
+"""
+
+
+def document(rows: Sequence[tuple[bool, str]], seed: int, command: str) -> str:
+    """Return the text of the record."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    head = DOCUMENT.format(
+        command=command, seed=seed, num_runs=len(rows), totals=totals(rows), commit=commit, date=time.strftime("%Y-%m-%d"),
+        deadline_s=DEADLINE_S,
+    )  # fmt: skip
+    return "\n".join((head + COLUMNS, *(row for _, row in rows), ""))
+
+
+def totals(rows: Sequence[tuple[bool, str]]) -> str:
+    """Return the last line."""
+    num_passed = sum(passed for passed, _ in rows)
+    return f"{num_passed} passed, {len(rows) - num_passed} failed"
+
+
+def _seeds(first: int, num_runs: int, rows: Sequence[tuple[bool, str]]) -> Iterator[int]:
+    """Yield the seeds, until too many runs have failed."""
+    for seed in range(first, first + num_runs):
+        if sum(not passed for passed, _ in rows) >= MAX_FAILED:
+            return
+        yield seed
+
+
+def main() -> int:
+    """Run all; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.nodes.nemesis", description="Toy jobs on nodes with random faults.")
+    parser.add_argument("--runs", type=int, default=200, help="so many (default: 200)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow")
+    parser.add_argument("--out", type=Path, help="write the record to this file, after every run")
+    parser.add_argument("--keep", type=Path, help="keep the folders of failed runs here (default: a temporary folder)")
+    arguments = parser.parse_args()
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {arguments.out.parent}; make it, or give another place")
+    if reason := nodes.why_not():
+        parser.error(reason)
+    keep = arguments.keep or Path(tempfile.gettempdir()) / "megatron-recover-failed"
+    command = f"python -m tests.nodes.nemesis --runs {arguments.runs} --seed {arguments.seed} --out docs/evidence/nemesis.md"
+    rows: list[tuple[bool, str]] = []
+    print(COLUMNS, flush=True)
+    with contextlib.suppress(KeyboardInterrupt), nodes.cage() as cage, tempfile.TemporaryDirectory() as folder:
+        for seed in _seeds(arguments.seed, arguments.runs, rows):
+            rows.append(attempt(cage, Path(folder), seed, keep))
+            print(rows[-1][1], flush=True)
+            if arguments.out:
+                arguments.out.write_text(document(rows, arguments.seed, command))
+    print(totals(rows))
+    return int(len(rows) < arguments.runs or not all(passed for passed, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
