@@ -247,7 +247,7 @@ def _refuse_stopped(flags: Sequence[str], *, is_chained: bool) -> None:
 def _leave_mark(command: Sequence[str], exit_code: int, reason: str, run_dir: Path | None) -> None:
     """Leave a mark in the folder of `--save`, if it is given, after an end that repeats itself."""
     save = value_of(command, "--save")
-    if exit_code not in ending.STOPS or save is None:
+    if save is None:
         return
     try:
         stop_mark.leave(Path(save), exit_code, reason, run_dir)
@@ -434,9 +434,9 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
             _discard(job, existed=existed)
         return ExitCode.FAILED
     try:
-        if job.node == 0 and (exit_code != ExitCode.BAD_INPUT or arguments.chained):
-            kept = None if exit_code == ExitCode.BAD_INPUT else job.run_dir
-            _leave_mark(command, exit_code, launcher.reason, kept)
+        is_refused = exit_code == ExitCode.BAD_INPUT
+        if exit_code in ending.STOPS and job.node == 0 and (arguments.chained or not is_refused):
+            _leave_mark(command, exit_code, launcher.reason, None if is_refused else job.run_dir)
         return _ended(launcher, job, exit_code, existed=existed)
     finally:
         launcher.release_signals()
