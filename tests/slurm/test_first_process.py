@@ -32,7 +32,7 @@ def _kill_a_rank_then_ask_for_the_end(launcher: psutil.Process, until: Callable[
 
 
 def _kill_the_fork_server(launcher: psutil.Process, until: Callable[[Callable[[], object], str], None]) -> None:
-    [server] = [each for each in launcher.children() if each.name() != "recorder"]
+    [server] = [each for each in launcher.children() if each.name() not in ("recorder", "coordinator")]
     server.kill()
 
 
