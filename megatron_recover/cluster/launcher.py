@@ -240,6 +240,11 @@ class Launcher:
         return self._end_request.is_hurried
 
     @property
+    def reason(self) -> str:
+        """Return why the run has ended; empty while it has not."""
+        return self._ending[1] if self._ending else ""
+
+    @property
     def has_begun(self) -> bool:
         """Return whether training has begun: the job has had a generation."""
         return self._generation > 0
