@@ -129,6 +129,9 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """`host:port` of the coordinator's control socket."""
     leader: str
     """`host:port` on which this replica's leader accepts its ranks and other leaders."""
+    store: str = ""
+    """`host:port` at which rank 0 serves the replica's store for `torch.distributed`. Empty if the
+    replica is on one node: its ranks inherit a file then (`control_plane/rendezvous.py`)."""
     run_dir: str
     started_at: float
     """`time.monotonic()` of the launcher at the start of the run: zero of the trace's clock."""

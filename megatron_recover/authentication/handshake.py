@@ -63,6 +63,11 @@ class Role(enum.IntEnum):
     handshake."""
     AGENT = 7
     """The agent of a node. Its replica and rank are 0."""
+    STORE = 8
+    """Rank 0 of a replica, as the server of the replica's store for `torch.distributed`."""
+    DOCTOR = 9
+    """A node that tries the connections to other nodes before the job starts, and one that answers
+    (`cluster/doctor`)."""
 
 
 class Reply(enum.IntEnum):

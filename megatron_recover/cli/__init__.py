@@ -21,6 +21,7 @@ from megatron_recover.shipped import shipped
 
 VERBS: Mapping[str, str] = MappingProxyType({
     "run": "train with replicas that survive the death of any of them",
+    "doctor": "check this machine before a job: limits, GPUs, folders, the scheduler's settings",
     "plan": "compare the layouts of a job: the memory of a rank, and what a death costs",
     "demo": "train on real text, kill real processes, prove that nothing was lost",
     "check": "verify the invariants of a run from its trace",

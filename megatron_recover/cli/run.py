@@ -14,7 +14,7 @@ from typing import get_args
 
 import megatron_recover
 from megatron_recover import packages, trace
-from megatron_recover.cli import command_line, finish, launch_line, monitor_flags, several_nodes
+from megatron_recover.cli import command_line, finish, launch_line, monitor_flags, node_checks, several_nodes
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir, link_logs
@@ -87,6 +87,12 @@ def _parser() -> Parser:
         epilog="A replica is TP x PP x CP x lanes processes, all of them on this machine. --global-batch-size is that of the "
         "whole job. Exit codes: docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
     )
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the flags of `run` to its parser, or to that of a verb that takes the same line."""
     parser.add_argument(
         "--replicas", type=int, metavar="R",
         help="complete copies of the model; the data-parallel size is R x L (default: as many as --nproc-per-node gives "
@@ -121,7 +127,6 @@ def _parser() -> Parser:
     parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
     monitor_flags.add_flags(parser)
     launch_line.add_flags(parser)
-    return parser
 
 
 def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str, Joined | None]:
@@ -349,6 +354,11 @@ def main(argv: list[str]) -> int:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
     for line in behind:
         print(f"megatron-recover run: {line}", file=sys.stderr)
+    if refusals := node_checks.refusals(job):
+        if joined is not None:
+            several_nodes.leave(joined, "\n".join(refusals), command[1:])
+        _discard(job, existed=existed)
+        return ExitCode.BAD_INPUT
     try:
         link_logs(job)
     except ValueError as error:

@@ -112,15 +112,24 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         slots = self.placement.replicas[replica]
         return {rank: slot.slot for rank, slot in enumerate(slots) if slot.node == self.node}
 
+    def spans_nodes(self, replica: int) -> bool:
+        """Return whether a replica has ranks on several nodes."""
+        return self.placement is not None and len(self.placement.nodes_of(replica)) > 1
+
     @property
     def replicas_here(self) -> tuple[int, ...]:
         """Return the replicas that have ranks on this node, ascending."""
         return tuple(replica for replica in range(self.num_replicas) if self.slots(replica))
 
     @property
+    def ranks_here(self) -> list[tuple[int, int]]:
+        """Return the ranks (replica, rank) that this node runs, in order."""
+        return [(replica, rank) for replica in range(self.num_replicas) for rank in self.slots(replica)]
+
+    @property
     def num_ranks_here(self) -> int:
         """Return the number of ranks of all replicas that this node runs."""
-        return sum(len(self.slots(replica)) for replica in range(self.num_replicas))
+        return len(self.ranks_here)
 
     def log_of(self, replica: int, rank: int) -> Path:
         """Return the path of the log with a rank's stdout and stderr, or with stderr alone."""
@@ -179,7 +188,7 @@ def link_logs(job: Job) -> None:
         return
     attempt = job.log_links / "attempt_0"
     try:
-        for replica, rank in ((replica, rank) for replica in job.replicas_here for rank in job.slots(replica)):
+        for replica, rank in job.ranks_here:
             folder = attempt / str(job.place_of(replica, rank))
             folder.mkdir(parents=True)
             (folder / "stdout.log").symlink_to(job.stdout_log_of(replica, rank))

@@ -22,7 +22,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -134,8 +134,10 @@ class Launcher:
         """Newest generation that the coordinator has announced."""
         self._leaders: dict[int, str] = {}
         """Replica -> address of its leader, once the ranks may be started."""
-        self._listeners: dict[int, socket.socket] = {}
-        """Replica -> listening socket of its leader, until its ranks are started."""
+        self._stores: dict[int, str] = {}
+        """Replica -> address of its store, if the replica spans nodes."""
+        self._listeners: dict[int, dict[str, socket.socket]] = {}
+        """Replica -> listening sockets that its rank 0 inherits, by name, until it is started."""
         self._orphaned = ""
         """The loss of the coordinator in words; empty while the link to it lives."""
         self._node: Node
@@ -239,8 +241,9 @@ class Launcher:
         finally:
             for process in self._node.close():
                 self._give_up(process)
-            for listener in self._listeners.values():
-                listener.close()
+            for sockets in self._listeners.values():
+                for listener in sockets.values():
+                    listener.close()
             if self._joined is not None:
                 self._joined.close(self._deadlines)
             self._recording.coordinator_ended()
@@ -270,8 +273,8 @@ class Launcher:
         match message:
             case Met():
                 pass  # this node knew its place before it was given a job
-            case Launch(leaders):
-                self._leaders = dict(leaders)
+            case Launch(leaders, stores):
+                self._leaders, self._stores = dict(leaders), dict(stores)
             case Roster(generation, roster, losses, reason):
                 self._generation = generation
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
@@ -401,48 +404,57 @@ class Launcher:
         with descriptors_needed():
             for replica in job.replicas_here:
                 if 0 in job.slots(replica):
-                    self._listeners[replica] = listen(format_address(job.address, 0), job.ports)
+                    names = [listening.LEADER, *([listening.STORE] if job.spans_nodes(replica) else [])]
+                    where = format_address(job.address, 0)
+                    self._listeners[replica] = {name: listen(where, job.ports) for name in names}
         membership = MembershipSettings(
             num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)
         )  # fmt: skip
-        leaders = tuple((replica, address_of(listener)) for replica, listener in self._listeners.items())
-        self._send(NodeReady(membership, job.replicas_here, leaders))
+        leaders, stores = (
+            tuple((replica, address_of(sockets[name])) for replica, sockets in self._listeners.items() if name in sockets)
+            for name in (listening.LEADER, listening.STORE)
+        )
+        self._send(NodeReady(membership, job.replicas_here, leaders, stores))
         late = f"not all nodes were ready {self._deadlines.deadline_s:.0f} s after this one"
         return self._until(lambda: self._leaders, self._deadlines.deadline_s, lambda: late) is not None
 
     def _spawn_all(self) -> None:
         for replica in self._job.replicas_here:
-            # The launcher closes its copy as soon as the replica's ranks are started: a copy would
-            # keep a dead leader's port answering.
+            # The launcher closes its copies as soon as the ranks are started: a copy would keep the
+            # port of a dead leader answering.
             with contextlib.ExitStack() as stack:
-                leader = self._listeners.pop(replica, None)
-                if leader is not None:
-                    stack.enter_context(leader)
-                self._spawn_replica(replica, leader)
+                sockets = self._listeners.pop(replica, {})
+                for each in sockets.values():
+                    stack.enter_context(each)
+                self._spawn_replica(replica, sockets)
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
         self._send(NodeLaunched())
 
-    def _spawn_replica(self, replica: int, leader: socket.socket | None) -> None:
+    def _spawn_replica(self, replica: int, sockets: Mapping[str, socket.socket]) -> None:
         """Start this node's ranks of a replica, each with a descriptor of the replica's one store.
 
-        Rank 0 also gets a descriptor of the leader's listening socket.
+        The ranks of a replica that spans nodes get an address of the store instead. Rank 0 also
+        gets descriptors of the listening `sockets`.
         """
+        if replica in self._stores:
+            self._spawn_ranks(replica, sockets, {})
+            return
         with descriptors_needed():
             store = rendezvous.create_store()
         try:
-            self._spawn_ranks(replica, leader, store)
+            self._spawn_ranks(replica, sockets, {rendezvous.DESCRIPTOR: store})
         finally:
             os.close(store)
 
-    def _spawn_ranks(self, replica: int, leader: socket.socket | None, store: int) -> None:
+    def _spawn_ranks(self, replica: int, sockets: Mapping[str, socket.socket], store: dict[str, int]) -> None:
         job = self._job
         for rank in job.slots(replica):
             environment = self._environment(replica, rank, leader=self._leaders[replica])
             with descriptors_needed():
-                handed_down = self._handed_down | {rendezvous.DESCRIPTOR: store} | self._recording.descriptors(replica, rank)
+                handed_down = self._handed_down | store | self._recording.descriptors(replica, rank)
                 output = self._outputs[replica, rank] = self._recording.output_of_rank(replica, rank)
-            if leader is not None and rank == 0:
-                handed_down |= {listening.LEADER: leader.fileno()}
+            if rank == 0:
+                handed_down |= {name: each.fileno() for name, each in sockets.items()}
             self._node.spawn(
                 replica, rank, argv=job.command, environment=environment, output=output, descriptors=handed_down
             )  # fmt: skip
@@ -467,7 +479,8 @@ class Launcher:
         slot = 0 if dry_run else job.slots(replica)[rank]
         context = RankContext(
             replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
-            coordinator=self._joined.membership.address, leader=leader, run_dir=str(job.run_dir),
+            coordinator=self._joined.membership.address, leader=leader, store=self._stores.get(replica, ""),
+            run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
             numa_binding=job.numa_binding, dry_run=dry_run, address=job.address, ports=job.ports,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_recover.deadlines import OOM_S
+from megatron_recover.host.control_group import groups_of
 
 _LOOK_S = 0.1
 
@@ -85,28 +86,13 @@ class OomKills:
 
     def _file(self, pid: int) -> Path | None:
         try:
-            lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
+            groups = groups_of(pid, "memory", proc=self._proc, cgroups=self._cgroups)
         except OSError:
             return None
-        paths = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
-        places = []
-        for controllers, path in paths.items():
-            if "memory" in controllers.split(","):
-                places += [self._cgroups / "memory" / each / "memory.oom_control" for each in (path, "")]
-        if "" in paths:
-            places += [group / "memory.events" for group in self._groups(Path(paths[""]))]
+        # In version 1 a group counts for itself, and the one at the top of a container is its own.
+        places = [each / "memory.oom_control" for each in (*groups.first[:1], *groups.first[-1:])]
+        places += [each / "memory.events" for each in groups.second]
         return next((place for place in places if _count(place) is not None), None)
-
-    def _groups(self, path: Path) -> list[Path]:
-        """Return a process's group of version 2 and the groups that contain it, nearest first.
-
-        A container may show the path by which its host knows it, with its own group mounted at the
-        top. A group inside the container with the name of one of the host's groups is another
-        group. So a path is followed upwards only if all of it exists.
-        """
-        if ".." in path.parts or not (self._cgroups / path).is_dir():
-            return [self._cgroups]
-        return [self._cgroups / each for each in (path, *path.parents)]
 
 
 def _count(file: Path) -> int | None:

@@ -38,6 +38,8 @@ class NodeReady(Value, frozen=True):
     """The replicas that have ranks on this node."""
     leaders: tuple[tuple[ReplicaId, str], ...]
     """(replica, address of its leader) of the replicas whose rank 0 is on this node."""
+    stores: tuple[tuple[ReplicaId, str], ...] = ()
+    """(replica, address of its store) of those that also have ranks on other nodes."""
 
 
 class NodeFailed(Value, frozen=True):
@@ -110,9 +112,12 @@ class Met(Value, frozen=True):
 
 
 class Launch(Value, frozen=True):
-    """All nodes are ready: start the ranks. Has the address of the leader of every replica."""
+    """All nodes are ready: start the ranks."""
 
     leaders: tuple[tuple[ReplicaId, str], ...]
+    """(replica, address of its leader) of every replica."""
+    stores: tuple[tuple[ReplicaId, str], ...] = ()
+    """(replica, address of its store) of the replicas that span nodes."""
 
 
 class Roster(Value, frozen=True):

@@ -281,7 +281,8 @@ class NodesDriver:
         )  # fmt: skip
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
-        self._send_to(used, Launch(leaders))
+        stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
+        self._send_to(used, Launch(leaders, stores))
 
     def _launched(self, agent: _Agent) -> None:
         agent.is_launched = True

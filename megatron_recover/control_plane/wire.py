@@ -32,6 +32,7 @@ from megatron_recover.control_plane.encoding import (
     unpacked_statuses,
 )
 from megatron_recover.control_plane.node_messages import FromAgent, ToAgent
+from megatron_recover.control_plane.store_messages import StoreAnswer, StoreRefusal, StoreRequest
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
 from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address
@@ -52,7 +53,7 @@ MAX_QUEUED_BYTES = 2 * MAX_BODY_BYTES
 """Bytes queued at most for a peer that does not read. A message beyond that closes the link."""
 _LARGEST_BODIES = {
     (Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.AGENT, Role.COORDINATOR): 4 * 2**20,
-    (Role.RANK, Role.LEADER): 16 * 2**20,
+    (Role.RANK, Role.LEADER): 16 * 2**20, (Role.RANK, Role.STORE): 24 * 2**20,
 }  # fmt: skip
 
 
@@ -196,6 +197,7 @@ Message = (
     | values.Vote | values.Votes | values.Status | values.Statuses
     | values.Entered | values.ReplicaBlocked | values.ReplicaSaving | values.ReplicaFailing | values.ReplicaFinished
     | values.Diverged | values.Miscounted
+    | StoreRequest | StoreAnswer | StoreRefusal
 )  # fmt: skip
 _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
 

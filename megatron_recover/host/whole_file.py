@@ -6,10 +6,14 @@ A file is written under another name, and renamed when it is complete.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextlib.contextmanager
@@ -69,3 +73,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two entries of a file system change places in one step; return whether that worked.
+
+    Returns False where library, kernel or file system (NFS) lack Linux's renameat2. Raises OSError
+    for any other failure.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

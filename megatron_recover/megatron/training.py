@@ -328,7 +328,8 @@ class _Training:
             return DRY_RUN_PASSED
         if self._context.rank == 0 and (note := resuming.judge(args, "other")):
             print(f"megatron-recover: {note}", flush=True)
-        store = join_store(timedelta(seconds=config.deadlines.leader_s))
+        timeout = timedelta(seconds=config.deadlines.leader_s)
+        store = join_store(self._context, self._key, timeout, self._log.record)
         driver = self._driver = self._create_driver(config)
         checkpoints, loop = self._install(args, config, driver)
         try:

@@ -104,7 +104,7 @@ class Strangers(Event, frozen=True, kw_only=True):
     rank: int
     """Rank of the listener; -1: the coordinator."""
     listener: str
-    """Name of the listener: `coordinator`, `leader`, `data` or `echo`."""
+    """Name of the listener: `coordinator`, `leader`, `store`, `data` or `echo`."""
     num_connections: int
     """Number of connections closed since the last such event of this listener."""
 

@@ -376,9 +376,9 @@ def test_where_no_links_can_be_made_nothing_is_left_and_the_folder_of_the_links_
 
 def test_links_to_the_logs_may_be_in_the_run_directory(tmp_path: Path) -> None:
     choice = read(f"--nproc-per-node 2 --log-dir {tmp_path / 'run'}")
-    links, run_dir = run._folders(choice, tmp_path / "run")
+    links, run_dir = run._folders(choice, tmp_path / "run", None)
     assert run_dir == tmp_path / "run" and links is not None and links.parent == run_dir
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--log-dir"):
-        run._folders(read(f"--nproc-per-node 2 --log-dir {tmp_path / 'file'}"), tmp_path / "other")
+        run._folders(read(f"--nproc-per-node 2 --log-dir {tmp_path / 'file'}"), tmp_path / "other", None)
     assert not (tmp_path / "other").exists()

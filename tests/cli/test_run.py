@@ -185,11 +185,11 @@ def test_a_folder_that_takes_no_file_is_left_as_it_was(
         def release_signals(self) -> None:
             pass
 
-    def job_of(arguments: Any, command: Any) -> tuple[Job, str]:
+    def job_of(arguments: Any, command: Any) -> tuple[Job, str, None]:
         return Job(
             argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
             run_dir=create_run_dir(arguments.run_dir),
-        ), ""  # fmt: skip
+        ), "", None  # fmt: skip
 
     monkeypatch.setattr(run, "_job", job_of)
     monkeypatch.setattr(run, "Launcher", Unwritable)

@@ -105,7 +105,7 @@ def test_the_recorder_inherits_all_descriptors_that_the_system_allows(monkeypatc
 def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_path: Path, num_left: int) -> None:
     launcher = Launcher.__new__(Launcher)
     launcher._job = SimpleNamespace(slots=lambda replica: {0: 0}, argv=("train.py",))
-    launcher._leaders = {0: "127.0.0.1:1"}
+    launcher._leaders, launcher._stores = {0: "127.0.0.1:1"}, {}
     launcher._recording = SimpleNamespace(
         descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: create(tmp_path / "rank.log")
     )
@@ -113,7 +113,7 @@ def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_pa
     launcher._node = SimpleNamespace(spawn=lambda *arguments, **others: pytest.fail("it was started"))
     launcher._environment = lambda replica, rank, **others: {}
     with wire.listen("127.0.0.1:0") as listening, descriptors_left(num_left), pytest.raises(NodeLost, match="ulimit -n"):
-        launcher._spawn_replica(0, listening)
+        launcher._spawn_replica(0, {"leader": listening})
 
 
 @pytest.mark.parametrize("num_left", [0, 1, 2])

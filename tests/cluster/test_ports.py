@@ -76,8 +76,8 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
     made = launcher._node = Spawned()
     launcher._ranks = SimpleNamespace(watches=lambda replica, rank: None)
     launcher._joined = SimpleNamespace(membership=SimpleNamespace(address="127.0.0.1:1", send=lambda message: None))
-    launcher._listeners = {replica: listen("127.0.0.1:0") for replica in range(2)}
-    launcher._leaders = {replica: address_of(listener) for replica, listener in launcher._listeners.items()}
+    launcher._listeners = {replica: {"leader": listen("127.0.0.1:0")} for replica in range(2)}
+    launcher._leaders = {replica: address_of(sockets["leader"]) for replica, sockets in launcher._listeners.items()}
     launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None)
     with contextlib.closing(launcher._loop):
         launcher._spawn_all()

@@ -46,7 +46,7 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
 
     launcher = Launcher.__new__(Launcher)
     launcher._job = SimpleNamespace(replicas_here=(0, 1), slots=lambda replica: {0: 0, 1: 1}, command=())
-    launcher._leaders, launcher._listeners = {0: "127.0.0.1:1", 1: "127.0.0.1:2"}, {}
+    launcher._leaders, launcher._listeners, launcher._stores = {0: "127.0.0.1:1", 1: "127.0.0.1:2"}, {}, {}
     launcher._loop = Loop(clock=lambda: now[0], cpu_clock=lambda: 0.0)
     launcher._recording = SimpleNamespace(
         descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None, says=said.append

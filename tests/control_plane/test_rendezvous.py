@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_recover.config import describe_descriptors
 from megatron_recover.control_plane.rendezvous import DESCRIPTOR, create_store, join_store
+from tests.control_plane.store_ranks import context_of
 
 pytestmark = pytest.mark.timeout(240)
 TIMEOUT = timedelta(seconds=120)
@@ -24,10 +25,16 @@ NOBODY = 65534
 OTHER_RANK = """
 import datetime, sys
 from megatron_recover.control_plane.rendezvous import join_store
-store = join_store(datetime.timedelta(seconds=120))
+from tests.control_plane.store_ranks import context_of
+store = join_store(context_of(1, 2, ""), b"", datetime.timedelta(seconds=120), print)
 assert store.get("said by rank 0") == b"hello"
 store.set("said by rank 1", "welcome")
 """
+
+
+def joined(timeout: timedelta = TIMEOUT) -> dist.Store:
+    """The store of this process, as rank 0 of a replica on one node."""
+    return join_store(context_of(0, 2, ""), b"", timeout, lambda event: None)
 
 
 @pytest.fixture
@@ -42,23 +49,23 @@ def inherited(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_ranks_find_what_others_have_set_whoever_comes_first(inherited: int) -> None:
     seen: list[bytes] = []
-    early = threading.Thread(target=lambda: seen.append(join_store(TIMEOUT).get("said by rank 1")))
+    early = threading.Thread(target=lambda: seen.append(joined().get("said by rank 1")))
     early.start()
     rank_1 = subprocess.Popen([sys.executable, "-c", OTHER_RANK], pass_fds=[inherited])
-    join_store(TIMEOUT).set("said by rank 0", "hello")
+    joined().set("said by rank 0", "hello")
     early.join(150)
     assert seen == [b"welcome"] and rank_1.wait(60) == 0
 
 
 def test_a_key_that_nobody_sets_is_waited_for_no_longer_than_was_said(inherited: int) -> None:
     with pytest.raises(RuntimeError, match="[Tt]imeout"):
-        join_store(timedelta(seconds=0.2)).get("what nobody sets")
+        joined(timedelta(seconds=0.2)).get("what nobody sets")
 
 
 def test_process_groups_meet_in_the_store_and_programs_that_a_rank_starts_are_not_told_of_it(inherited: int) -> None:
     """With TORCHELASTIC_USE_AGENT_STORE no process that a rank starts could make a group of its own."""
     before = dict(os.environ)
-    store = join_store(TIMEOUT)
+    store = joined()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=TIMEOUT)
     try:
         dist.barrier(dist.new_group([0]))
@@ -71,7 +78,7 @@ def test_process_groups_meet_in_the_store_and_programs_that_a_rank_starts_are_no
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_open_the_store(inherited: int) -> None:
     """A TCPStore let any user of the machine in: he set a key first, and a rank unpickled what he had sent for another's."""
-    join_store(TIMEOUT).set("said by rank 0", "hello")
+    joined().set("said by rank 0", "hello")
     path = f"/proc/{os.getpid()}/fd/{inherited}"
     assert b"hello" in pathlib.Path(path).read_bytes()
     read = f"import os; os.setgid({NOBODY}); os.setuid({NOBODY}); open({path!r}, 'rb')"
@@ -81,4 +88,4 @@ def test_another_user_cannot_open_the_store(inherited: int) -> None:
 
 def test_a_process_without_an_inherited_store_is_refused() -> None:
     with pytest.raises(RuntimeError, match="megatron-recover run"):
-        join_store(TIMEOUT)
+        joined()

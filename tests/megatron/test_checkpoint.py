@@ -550,7 +550,7 @@ def test_at_every_instant_the_tracker_names_a_complete_checkpoint(
         job.older(*older, named=named)
         with pytest.MonkeyPatch.context() as monkeypatch:
             if not exchanges:
-                monkeypatch.setattr(save_folder, "_renameat2", lambda *_: False)
+                monkeypatch.setattr(save_folder, "exchange", lambda *_: False)
             instants = Instants(monkeypatch, fatal)
             killed = False
             try:
@@ -571,7 +571,7 @@ def test_at_every_instant_the_tracker_names_a_complete_checkpoint(
 
 def test_what_a_dead_writer_has_moved_aside_is_in_nobodys_way(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where entries cannot be exchanged, it has a name of its own for a moment, and a writer can die in that moment."""
-    monkeypatch.setattr(save_folder, "_renameat2", lambda *_: False)
+    monkeypatch.setattr(save_folder, "exchange", lambda *_: False)
     job.older(20, named=20)
     aside = job.folder / "iter_0000020.replaced"
     shutil.copytree(job.folder / "iter_0000020", aside)

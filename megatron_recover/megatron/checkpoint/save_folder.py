@@ -22,8 +22,6 @@ Note [When a checkpoint exists]
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import json
 import os
 import shutil
@@ -31,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_recover.host import lock_file
-from megatron_recover.host.whole_file import sync
+from megatron_recover.host.whole_file import exchange, sync
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
@@ -40,7 +38,6 @@ _SAMPLES = "samples.json"
 """File in each checkpoint that describes the samples of the run (`alike.samples`)."""
 _RUN_ID = "wandb_run_id.txt"
 """File in each checkpoint with the id of its run at Weights & Biases, if it has one."""
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class SaveFolder:
@@ -185,7 +182,7 @@ def run_id_of(path: Path, iteration: int) -> str:
 
 def _exchange(new: Path, old: Path) -> None:
     """Let two entries change places, in one step where the file system can."""
-    if _renameat2(new, old):
+    if exchange(new, old):
         return
     # Without an exchange (NFS): meanwhile the older checkpoint is complete under a name that
     # nothing removes while the newer one has none.
@@ -195,22 +192,6 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(old, aside)
     os.rename(new, old)
     os.rename(aside, new)
-
-
-def _renameat2(new: Path, old: Path) -> bool:
-    """Exchange two entries with Linux's renameat2; return whether that worked.
-
-    Returns False where library or file system lack renameat2. Raises OSError for any other failure.
-    """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(old))
 
 
 def _sync_tree(folder: Path) -> None:

@@ -1,0 +1,82 @@
+"""The part of one node in the examination of a job, in the two rounds that it takes.
+
+1. Every node opens a `Session`, which checks the node itself and listens, and sends its `Opened` to
+   node 0. Node 0 sends all of them to every node.
+2. Every node tries its connections and looks for node 0's marks (`Session.report`), and sends its
+   `Report` to node 0, which judges them (`between.judged`). Then every node closes its session.
+
+How the messages travel is the caller's concern.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from megatron_recover.cluster.doctor import sharing
+from megatron_recover.cluster.doctor.between import Report
+from megatron_recover.cluster.doctor.findings import Check, Finding, Need, fail
+from megatron_recover.cluster.doctor.node import examine
+from megatron_recover.cluster.doctor.probing import Peer, peers_of, probe
+from megatron_recover.cluster.doctor.service import Service
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """What the other nodes have to know of a node for the second round."""
+
+    node: int
+    host: str = ""
+    ports: tuple[int, ...] = ()
+    """Ports on which the node listens; empty if it cannot."""
+    marks: tuple[sharing.Mark, ...] = ()
+    """Files that node 0 has left; empty on other nodes."""
+
+
+class Session:
+    """One node's part. One thread uses it."""
+
+    def __init__(
+        self, node: int, name: str, need: Need, key: bytes, *, ports: Sequence[int] = (0,),
+        parts: Mapping[str, str] | None = None, software: Sequence[Finding] = (), now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:  # fmt: skip
+        """Check this node and begin to listen; takes as long as `node.examine`.
+
+        `need.address` is the numeric address at which it listens, on `ports` (0: a free one).
+        `parts`: see `node.parts_of`; `software`: findings of `node.software`. `now_ns`: the clock.
+        Raises OSError if no process can be started.
+        """
+        assert need.address is not None
+        self._key, self._need, self._now_ns = key, need, now_ns
+        self._service: Service | None = None
+        findings = [*software, *examine(need)]
+        bound, taken = tuple[int, ...](), tuple[int, ...]()
+        try:
+            self._service = Service(need.address, key, node, ports, now_ns=now_ns)
+            bound, taken = self._service.ports, self._service.taken
+        except OSError as error:
+            value = f"nothing can listen at {need.address} ({error.strerror})"
+            findings.append(fail(Check.PORTS, value, "give another --port-range or --local-addr"))
+        self._report = Report(node=node, name=name, parts=parts or {}, findings=tuple(findings), taken=taken)
+        self.opened = Opened(
+            node=node, host=need.address, ports=bound, marks=tuple(sharing.leave(need.folders)) if node == 0 else ()
+        )  # fmt: skip
+
+    def report(self, opened: Sequence[Opened]) -> Report:
+        """Try the connections to other nodes, and look for node 0's marks; return the report.
+
+        `opened` are those of all nodes, in the order of their numbers.
+        """
+        node = self._report.node
+        chosen = [opened[each] for each in peers_of(node, len(opened))]
+        peers = [Peer(each.node, each.host, each.ports) for each in chosen if each.ports]
+        sights = {} if node == 0 else sharing.look(opened[0].marks)
+        answers = probe(node, peers, self._key, now_ns=self._now_ns)
+        return msgspec.structs.replace(self._report, sights=sights, answers=answers)
+
+    def close(self) -> None:
+        """Stop listening, and remove the marks of node 0. Call it when all nodes have reported."""
+        if self._service is not None:
+            self._service.close()
+        sharing.remove(self.opened.marks)
