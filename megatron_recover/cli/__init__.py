@@ -27,6 +27,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "check": "verify the invariants of a run from its trace",
     "report": "make a page that shows what happened in a run, from its trace",
     "top": "follow a run in one live line",
+    "status": "print the state of a job: nodes, replicas, steps, losses, newest checkpoint",
     "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",
     "explain": "print every wait of a run and why it is so long, or which packages are used",
     "data": "turn text files into a data set that Megatron reads",

@@ -28,6 +28,7 @@ from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import PREFIX, Stream, Streams
 from megatron_recover.config import NumaBinding, RecoverConfig
+from megatron_recover.host.addresses import PORTS_OF_A_RANK
 from megatron_recover.host.gpus import gpu_bytes, has_gpu
 
 
@@ -239,6 +240,13 @@ def judge(line: Choice, num_processes: int, config: RecoverConfig) -> None:
             f"--recover-ranks-per-gpu is {config.ranks_per_gpu}, for trials on few GPUs of one node, and --nnodes is more than "
             "1; leave it out"
         )
+    if (ports := line.nodes.ports) is not None and line.num_processes is not None:
+        num, needed = ports[1] - ports[0] + 1, PORTS_OF_A_RANK * line.num_processes
+        if num < needed:
+            found.append(
+                f"--port-range {ports[0]}-{ports[1]} has {num} ports, and each of the {line.num_processes} ranks of this node "
+                f"listens on up to {PORTS_OF_A_RANK}; give at least {needed} ports"
+            )
     if absent := sorted(place for place in line.streams.named if place >= num_processes):
         found.append(
             f"--redirects, --tee or --local-ranks-filter names rank {absent[0]}; the ranks of this job are 0 to "

@@ -155,11 +155,14 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     words = (*(["-m"] if line.is_module else []), script)
     if not line.nodes.is_of_several:
         return *_described(arguments, line, words, flags, rank_start), None
+    existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
     joined, address = several_nodes.join(arguments, line, words, flags)
     try:
         return *_described(arguments, line, words, flags, rank_start, joined, address), joined
     except ValueError as error:
-        several_nodes.leave(joined, str(error), flags)
+        several_nodes.tell(joined, str(error), flags)
+        if joined.met is not None and joined.met.you == 0:
+            several_nodes.remove(Path(joined.met.run_dir), existed=existed)
         raise
 
 
@@ -233,9 +236,7 @@ def _folders(line: launch_line.Choice, wanted: Path | None, joined: Joined | Non
     try:
         return None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id), run_dir
     except ValueError:
-        _empty(run_dir)
-        if not existed:
-            run_dir.rmdir()
+        several_nodes.remove(run_dir, existed=existed)
         raise
 
 
@@ -356,7 +357,7 @@ def main(argv: list[str]) -> int:
         print(f"megatron-recover run: {line}", file=sys.stderr)
     if refusals := node_checks.refusals(job):
         if joined is not None:
-            several_nodes.leave(joined, "\n".join(refusals), command[1:])
+            several_nodes.tell(joined, "\n".join(refusals), command[1:])
         _discard(job, existed=existed)
         return ExitCode.BAD_INPUT
     try:
@@ -411,7 +412,9 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> in
     interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
         _discard(job, existed=existed)
-    elif exit_code < 128:  # a user who asked for an immediate end does not wait for a plot
+    elif (
+        exit_code < 128 and not job.node
+    ):  # node 0 reports for all; a user who asked for an immediate end does not wait for a plot
         _report(job, launcher)
     return exit_code
 
@@ -425,20 +428,12 @@ def _discard(job: Job, *, existed: bool) -> None:
     run_dir = job.run_dir
     if job.log_links is not None:
         shutil.rmtree(job.log_links)
-    _empty(run_dir)
-    if not existed:
-        run_dir.rmdir()
+    if job.node:  # a part of the run directory of node 0, which may remove it at the same time
+        shutil.rmtree(run_dir, ignore_errors=True)
+        return
+    several_nodes.remove(run_dir, existed=existed)
     done = "emptied" if existed else "removed"
     print(f"megatron-recover run: nothing was trained, so {run_dir} was {done} again", file=sys.stderr)
-
-
-def _empty(folder: Path) -> None:
-    """Remove the contents of a folder, but not the folder, which may be a link or a mount."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _report(job: Job, launcher: Launcher) -> None:

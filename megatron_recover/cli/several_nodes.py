@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import os
 import platform
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_recover import __version__
@@ -33,11 +36,41 @@ def join(arguments: argparse.Namespace, line: Choice, words: Sequence[str], flag
         raise ValueError("\n".join(mistakes))
     key = keys.key_of_several(line.nodes.key_file)
     place = Place(line.nodes, undecided.config.deadlines)
-    joined = place.join(
-        key=key, level=arguments.trace_level, slots=line.num_processes, run_dir=lambda: create_run_dir(arguments.run_dir),
-        run_id=line.run_id, alike=tuple(_alike(arguments, line, words, flags)), ignored=line.signals,
-    )  # fmt: skip
+    with removing_run_dir(arguments.run_dir) as make:
+        joined = place.join(
+            key=key, level=arguments.trace_level, slots=line.num_processes, run_dir=make, run_id=line.run_id,
+            alike=tuple(_alike(arguments, line, words, flags)), ignored=line.signals,
+        )  # fmt: skip
     return joined, place.address
+
+
+@contextlib.contextmanager
+def removing_run_dir(wanted: Path | None) -> Iterator[Callable[[], Path]]:
+    """Yield the function that makes the run directory; leave none if the context ends early."""
+    existed = wanted is not None and os.path.exists(wanted)  # False where that cannot be seen
+    made: list[Path] = []
+
+    def make() -> Path:
+        made.append(create_run_dir(wanted))
+        return made[0]
+
+    try:
+        yield make
+    except BaseException:
+        for folder in made:
+            remove(folder, existed=existed)
+        raise
+
+
+def remove(folder: Path, *, existed: bool) -> None:
+    """Empty a run directory, and remove it unless it existed before."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)  # other nodes remove theirs
+        else:
+            path.unlink()
+    if not existed:
+        folder.rmdir()
 
 
 def _alike(
@@ -56,7 +89,7 @@ def _alike(
     yield from flags_alike(flags)
 
 
-def leave(joined: Joined, reason: str, flags: Sequence[str]) -> None:
+def tell(joined: Joined, reason: str, flags: Sequence[str]) -> None:
     """Tell the coordinator why this node cannot take part, which ends the job on all nodes."""
     refuse(joined, reason, Undecided(flags).config.deadlines)
 

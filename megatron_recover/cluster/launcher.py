@@ -29,6 +29,7 @@ import msgspec
 from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
+from megatron_recover.cluster import status
 from megatron_recover.cluster.agent import Agent, descriptors_needed
 from megatron_recover.cluster.environment import environment_of_workers, environment_warnings, nccl_line
 from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
@@ -49,6 +50,7 @@ from megatron_recover.control_plane.node_messages import (
     FenceReplica,
     Idle,
     JobEnds,
+    JobState,
     KillAsked,
     Launch,
     Met,
@@ -138,6 +140,10 @@ class Launcher:
         """Replica -> address of its store, if the replica spans nodes."""
         self._listeners: dict[int, dict[str, socket.socket]] = {}
         """Replica -> listening sockets that its rank 0 inherits, by name, until it is started."""
+        self._state: JobState | None = None
+        """Newest state of the job that the coordinator has sent."""
+        self._is_cut_off = False
+        """True once the coordinator was reported as silent, until it is heard again."""
         self._orphaned = ""
         """The loss of the coordinator in words; empty while the link to it lives."""
         self._node: Node
@@ -176,6 +182,7 @@ class Launcher:
                 exit_code = self._run()
             reason = self._ending[1] if self._ending else ""
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
+            self._write_status(None, exit_code, reason)
             self.is_recorded = self._recording.finish(exit_code, reason)
             if self._monitoring is not None:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
@@ -288,10 +295,27 @@ class Launcher:
                 self._end(exit_code, reason)
                 if at_once:
                     self._end_by = 0.0
+            case JobState():
+                self._write_status(message)
             case Idle(reason):
                 self._recording.says(f"{reason}: this node waits for the end of the job")
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
+
+    def _write_status(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
+        """Write the state of the job, on node 0. None: the newest one."""
+        self._state = state = state or self._state
+        if state is None or self._job.node:
+            return
+        account = self._recording.account
+        status.write(
+            self._job.run_dir,
+            status.Status(
+                at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
+                step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,
+                nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
+            ),
+        )  # fmt: skip
 
     def _coordinator_gone(self, why: str) -> None:
         """Leave the ranks to themselves: they end at the next save point. Before training, end."""
@@ -302,6 +326,28 @@ class Launcher:
             self._end(ExitCode.FAILED, f"{self._orphaned} before training began")
             return
         self._recording.says(f"{self._orphaned}: training goes on to the next save point, and ends there")
+
+    def _look_at_coordinator(self) -> None:
+        """Report a coordinator that is silent, and that it is heard again; end without one at last.
+
+        Without living ranks this node waits only for `JobEnds`: not longer than `deadline_s` for a
+        coordinator of which nothing is heard, and no longer for one that is gone.
+        """
+        if self._ending is not None or self._joined is None:
+            return
+        silent_s = self._joined.membership.silent_s()
+        if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
+            self._is_cut_off = not self._is_cut_off
+            if self._is_cut_off and self._job.nodes:
+                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
+            elif self._job.nodes:
+                self._recording.says("the coordinator is heard again")
+        if self._generation and self._node.num_living() <= len(self._set_aside):
+            if self._orphaned:
+                self._end(ExitCode.NO_REPLICA_LEFT, f"{self._orphaned}, and no rank of this node is left")
+            elif silent_s >= self._deadlines.deadline_s:
+                why = f"nothing was heard of the coordinator for {silent_s:.0f} s, and no rank of this node is left"
+                self._end(ExitCode.NO_REPLICA_LEFT, why)
 
     def _ended_alone(self, end: ProcessEnd) -> None:
         """Handle the end of a rank without a coordinator: nobody can make a generation any more."""
@@ -518,6 +564,7 @@ class Launcher:
             self._loop.run_once(_POLL_S)
             self._say_if_it_stood_still()
             self._kill_if_late()
+            self._look_at_coordinator()
             self._wake_server()
             self._poll_helpers()
             ends = self._node.poll()
@@ -625,6 +672,8 @@ class Launcher:
         self._fencing.add(replica)
         self._gone.add(replica)
         self._node.fence(replica)
+        if self._job.nodes and self._gone.issuperset(self._job.replicas_here):
+            self._recording.says("all replicas with ranks on this node are lost: the node waits for the end of the job")
 
     def _end(self, exit_code: int, reason: str) -> None:
         if self._ending is not None:

@@ -5,7 +5,7 @@ A `Meeting` is what the launch line says. This module opens no connection and re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -77,21 +77,3 @@ def owns_endpoint(
     if meeting.node_rank is not None and (meeting.is_static or is_ambiguous):
         return meeting.node_rank == 0
     return is_ambiguous or meeting.host == my_host_name or not set(endpoint_addresses).isdisjoint(my_addresses)
-
-
-def check_families(addresses: Mapping[str, str]) -> None:
-    """Raise ValueError if some nodes have an IPv4 address and others an IPv6 one.
-
-    `addresses` maps each node's name to the address that it publishes.
-    """
-    of_6 = [node for node, address in addresses.items() if ":" in address]
-    of_4 = [node for node in addresses if node not in of_6]
-    if of_4 and of_6:
-        fewer, family = (of_6, "IPv4") if len(of_6) <= len(of_4) else (of_4, "IPv6")
-        others = of_4 if fewer is of_6 else of_6
-        given = ", ".join(f"{node} has {addresses[node]}" for node in fewer)
-        raise ValueError(
-            f"nodes with IPv4 and with IPv6 addresses do not reach each other: {given}, and {others[0]} has "
-            f"{addresses[others[0]]}; on {', '.join(fewer)} give --interface or --local-addr with an {family} address, or give "
-            "a name or address of the other family where the nodes meet"
-        )

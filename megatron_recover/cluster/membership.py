@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_recover.authentication import key as keys
 from megatron_recover.authentication.handshake import Party, Role
-from megatron_recover.config import module_command
+from megatron_recover.config import inherited_environment, module_command
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
@@ -54,7 +54,8 @@ class CoordinatorProcess:
             ]  # fmt: skip
             try:
                 self.process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=descriptors
+                    command, env=inherited_environment(), stdin=subprocess.DEVNULL, start_new_session=True,
+                    pass_fds=descriptors,
                 )  # fmt: skip
             finally:
                 os.close(sealed)

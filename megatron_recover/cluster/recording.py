@@ -106,6 +106,11 @@ class Recording:
             self.output(job.filtered_log_of(stream), shown_of=which)
         self._start()
 
+    @property
+    def account(self) -> Account:
+        """Return the facts about the run that are known until now."""
+        return self._account
+
     def record(self, event: trace.Event) -> None:
         """Record an event of the launcher. This never waits."""
         self._account.take(event)

@@ -86,6 +86,11 @@ class CoordinatorDriver:
         """Return the newest generation; 0 before the first."""
         return self._state.generation
 
+    @property
+    def progress(self) -> tuple[int, tuple[int, ...], int]:
+        """Return the generation, its roster, and the number of committed steps."""
+        return self._state.generation, self._state.roster, self._state.step
+
     def lost(self, loss: values.Loss) -> None:
         """Feed the machine the loss of a replica. The same replica may be reported twice."""
         self._notice()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from megatron_recover.core import values
 from megatron_recover.core.coordinator_state import MembershipSettings
 from megatron_recover.core.values import Generation, ReplicaId, Value
@@ -145,6 +147,26 @@ class JobEnds(Value, frozen=True):
     """True: kill what is left without waiting."""
 
 
+class NodeState(Value, frozen=True):
+    """One node, as the coordinator sees it."""
+
+    number: int
+    name: str
+    state: Literal["here", "silent", "lost", "idle"]
+    replicas: tuple[ReplicaId, ...]
+    """The replicas that had ranks there at the start."""
+
+
+class JobState(Value, frozen=True):
+    """The state of the job, for node 0, which writes it down (`cluster/status.py`)."""
+
+    generation: Generation
+    roster: tuple[ReplicaId, ...]
+    step: int
+    """Number of committed steps, evaluation and saves included."""
+    nodes: tuple[NodeState, ...]
+
+
 class Idle(Value, frozen=True):
     """The job does not use this node. The node waits for the end of the job."""
 
@@ -154,4 +176,4 @@ class Idle(Value, frozen=True):
 FromAgent = (
     NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked | KillAsked | FenceDone
 )
-ToAgent = Met | Launch | Roster | FenceReplica | JobEnds | Idle
+ToAgent = Met | Launch | Roster | FenceReplica | JobEnds | Idle | JobState

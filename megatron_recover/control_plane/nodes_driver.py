@@ -32,6 +32,7 @@ from megatron_recover.control_plane.node_messages import (
     FenceReplica,
     Idle,
     JobEnds,
+    JobState,
     KillAsked,
     Launch,
     Met,
@@ -42,6 +43,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     NodePlace,
     NodeReady,
+    NodeState,
     ReplicaGone,
     Roster,
 )
@@ -122,6 +124,8 @@ class NodesDriver:
         self._stage = Stage.MEETING
         self._exit_reason = ""
         self.was_joined = False
+        self._lost: dict[int, NodeState] = {}
+        self._told: JobState | None = None
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
             expects=lambda: self._membership is None or not self._membership.generation,
@@ -131,6 +135,7 @@ class NodesDriver:
         )  # fmt: skip
         loop.after(settings.join_s, self._met_too_late)
         loop.after(self._deadlines.beat_s, self._look_for_silence)
+        loop.after(self._deadlines.beat_s, self._tell_state)
 
     @property
     def is_done(self) -> bool:
@@ -389,9 +394,38 @@ class NodesDriver:
         self._tell_work()
         replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
         name = agent.hello.name
+        self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
         self._membership.lost_together([Loss(replica, LossKind.PROCESS_ENDED, text) for replica in replicas])
+
+    def _tell_state(self) -> None:
+        """Send node 0 the state of the job, if it has changed."""
+        if self._stage is Stage.OVER:
+            return
+        self._loop.after(self._deadlines.beat_s, self._tell_state)
+        owner = self._owner
+        if owner is None or self._membership is None:
+            return
+        state = JobState(*self._membership.progress, self._states())
+        if state != self._told:
+            self._told = state
+            self._loop.send(owner.link, state)
+
+    def _states(self) -> tuple[NodeState, ...]:
+        """Return the state of all nodes that there are or have been, in order."""
+        states = dict(self._lost)
+        for agent in self._agents:
+            if agent.number in states:
+                continue
+            replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
+            states[agent.number] = NodeState(
+                agent.number,
+                agent.hello.name,
+                "idle" if agent.number < 0 else "silent" if agent.is_silent else "here",
+                replicas,
+            )
+        return tuple(states[number] for number in sorted(states))
 
     def _heard(self, agent: _Agent) -> None:
         now = self._loop.time()

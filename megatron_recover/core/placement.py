@@ -50,17 +50,6 @@ class Placement(Value, frozen=True):
         """Return the nodes of a replica, in the order of its ranks."""
         return tuple(dict.fromkeys(slot.node for slot in self.replicas[replica]))
 
-    def replicas_on(self, node: int) -> tuple[int, ...]:
-        """Return the replicas with a rank on `node`, which the loss of the node ends."""
-        return tuple(replica for replica in range(len(self.replicas)) if node in self.nodes_of(replica))
-
-    def ranks_on(self, node: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (replica, rank, slot) of each rank on `node`, by replica and rank."""
-        for replica, slots in enumerate(self.replicas):
-            for rank, slot in enumerate(slots):
-                if slot.node == node:
-                    yield replica, rank, slot.slot
-
 
 def most_replicas(slots: Sequence[int], num_ranks: int) -> int:
     """Return how many replicas of `num_ranks` ranks fit on nodes with so many slots each."""

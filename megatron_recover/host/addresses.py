@@ -21,6 +21,9 @@ INTERFACE = "lo"
 machine's name resolves."""
 LARGEST_PORT = 2**16 - 1
 
+PORTS_OF_A_RANK = 4
+"""Listeners that a rank may have: its leader's, a store's, the data plane's and an echo server."""
+
 Ports = tuple[int, int]
 """The first and the last port that listeners may have."""
 
@@ -80,5 +83,6 @@ def bind_free(host: str, ports: Ports | None = None) -> socket.socket:
     assert ports is not None
     raise OSError(
         errno.EADDRINUSE,
-        f"all ports of --port-range {ports[0]}-{ports[1]} are taken on {host}; give a wider range: a rank needs up to 3 ports",
+        f"all ports of --port-range {ports[0]}-{ports[1]} are taken on {host}; give a wider range: a rank needs up to "
+        f"{PORTS_OF_A_RANK} ports",
     )

@@ -1,10 +1,10 @@
-"""Which node owns the endpoint, and addresses that do not reach each other."""
+"""Which node owns the endpoint."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_recover.cluster.meeting import Meeting, check_families, owns_endpoint
+from megatron_recover.cluster.meeting import Meeting, owns_endpoint
 
 MINE = ("10.0.0.3", "fd00::3", "127.0.0.1")
 
@@ -42,17 +42,3 @@ def test_a_node_owns_an_endpoint_of_its_own_name_and_one_of_which_it_has_an_addr
     assert owns_endpoint(meeting, endpoint_addresses=("203.0.113.7",), my_addresses=MINE, my_host_name="n03")
     assert not owns_endpoint(meeting, endpoint_addresses=("203.0.113.7",), my_addresses=MINE, my_host_name="n04")
     assert owns_endpoint(meeting, endpoint_addresses=("203.0.113.7", "fd00::3"), my_addresses=MINE, my_host_name="n04")
-
-
-def test_nodes_of_one_family_reach_each_other_and_others_are_refused_in_one_message() -> None:
-    check_families({"n00": "10.0.0.1", "n01": "10.0.0.2"})
-    check_families({"n00": "fd00::1", "n01": "fd00::2"})
-    check_families({})
-    with pytest.raises(ValueError) as refusal:
-        check_families({"n00": "10.0.0.1", "n01": "10.0.0.2", "n02": "fd00::3"})
-    assert str(refusal.value) == (
-        "nodes with IPv4 and with IPv6 addresses do not reach each other: n02 has fd00::3, and n00 has 10.0.0.1; on n02 give "
-        "--interface or --local-addr with an IPv4 address, or give a name or address of the other family where the nodes meet"
-    )
-    with pytest.raises(ValueError, match=r"n00 has 10.0.0.1, and n01 has fd00::2; on n00 give .* with an IPv6 address"):
-        check_families({"n00": "10.0.0.1", "n01": "fd00::2", "n02": "fd00::3"})

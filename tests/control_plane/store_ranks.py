@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_recover.config import RankContext, add_to_environment, describe_descriptors
 from megatron_recover.control_plane import listening, rendezvous
-from megatron_recover.control_plane.wire import address_of, listen
+from megatron_recover.control_plane.wire import listen
+from megatron_recover.host.addresses import address_of
 from tests.control_plane.partners import KEY
 from tests.forks import CONTEXT
 

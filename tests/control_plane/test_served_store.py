@@ -28,7 +28,8 @@ from megatron_recover.control_plane.served_store import ServedStore
 from megatron_recover.control_plane.store_messages import StoreCount, StoreSet, StoreWait
 from megatron_recover.control_plane.store_server import StoreServer
 from megatron_recover.control_plane.store_table import MAX_VALUE_BYTES
-from megatron_recover.control_plane.wire import Heard, LinkClosed, address_of, listen
+from megatron_recover.control_plane.wire import Heard, LinkClosed, listen
+from megatron_recover.host.addresses import address_of
 from tests.control_plane.partners import KEY, call
 from tests.control_plane.store_ranks import context_of, namespace_host, run
 

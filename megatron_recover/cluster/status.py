@@ -1,0 +1,105 @@
+"""The state of a job in a file of its run directory, and requests that others leave there for it.
+
+Node 0 writes `status.json` while the job runs, and reads the folder `requests`. So `status` and
+`drain` work from every host that sees the run directory, without the key and without a connection.
+Whoever may write into the folder may ask the job to give replicas back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from megatron_recover.host.whole_file import replacing
+
+STATUS_FILE = "status.json"
+REQUESTS = "requests"
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """One node of a job."""
+
+    number: int
+    name: str
+    state: Literal["here", "silent", "lost", "idle"]
+    replicas: tuple[int, ...]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a job at one time."""
+
+    at: float
+    """Time of the state in seconds since the epoch, by the clock of node 0."""
+    replicas: int
+    """Number of replicas at the start."""
+    roster: tuple[int, ...]
+    generation: int
+    step: int
+    """Number of committed steps, evaluation and saves included."""
+    losses: int
+    """Number of lost replicas."""
+    saved: int | None
+    """Newest iteration that the job has saved."""
+    nodes: tuple[NodeStatus, ...]
+    exit_code: int | None = None
+    """Exit code of the job, once it is over."""
+    reason: str = ""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to a running job."""
+
+    drain: str
+    """Number of a replica or name of a node that is to be given back."""
+    by: str
+    """User and host that ask."""
+
+
+def write(run_dir: Path, status: Status) -> None:
+    """Write the state of a job. A folder that accepts no file is passed over."""
+    with contextlib.suppress(OSError), replacing(run_dir / STATUS_FILE) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
+
+
+def read(run_dir: Path) -> Status | None:
+    """Return the state that a job has written; None if it has written none.
+
+    Raises OSError and ValueError if the file cannot be read.
+    """
+    try:
+        return msgspec.json.decode((run_dir / STATUS_FILE).read_bytes(), type=Status)
+    except FileNotFoundError:
+        return None
+
+
+def ask(run_dir: Path, request: Request) -> Path:
+    """Leave a request for the job in its run directory; return the file. Raises OSError.
+
+    The job removes the file once it has read it.
+    """
+    folder = run_dir / REQUESTS
+    folder.mkdir(exist_ok=True)
+    place = folder / f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}.json"
+    with replacing(place) as file:
+        file.write(msgspec.json.encode(request))
+    return place
+
+
+def requests(run_dir: Path) -> Iterator[Request]:
+    """Yield the requests that were left for the job, oldest first, and remove them.
+
+    What is no request is removed, too.
+    """
+    with contextlib.suppress(OSError):
+        for place in sorted((run_dir / REQUESTS).glob("[0-9]*.json")):
+            text = place.read_bytes()
+            place.unlink()
+            with contextlib.suppress(ValueError):
+                yield msgspec.json.decode(text, type=Request)

@@ -1,0 +1,151 @@
+"""`run` on several nodes, each a process here: what does not fit together is refused on all, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_recover.core.values import ExitCode
+from tests import forks
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --tokenizer-type NullTokenizer"
+    " --vocab-size 257 --mock-data"
+)
+
+
+class Nodes:
+    """The launchers of one job on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.script = folder / "train.py"
+        self.script.write_text("raise SystemExit('it must not run')\n")
+        self.key = folder / "key"
+        self.key.write_text("k" * 44)
+        self.key.chmod(0o600)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.launchers: list[forks.Program | subprocess.Popen[str]] = []
+
+    def start(self, number: int, line: str = "--nnodes 2 --nproc-per-node 2", flags: str = "", key: Path | None = None) -> None:
+        command = [
+            sys.executable, "-m", "megatron_recover", "run", *line.split(), "--node-rank", str(number),
+            "--master-addr", "127.0.0.1", "--master-port", str(self.port), "--key-file", str(key or self.key),
+            "--run-dir", str(self.run_dir), str(self.script), *FLAGS, *flags.split(),
+        ]  # fmt: skip
+        self.launchers.append(forks.start(command, cwd=ROOT, environment=os.environ))
+
+    def end(self) -> list[tuple[int, str]]:
+        """Return exit code and output of each."""
+        ended = [(each.communicate(60.0)[0], each.returncode) for each in self.launchers]
+        return [(code, output) for output, code in ended if code is not None]
+
+    def assert_nothing_left(self) -> None:
+        assert not self.run_dir.exists()
+        until = time.monotonic() + 20.0
+        while left := [each for each in psutil.process_iter(["name", "environ"]) if self._is_ours(each)]:
+            assert time.monotonic() < until, left
+            time.sleep(0.05)
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        return process.info["name"] == "coordinator" and any(
+            each.laddr and each.laddr.port == self.port for each in process.net_connections("tcp")
+        )
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    for each in made.launchers:
+        if each.poll() is None:
+            each.kill()
+
+
+Change = Callable[[Nodes], None]
+
+
+def other_script(nodes: Nodes) -> None:
+    nodes.start(0)
+    nodes.script = nodes.folder / "other.py"
+    nodes.script.write_text("pass\n")
+    nodes.start(1)
+
+
+def other_flags(nodes: Nodes) -> None:
+    nodes.start(0)
+    nodes.start(1, flags="--clip-grad 2.0")
+
+
+def same_rank(nodes: Nodes) -> None:
+    nodes.start(0, "--nnodes 3 --nproc-per-node 2")
+    nodes.start(1, "--nnodes 3 --nproc-per-node 2")
+    nodes.start(1, "--nnodes 3 --nproc-per-node 2")
+
+
+def too_many_replicas(nodes: Nodes) -> None:
+    nodes.start(0, "--nnodes 2 --nproc-per-node 2 --replicas 5")
+    nodes.start(1, "--nnodes 2 --nproc-per-node 2 --replicas 5")
+
+
+def too_few_nodes(nodes: Nodes) -> None:
+    nodes.start(0, "--nnodes 2:3 --nproc-per-node 2 --rdzv-conf join_timeout=1")
+
+
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [
+        (other_script, ": the script is "),
+        (other_flags, ": --clip-grad is "),
+        (same_rank, "--node-rank 1 is also that of "),
+        (too_many_replicas, "5 replicas of 1 ranks need 5 slots, and the nodes have 4"),
+        (too_few_nodes, "1 of 2 nodes were there after 1 s"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_on_all_nodes_before_anything_starts(
+    nodes: Nodes, start: Change, why: str
+) -> None:
+    start(nodes)
+    for code, output in nodes.end():
+        assert code == ExitCode.BAD_INPUT and why in output, output
+        assert "Traceback" not in output and "it must not run" not in output
+    nodes.assert_nothing_left()
+
+
+def test_another_key_is_told_to_the_node_that_has_it_and_the_others_wait_on(nodes: Nodes, tmp_path: Path) -> None:
+    other = tmp_path / "other key"
+    other.write_text("x" * 44)
+    other.chmod(0o600)
+    nodes.start(0, "--nnodes 2 --nproc-per-node 2 --rdzv-conf join_timeout=20")
+    nodes.start(1, key=other)
+    output, _ = nodes.launchers[1].communicate(60.0)
+    assert nodes.launchers[1].returncode == ExitCode.BAD_INPUT
+    assert "give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes" in output
+    assert nodes.launchers[0].poll() is None
+    nodes.launchers[0].send_signal(signal.SIGINT)
+    assert nodes.launchers[0].communicate(60.0) is not None and nodes.launchers[0].returncode == 130
+    nodes.assert_nothing_left()
+
+
+def test_several_nodes_without_a_key_are_refused_with_the_line_to_add(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    line = ["run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", str(script), *FLAGS]
+    code, output = forks.run([sys.executable, "-m", "megatron_recover", *line], cwd=ROOT, deadline_s=60.0)
+    assert code == ExitCode.BAD_INPUT and "chmod 600" in output and "--key-file" in output

@@ -1,0 +1,342 @@
+"""The coordinator's driver of nodes, with agents and leaders that the test plays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from megatron_recover import trace
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.encoding import Peer
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.node_messages import (
+    EndAsked,
+    FenceReplica,
+    Idle,
+    JobEnds,
+    JobState,
+    KillAsked,
+    Launch,
+    Met,
+    NodeAtWork,
+    NodeBeat,
+    NodeFailed,
+    NodeHello,
+    NodeLaunched,
+    NodeReady,
+    ReplicaGone,
+    Roster,
+)
+from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
+from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
+from megatron_recover.core.coordinator import MembershipSettings
+from megatron_recover.core.values import ExitCode, Hello, Loss, LossKind
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import address_of
+from tests.control_plane.partners import KEY, PATIENCE_S, call
+
+pytestmark = pytest.mark.timeout(120)
+DEADLINES = replace(Deadlines.of(20.0), beat_s=0.05)
+OWNER = 100
+
+
+class Agent:
+    """A node that the test plays."""
+
+    def __init__(self, town: Town, number: int, **hello: object) -> None:
+        self.town, self.received = town, list[Message]()
+        self.is_closed = False
+        self.link: OutgoingLink = call(town.address, Party(Role.AGENT), Party(Role.COORDINATOR))
+        town.loop.watch(self.link, lambda link, message: self.received.append(message), lambda link, why: self._close())
+        fields = {"identity": OWNER + number, "name": f"n{number}", "slots": 1, "run_dir": f"/run{number}", **hello}
+        self.say(NodeHello(**fields))
+
+    def _close(self) -> None:
+        self.is_closed = True
+
+    def say(self, message: Message) -> None:
+        self.town.loop.send(self.link, message)
+
+    def hang_up(self) -> None:
+        self.town.loop.drop(self.link)
+
+    def of[Kind: Message](self, kind: type[Kind]) -> list[Kind]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+
+class Town:
+    """A coordinator, and whoever the test plays, in one loop."""
+
+    def __init__(self, *, least: int = 3, most: int = 3, **settings: float) -> None:
+        self.loop = Loop()
+        self.events: list[trace.Event] = []
+        listener = listen("127.0.0.1:0")
+        self.address = address_of(listener)
+        given = {"join_s": 20.0, "last_call_s": 0.2, "node_silence_s": 0.5, **settings}
+        self.nodes = NodesDriver(
+            NodesSettings(owner=OWNER, least=least, most=most, deadlines=DEADLINES, **given), listener,
+            key=KEY, loop=self.loop, record=self.events.append,
+        )  # fmt: skip
+
+    def until(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, f"in vain: {self.events}"
+            self.loop.run_once(0.01)
+
+    def run(self, seconds: float, *beating: Agent) -> None:
+        """Go on so long; agents `beating` send signs of life."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for agent in beating:
+                agent.say(NodeBeat())
+            self.loop.run_once(0.02)
+
+    def meet(self, num_nodes: int = 3) -> list[Agent]:
+        agents = [Agent(self, number) for number in range(num_nodes)]
+        self.until(lambda: all(agent.of(Met) for agent in agents))
+        return agents
+
+    def start(self, hosts: list[list[int]], num_nodes: int = 3) -> list[Agent]:
+        """Start a job whose nodes have these replicas, one leader each on the first of its nodes."""
+        agents = self.meet(num_nodes)
+        self.num_replicas = 1 + max(replica for replicas in hosts for replica in replicas)
+        led: set[int] = set()
+        for agent, replicas in zip(agents, hosts, strict=True):
+            mine = [replica for replica in replicas if replica not in led]
+            led.update(mine)
+            leaders = tuple((replica, f"a:{replica}") for replica in mine)
+            agent.say(NodeReady(MembershipSettings(num_replicas=self.num_replicas), tuple(replicas), leaders))
+        self.until(lambda: all(agent.of(Launch) for agent in agents))
+        for agent in agents:
+            agent.say(NodeLaunched())
+        self.leaders: dict[int, list[Message]] = {}
+        for replica in range(self.num_replicas):
+            self._lead(replica)
+        self.until(lambda: all(agent.of(Roster) for agent in agents))
+        return agents
+
+    def _lead(self, replica: int) -> None:
+        link = call(self.address, Party(Role.LEADER, replica), Party(Role.COORDINATOR))
+        heard = self.leaders[replica] = []
+        self.loop.watch(link, lambda link, message: heard.append(message), lambda link, why: None)
+        self.loop.send(link, LeaderHello(Hello(replica, "f"), Peer(replica, f"a:{replica}", ("b",))))
+
+    def announced(self, replica: int) -> list[Announcement]:
+        return [message for message in self.leaders[replica] if isinstance(message, Announcement)]
+
+    def of[Kind: trace.Event](self, kind: type[Kind]) -> list[Kind]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def make_town() -> Iterator[Callable[..., Town]]:
+    made: list[Town] = []
+
+    def making(**settings: float) -> Town:
+        made.append(Town(**settings))
+        return made[-1]
+
+    yield making
+    for town in made:
+        town.nodes.close()
+        town.loop.close()
+
+
+Make = Callable[..., Town]
+
+
+def test_nodes_are_numbered_with_the_coordinators_first_and_the_given_ranks_next(make_town: Make) -> None:
+    town = make_town()
+    late, owner, early = Agent(town, 7, node_rank=2), Agent(town, 0, node_rank=0), Agent(town, 8, node_rank=1)
+    town.until(lambda: all(agent.of(Met) for agent in (late, owner, early)))
+    [met] = owner.of(Met)
+    assert [(node.number, node.name) for node in met.nodes] == [(0, "n0"), (1, "n8"), (2, "n7")]
+    assert (met.you, late.of(Met)[0].you, early.of(Met)[0].you) == (0, 2, 1)
+    assert late.of(Met)[0].run_dir == "/run0", "that of node 0"
+    [event] = town.of(trace.NodesMet)
+    assert [node.name for node in event.nodes] == ["n0", "n8", "n7"]
+
+
+def test_ranks_start_when_all_nodes_are_ready_and_know_every_leader(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    assert agents[2].of(Launch) == [Launch(((0, "a:0"), (1, "a:1"), (2, "a:2")))]
+    assert [message.new.roster for message in town.announced(0)] == [(0, 1, 2)]
+
+
+def test_the_loss_of_a_node_is_one_event_for_all_its_replicas_and_no_others(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0, 1], [2, 3], [3, 4]])
+    agents[1].hang_up()
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1, 4))
+    [lost] = town.of(trace.NodeLost)
+    assert (lost.node, lost.name, lost.replicas) == (1, "n1", (2, 3))
+    town.until(lambda: FenceReplica(3) in agents[2].received)
+    assert FenceReplica(2) not in agents[2].received, "replica 3 alone has ranks there"
+    assert town.announced(0)[-1].new.losses[0].detail.startswith("node n1: its agent is gone")
+
+
+def test_a_silent_node_is_shown_at_once_removed_after_its_time_and_fenced_when_it_comes_back(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.run(0.2, agents[0], agents[1])
+    assert [(event.node, event.phase) for event in town.of(trace.NodeSilent)] == [(2, "began")]
+    assert not town.of(trace.NodeLost)
+    town.run(0.6, agents[0], agents[1])
+    [lost] = town.of(trace.NodeLost)
+    assert (lost.node, lost.replicas) == (2, (2,)) and town.announced(0)[-1].new.roster == (0, 1)
+    agents[2].say(NodeBeat())
+    town.until(lambda: FenceReplica(2) in agents[2].received)
+    agents[2].say(ReplicaGone(Loss(0, LossKind.SUSPECTED)))
+    town.run(0.1, agents[0], agents[1], agents[2])
+    assert town.announced(0)[-1].new.roster == (0, 1), "a removed node has no say"
+
+
+def test_a_short_silence_costs_nothing(make_town: Make) -> None:
+    town = make_town(node_silence_s=2.0)
+    agents = town.start([[0], [1], [2]])
+    town.run(0.3, agents[0], agents[1])
+    town.run(0.2, *agents)
+    phases = [(event.node, event.phase) for event in town.of(trace.NodeSilent)]
+    assert phases == [(2, "began"), (2, "over")] and not town.of(trace.NodeLost)
+
+
+def test_a_coordinator_that_hears_fewer_than_half_removes_nobody(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.run(1.2, agents[0])
+    assert {event.node for event in town.of(trace.NodeSilent)} == {1, 2} and not town.of(trace.NodeLost)
+    town.run(0.3, *agents)
+    assert not town.of(trace.NodeLost), "they are heard again"
+
+
+def test_work_on_a_silent_node_excuses_nobody(make_town: Make) -> None:
+    town = make_town(node_silence_s=10.0)
+    agents = town.start([[0], [1], [2]])
+    agents[2].say(NodeAtWork((2,)))
+    agents[1].say(NodeAtWork((1,)))
+    membership = town.nodes._membership
+    assert membership is not None
+    town.until(lambda: membership._state.at_work == (1, 2))
+    town.run(0.3, agents[0], agents[1])
+    assert membership._state.at_work == (1,)
+    town.run(0.2, *agents)
+    assert membership._state.at_work == (1, 2), "it is heard again, and has said nothing else since"
+
+
+@pytest.mark.parametrize(
+    ("hello", "why"),
+    [
+        ({"alike": (("--lr", "2"),)}, "n1: --lr is 2 here, and 1 on n0; use the same on all nodes"),
+        ({"alike": ()}, "n1: --lr is not given here, and 1 on n0; use the same on all nodes"),
+        ({"node_rank": 0}, "n1: --node-rank 0 is also that of n0; give each node its own"),
+        ({"address": "::1"}, "n1: its address is ::1, and that of n0 is 10.0.0.1; nodes need addresses of one family, IPv4 or "
+         "IPv6: give --interface or --local-addr"),
+    ],
+    ids=["other flags", "a flag less", "the same rank", "IPv6 and IPv4"],
+)  # fmt: skip
+def test_nodes_that_do_not_fit_together_are_refused_on_all_with_the_name_of_one(
+    make_town: Make, hello: dict[str, object], why: str
+) -> None:
+    town = make_town()
+    alike: dict[str, object] = {"alike": (("--lr", "1"),), "address": "10.0.0.1"}
+    first = Agent(town, 0, node_rank=0, **alike)
+    town.until(lambda: first.received)
+    second = Agent(town, 1, **{**alike, **hello})
+    town.until(lambda: first.of(JobEnds) and second.of(JobEnds))
+    assert first.of(JobEnds) == second.of(JobEnds) == [JobEnds(ExitCode.BAD_INPUT, why)]
+
+
+def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> None:
+    town = make_town(join_s=0.3)
+    agents = [Agent(town, number) for number in range(2)]
+    town.until(lambda: all(agent.of(JobEnds) for agent in agents))
+    [end] = agents[0].of(JobEnds)
+    assert end.exit_code == ExitCode.BAD_INPUT and end.reason.startswith("2 of 3 nodes were there after 0.3 s (n0, n1)")
+
+
+def test_a_job_starts_with_fewer_after_the_last_call_and_a_later_node_idles_until_its_end(make_town: Make) -> None:
+    town = make_town(least=2, most=4)
+    agents = town.meet(2)
+    late = Agent(town, 5)
+    town.until(lambda: late.of(Idle))
+    assert "the job runs on 2 nodes already" in late.of(Idle)[0].reason
+    agents[1].say(NodeFailed(ExitCode.BAD_INPUT, "no such flag"))
+    town.until(lambda: late.of(JobEnds))
+    assert [agent.of(JobEnds)[0].reason for agent in (agents[0], late)] == ["n1: no such flag"] * 2
+
+
+def test_a_node_that_leaves_before_the_start_is_forgotten_but_not_the_coordinators(make_town: Make) -> None:
+    town = make_town()
+    gone = Agent(town, 9)
+    town.until(lambda: gone.received)
+    gone.hang_up()
+    town.run(0.1)
+    assert len(town.meet()[0].of(Met)[0].nodes) == 3
+    other = make_town()
+    owner, waits = Agent(other, 0), Agent(other, 1)
+    other.until(lambda: owner.received and waits.received)
+    owner.hang_up()
+    other.until(lambda: waits.of(JobEnds))
+    assert waits.of(JobEnds)[0].exit_code == ExitCode.FAILED
+
+
+def test_signals_of_any_number_from_any_node_are_one_request(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    for agent in agents:
+        agent.say(EndAsked("SIGTERM"))
+        agent.say(EndAsked("SIGTERM"))
+    town.until(lambda: town.announced(0)[-1].new.requests)
+    town.run(0.1, *agents)
+    assert len(town.announced(0)) == 2 and town.announced(0)[-1].new.requests == ("exit: SIGTERM",)
+
+
+def test_a_person_kills_everything_on_all_nodes_at_once(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[1].say(KillAsked(130, "killed on request (SIGINT)"))
+    town.until(lambda: all(agent.of(JobEnds) for agent in agents))
+    assert agents[0].of(JobEnds) == [JobEnds(130, "n1: killed on request (SIGINT)", at_once=True)]
+
+
+def test_a_node_that_fails_in_training_is_lost_and_the_last_one_ends_the_job(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[1].say(NodeFailed(ExitCode.FAILED, "the fork server has ended"))
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 2))
+    agents[2].say(NodeFailed(ExitCode.FAILED, "the fork server has ended"))
+    town.until(lambda: town.announced(0)[-1].new.roster == (0,))
+    agents[0].say(NodeFailed(ExitCode.FAILED, "the fork server has ended"))
+    town.until(lambda: agents[0].of(JobEnds))
+    assert agents[0].of(JobEnds) == [JobEnds(ExitCode.FAILED, "n0: the fork server has ended")]
+
+
+def test_node_0_gets_the_state_of_the_job_when_it_changes(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.until(lambda: agents[0].of(JobState))
+    agents[2].hang_up()
+    town.until(lambda: agents[0].of(JobState)[-1].roster == (0, 1))
+    assert [(node.name, node.state, node.replicas) for node in agents[0].of(JobState)[-1].nodes] == [
+        ("n0", "here", (0,)), ("n1", "here", (1,)), ("n2", "lost", (2,)),
+    ]  # fmt: skip
+    assert not agents[1].of(JobState)
+
+
+def test_the_coordinator_is_done_when_all_have_hung_up(make_town: Make) -> None:
+    town = make_town()
+    assert not town.nodes.is_done, "nobody was there yet"
+    agents = town.start([[0], [1], [2]])
+    town.nodes.end(0, "training finished")
+    town.until(lambda: all(agent.of(JobEnds) for agent in agents))
+    for agent in agents:
+        assert not town.nodes.is_done
+        agent.hang_up()
+        town.run(0.05)
+    assert town.nodes.is_done
