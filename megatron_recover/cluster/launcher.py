@@ -182,7 +182,7 @@ class Launcher:
                 exit_code = self._run()
             reason = self._ending[1] if self._ending else ""
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
-            self._write_status(None, exit_code, reason)
+            self._keep_status(None, exit_code, reason)
             self.is_recorded = self._recording.finish(exit_code, reason)
             if self._monitoring is not None:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
@@ -296,20 +296,19 @@ class Launcher:
                 if at_once:
                     self._end_by = 0.0
             case JobState():
-                self._write_status(message)
+                self._keep_status(message)
             case Idle(reason):
                 self._recording.says(f"{reason}: this node waits for the end of the job")
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
 
-    def _write_status(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
-        """Write the state of the job, on node 0. None: the newest one."""
+    def _keep_status(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
+        """Have the state of the job written, on node 0. None: the newest one."""
         self._state = state = state or self._state
         if state is None or self._job.node:
             return
         account = self._recording.account
-        status.write(
-            self._job.run_dir,
+        self._recording.keep(
             status.Status(
                 at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
                 step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,

@@ -98,7 +98,9 @@ class Membership:
         self._is_handled = False
         self._why = ""
         self._heard_at = loop.time()
-        self._hello, self._key, self._give_up_at = hello, key, loop.time() + patience_s
+        self._hello, self._key, self._patience_s, self._give_up_at = hello, key, patience_s, loop.time() + patience_s
+        self._is_known = False
+        """True once the coordinator has proven itself."""
         self._link: OutgoingLink | None = None
         self._connect()
         loop.after(deadlines.beat_s, self._beat)
@@ -147,7 +149,10 @@ class Membership:
                 patience_s=self._give_up_at - self._loop.time(),
             )  # fmt: skip
         except LinkClosed as closed:
-            self._connect_later(str(closed))
+            if self._is_known:  # refused at once
+                self._lose(self._why)
+            else:
+                self._connect_later(str(closed))
             return
         self._loop.watch(self._link, self._received, self._ended)
         self.send(self._hello)
@@ -170,8 +175,17 @@ class Membership:
             self._waiting.append(message)
 
     def _ended(self, link: Link, why: str) -> None:
-        if self._link is not None and self._link.proven:
-            self._lose(why)
+        """Connect again after the end of a link; give up if nobody listens there any more.
+
+        A connection may break although both ends live. The coordinator has then removed this node,
+        and fences its ranks once the node is back.
+        """
+        assert self._link is not None
+        if self._link.proven:
+            self._why, self._give_up_at, self._is_known = why, self._loop.time() + self._patience_s, True
+            self._connect()
+        elif self._is_known and self._link.is_refused:
+            self._lose(self._why)
         else:
             self._connect_later(why)
 

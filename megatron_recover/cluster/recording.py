@@ -25,6 +25,7 @@ from megatron_recover.cluster.output import Output, Reader, Who
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.cluster.renewed import Pauses
+from megatron_recover.cluster.status import Request, Status
 from megatron_recover.cluster.streams import Stream, Tee
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
@@ -69,7 +70,7 @@ class Recording:
         self._settings = messages.Settings(
             run_dir=str(job.run_dir), started_at=started_at, account=self._account, quiet=quiet,
             part_bytes=job.trace_file_bytes, output_bytes=output.WAITING_BYTES,
-            deadlines=self._deadlines, ignored=job.signals,
+            deadlines=self._deadlines, ignored=job.signals, keeps_status=job.node == 0,
         )  # fmt: skip
         # The launcher creates the file, too: a folder that accepts no file is refused before
         # anything is started. A FIFO, behind which somebody collects the trace, exists already.
@@ -85,6 +86,7 @@ class Recording:
         self._outbox: deque[messages.ToRecorder] = deque()
         self._untold: deque[messages.Says] = deque()
         """Lines that were sent and perhaps not shown; the next recorder gets them again."""
+        self._requests: list[Request] = []
         self._shown: messages.Shown | None = None
         self._finish: messages.FinishRecording | None = None
         """Message that every recorder gets from the end of the run on: a recorder that has received
@@ -159,6 +161,15 @@ class Recording:
             return of(job.log_of(replica, rank), Stream.OUT | Stream.ERR)
         out = of(job.stdout_log_of(replica, rank), Stream.OUT)
         return msgspec.structs.replace(of(job.log_of(replica, rank), Stream.ERR), stdout=out)
+
+    def keep(self, status: Status) -> None:
+        """Have the state of the job written to its folder, on node 0."""
+        self._outbox.append(messages.StatusNews(status))
+
+    def requests(self) -> list[Request]:
+        """Return the requests for the job that were left in its folder since the last call."""
+        found, self._requests = self._requests, []
+        return found
 
     def coordinator_ended(self) -> None:
         """Note that the coordinator's process has ended."""
@@ -393,6 +404,8 @@ class Recording:
                 case messages.LinesTold(num_lines):
                     for _ in range(num_lines):
                         self._untold.popleft()
+                case messages.Requested(request):
+                    self._requests.append(request)
                 case messages.Shown() as shown:
                     self._shown = shown
 

@@ -1,6 +1,7 @@
 """The state of a job in a file of its run directory, and requests that others leave there for it.
 
-Node 0 writes `status.json` while the job runs, and reads the folder `requests`. So `status` and
+The recorder of node 0 writes `status.json` while the job runs, and reads the folder `requests`, in
+a thread of its own: no disk that stalls holds up anything else. So `status` and
 `drain` work from every host that sees the run directory, without the key and without a connection.
 Whoever may write into the folder may ask the job to give replicas back.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +23,8 @@ from megatron_recover.host.whole_file import replacing
 
 STATUS_FILE = "status.json"
 REQUESTS = "requests"
+_INTERVAL_S = 1.0
+"""Seconds between two looks for requests, and between two writes of the state."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -60,6 +64,38 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Number of a replica or name of a node that is to be given back."""
     by: str
     """User and host that ask."""
+
+
+class StatusKeeper:
+    """The thread that writes the newest state of a job to its folder, and looks for requests."""
+
+    def __init__(self, run_dir: Path, on_request: Callable[[Request], None]) -> None:
+        """Begin to look for requests. `on_request` is called in this thread."""
+        self._run_dir, self._on_request = run_dir, on_request
+        self._newest: Status | None = None
+        self._written: Status | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+        self._thread.start()
+
+    def take(self, status: Status) -> None:
+        """Have this state written soon."""
+        self._newest = status
+
+    def finish(self, wait_s: float) -> None:
+        """Write the newest state, and end the thread; wait for that for at most `wait_s`."""
+        self._is_over.set()
+        self._thread.join(wait_s)
+
+    def _keep(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._is_over.wait(_INTERVAL_S)
+            if (newest := self._newest) is not self._written and newest is not None:
+                self._written = newest
+                write(self._run_dir, newest)
+            for request in requests(self._run_dir):
+                self._on_request(request)
 
 
 def write(run_dir: Path, status: Status) -> None:

@@ -55,6 +55,11 @@ class OutgoingLink(Link):
         except CannotDial as error:
             print(f"megatron-recover: {error}; this is tried again", file=sys.stderr, flush=True)
 
+    @property
+    def is_refused(self) -> bool:
+        """Return whether nobody listens at the address, or the other end has refused this one."""
+        return self._refused
+
     def fileno(self) -> int:
         """Return the descriptor, or -1 while there is no connection."""
         return super().fileno() if self._is_dialled else -1

@@ -124,6 +124,9 @@ class NodesDriver:
         self._stage = Stage.MEETING
         self._exit_reason = ""
         self.was_joined = False
+        self._end: JobEnds | None = None
+        self._removed: dict[int, int] = {}
+        """Identity of the agent of each removed node -> number of the node."""
         self._lost: dict[int, NodeState] = {}
         self._told: JobState | None = None
         self._gate = Gate(
@@ -155,9 +158,8 @@ class NodesDriver:
         """Tell all agents that the job is over. Only the first call has an effect."""
         if self._stage is Stage.OVER:
             return
-        self._stage = Stage.OVER
-        for agent in self._agents:
-            self._loop.send(agent.link, JobEnds(exit_code, reason, at_once))
+        self._stage, self._end = Stage.OVER, JobEnds(exit_code, reason, at_once)
+        self._send_to(self._agents, self._end)
 
     # --- Connections ------------------------------------------------------------------------------
 
@@ -178,6 +180,9 @@ class NodesDriver:
             self._loop.drop(link)
             return
         agent = _Agent(link, message, self._loop.time())
+        if (before := self._removed.get(message.identity)) is not None:
+            self._returns(agent, before)
+            return
         self._agents.append(agent)
         self.was_joined = True
         self._loop.watch(
@@ -186,10 +191,23 @@ class NodesDriver:
         self._loop.send(link, NodeBeat())
         if self._stage is Stage.MEETING:
             self._meet(agent)
-        elif self._stage is Stage.OVER:
-            self._loop.send(link, JobEnds(ExitCode.FAILED, "the job is over"))
+        elif self._end is not None:
+            self._loop.send(link, self._end)
         else:
             self._loop.send(link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
+
+    def _returns(self, agent: _Agent, number: int) -> None:
+        """Take the new link of an agent whose node was removed, and have it fence its ranks."""
+        agent.number, agent.is_lost = number, True
+        self._agents.append(agent)
+        self._loop.watch(
+            agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
+        )
+        for replica, nodes in self._hosts.items():
+            if number in nodes:
+                self._loop.send(agent.link, FenceReplica(replica))
+        if self._end is not None:
+            self._loop.send(agent.link, self._end)
 
     # --- Meeting ----------------------------------------------------------------------------------
 
@@ -394,6 +412,7 @@ class NodesDriver:
         self._tell_work()
         replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
         name = agent.hello.name
+        self._removed[agent.hello.identity] = agent.number
         self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail

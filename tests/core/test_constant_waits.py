@@ -43,6 +43,7 @@ INTERVALS = {
     "cluster/recorder.py _INTERVAL_S": "between two drains of the rings",
     "cluster/recorder.py _SOON_S": "the same where every moment counts",
     "cluster/recorder.py _TELL_LOSSES_S": "between two messages about lost events",
+    "cluster/status.py _INTERVAL_S": "between two looks for requests, which wait in their folder",
     "cluster/recording.py _LOOK_S": "between two looks at the recorder, while `trace_s` and `terminal_s` run",
     "authentication/admission.py PAUSE_S": "a listener without a descriptor rests, and its queue is the kernel's",
     "cluster/narrator.py HOLD_S": "a line is kept so long for those that come before it, and told all the same",
