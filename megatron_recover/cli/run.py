@@ -355,7 +355,14 @@ def main(argv: list[str]) -> int:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
     for line in behind:
         print(f"megatron-recover run: {line}", file=sys.stderr)
-    if refusals := node_checks.refusals(job):
+    try:
+        refusals = node_checks.refusals(job, joined)
+    except NotMet as error:
+        if joined is not None:
+            several_nodes.tell(joined, str(error), command[1:])
+        _discard(job, existed=existed)
+        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+    if refusals:
         if joined is not None:
             several_nodes.tell(joined, "\n".join(refusals), command[1:])
         _discard(job, existed=existed)

@@ -45,6 +45,9 @@ from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
+    DismissReplica,
+    DrainAnswer,
+    DrainAsked,
     EndAsked,
     FenceDone,
     FenceReplica,
@@ -80,6 +83,8 @@ _POLL_S = 0.1
 A message, such as the report of a broken link, is followed by a look at once. Without any other
 sign a death is seen after half of this time on average (`agent.py`, Note [Seeing a death]).
 """
+_ANSWERS = 16
+"""Number of answers to requests that are kept for who asked."""
 _KILLED = 128
 """Added to the number of a signal: the exit code of a run that was killed on request."""
 _CALLS_PRETRAIN = (
@@ -120,6 +125,9 @@ class Launcher:
         """Killed ranks (replica, rank) that do not end."""
         self._gone: set[int] = set()
         """Replicas that were fenced, or whose fencing has begun."""
+        self._dismissed: dict[int, float] = {}
+        """Replicas that leave, and the time of the loop's clock until which their ranks may end by
+        themselves."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
@@ -140,6 +148,8 @@ class Launcher:
         """Replica -> address of its store, if the replica spans nodes."""
         self._listeners: dict[int, dict[str, socket.socket]] = {}
         """Replica -> listening sockets that its rank 0 inherits, by name, until it is started."""
+        self._answers: tuple[status.Answer, ...] = ()
+        """Answers to the newest requests."""
         self._state: JobState | None = None
         """Newest state of the job that the coordinator has sent."""
         self._is_cut_off = False
@@ -291,10 +301,14 @@ class Launcher:
                 )
             case FenceReplica(replica):
                 self._fence(replica)
+            case DismissReplica(replica):
+                self._dismiss(replica)
             case JobEnds(exit_code, reason, at_once):
                 self._end(exit_code, reason)
                 if at_once:
                     self._end_by = 0.0
+            case DrainAnswer(request, refused):
+                self._answer(request, "; ".join(f"replica {replica} does not leave: {why}" for replica, why in refused))
             case JobState():
                 self._keep_status(message)
             case Idle(reason):
@@ -312,6 +326,7 @@ class Launcher:
             status.Status(
                 at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
                 step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,
+                answers=self._answers,
                 nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
             ),
         )  # fmt: skip
@@ -574,6 +589,8 @@ class Launcher:
             for end in explaining_first(ends):
                 self._ended(end)
             self._look_for_hangs()
+            self._fence_dismissed()
+            self._carry_out_requests()
             for replica, rank in self._thawing.due():
                 if self._node.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
@@ -652,6 +669,8 @@ class Launcher:
         self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
             return  # the job is ending, or the launcher has killed this rank
+        if end.replica in self._dismissed and end.status == ExitCode.OK:
+            return
         if self._orphaned and end.status in policy.ENDED_TOGETHER:
             self._ended_alone(end)
             return
@@ -673,6 +692,37 @@ class Launcher:
         self._node.fence(replica)
         if self._job.nodes and self._gone.issuperset(self._job.replicas_here):
             self._recording.says("all replicas with ranks on this node are lost: the node waits for the end of the job")
+
+    def _dismiss(self, replica: int) -> None:
+        """Expect that all ranks of a replica end with exit code 0: the replica leaves the job."""
+        self._gone.add(replica)
+        self._dismissed[replica] = self._loop.time() + self._deadlines.end_s
+
+    def _fence_dismissed(self) -> None:
+        """Kill what is left of a replica that leaves and whose ranks have not all ended in time."""
+        for replica, end_by in self._dismissed.items():
+            ended = all(self._node.has_ended(replica, rank) for rank in self._job.slots(replica))
+            if not ended and self._loop.time() > end_by and replica not in self._fencing:
+                self._fence(replica)
+
+    def _carry_out_requests(self) -> None:
+        """Give the coordinator the requests that were left in the run directory of node 0."""
+        for request in self._recording.requests():
+            replicas = (int(request.drain),) if request.drain.isdecimal() else self._replicas_on(request.drain)
+            if replicas:
+                self._send(DrainAsked(replicas, f"drain {request.drain} of {request.by}", request.id))
+            else:
+                self._answer(request.id, f"the job has no replica and no node {request.drain}")
+
+    def _replicas_on(self, name: str) -> tuple[int, ...]:
+        """Return the members of the roster that have ranks on the node `name`."""
+        state = self._state
+        on_node = {replica for node in state.nodes if node.name == name for replica in node.replicas} if state else set()
+        return tuple(replica for replica in state.roster if replica in on_node) if state else ()
+
+    def _answer(self, request: str, refused: str) -> None:
+        self._answers = (*self._answers, status.Answer(request, refused))[-_ANSWERS:]
+        self._keep_status(None)
 
     def _end(self, exit_code: int, reason: str) -> None:
         if self._ending is not None:

@@ -36,6 +36,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
     replicas: tuple[int, ...]
 
 
+class Answer(msgspec.Struct, frozen=True):
+    """The answer of a job to a request."""
+
+    id: str
+    refused: str
+    """Why the request is refused, in whole or in part; empty if it is not."""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a job at one time."""
 
@@ -52,6 +60,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     saved: int | None
     """Newest iteration that the job has saved."""
     nodes: tuple[NodeStatus, ...]
+    answers: tuple[Answer, ...] = ()
+    """Answers to the newest requests."""
     exit_code: int | None = None
     """Exit code of the job, once it is over."""
     reason: str = ""
@@ -60,6 +70,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request to a running job."""
 
+    id: str
+    """Name of the request, by which its answer is found."""
     drain: str
     """Number of a replica or name of a node that is to be given back."""
     by: str
@@ -115,17 +127,16 @@ def read(run_dir: Path) -> Status | None:
         return None
 
 
-def ask(run_dir: Path, request: Request) -> Path:
-    """Leave a request for the job in its run directory; return the file. Raises OSError.
+def ask(run_dir: Path, drain: str, by: str) -> str:
+    """Leave a request for the job in its run directory; return its id. Raises OSError.
 
     The job removes the file once it has read it.
     """
-    folder = run_dir / REQUESTS
+    folder, name = run_dir / REQUESTS, f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir(exist_ok=True)
-    place = folder / f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}.json"
-    with replacing(place) as file:
-        file.write(msgspec.json.encode(request))
-    return place
+    with replacing(folder / f"{name}.json") as file:
+        file.write(msgspec.json.encode(Request(id=name, drain=drain, by=by)))
+    return name
 
 
 def requests(run_dir: Path) -> Iterator[Request]:

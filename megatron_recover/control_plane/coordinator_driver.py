@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
@@ -57,6 +57,7 @@ class CoordinatorDriver:
         timers_s: Mapping[machine.Setting, float],
         record: Callable[[trace.Event], None],
         fence: Callable[[int], None],
+        dismiss: Callable[[int], None],
         on_end: Callable[[int, str], None],
         on_generation: Callable[[values.NewGeneration], None] = lambda new: None,
         deadlines: Deadlines | None = None,
@@ -65,11 +66,14 @@ class CoordinatorDriver:
 
         - `timers_s` has the seconds of every `core.coordinator.Setting`.
         - `fence(replica)` begins to kill a replica.
+        - `dismiss(replica)` notes that the replica leaves: its ranks end, which is no loss, or are
+          killed.
         - `on_end(exit_code, reason)` is called once, after the leaders were sent `Stop`.
         - `on_generation(new)` is called after the leaders were sent a new generation.
         """
+        self._loop, self._timers_s, self._record, self._on_end = loop, timers_s, record, on_end
+        self._fence, self._dismiss = fence, dismiss
         self._on_generation = on_generation
-        self._loop, self._timers_s, self._record, self._fence, self._on_end = loop, timers_s, record, fence, on_end
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
@@ -96,11 +100,13 @@ class CoordinatorDriver:
         self._notice()
         self._step(machine.ReplicaLost(loss))
 
-    def lost_together(self, losses: Sequence[values.Loss]) -> None:
-        """Feed the machine the losses of all replicas of a node."""
+    def node_lost(self, replicas: tuple[int, ...], detail: str) -> None:
+        """Feed the machine the loss of a node, with all replicas that have a rank there, at once.
+
+        `detail` names the node, and what shows that it is lost.
+        """
         self._notice()
-        for loss in losses:
-            self._step(machine.ReplicaLost(loss))
+        self._step(machine.NodeLost(replicas, detail))
 
     def failing(self, failing: values.ReplicaFailing) -> None:
         """Feed the machine the microbatches that the agent found in work (a crash or a hang).
@@ -120,6 +126,18 @@ class CoordinatorDriver:
         """
         self._notice()
         self._step(machine.ExitAsked(reason))
+
+    def ask_leave(self, replicas: tuple[int, ...], reason: str) -> dict[int, str]:
+        """Have these replicas leave the job after a common step, while the others go on.
+
+        Returns why each replica that will not leave does not; all others will, unless a loss makes
+        them indispensable before.
+        """
+        effects = self._step(machine.LeaveAsked(replicas, reason))
+        judged = next((effect for effect in effects if isinstance(effect, machine.LeaveJudged)), None)
+        if judged is None:
+            return dict.fromkeys(replicas, "the run has ended")
+        return {refusal.replica: refusal.why for refusal in judged.refused}
 
     def launched(self) -> None:
         """Note that the processes of all replicas were started."""
@@ -164,6 +182,9 @@ class CoordinatorDriver:
                 self._step(machine.Progressed(replica, message.step))
                 if message.request is not None and message.request.replica == replica:
                     self._request(message.request)
+            case values.ReplicaLeaving() if message.replica == replica:
+                self._notice()
+                self._step(message)
             case values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() if (
                 message.replica == replica
             ):
@@ -194,7 +215,7 @@ class CoordinatorDriver:
         if self._noticed is None:
             self._noticed = time.monotonic()
 
-    def _step(self, event: machine.Input) -> None:
+    def _step(self, event: machine.Input) -> tuple[machine.Effect, ...]:
         self._state, effects = machine.step(self._state, event)
         for effect in effects:
             match effect:
@@ -203,6 +224,20 @@ class CoordinatorDriver:
                 case machine.Fence(replica):
                     self._leaders.forget(replica)
                     self._fence(replica)
+                case machine.Ask(replica, requests):
+                    self._loop.send(self._links[replica], values.AddRequests(requests))
+                case machine.LeaveJudged(replicas, refused, reason):
+                    self._record(
+                        trace.LeaveAsked(
+                            replicas=replicas,
+                            reason=reason,
+                            refused=tuple(trace.Refused(replica=each.replica, why=each.why) for each in refused),
+                        )  # fmt: skip
+                    )
+                case machine.Dismiss(replica):
+                    self._leaders.forget(replica)
+                    self._dismiss(replica)
+                    self._loop.send(self._links[replica], values.Stop(int(values.ExitCode.OK), "it leaves the job"))
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
                 case machine.Waits(replicas, reason, limit):
@@ -210,6 +245,7 @@ class CoordinatorDriver:
                     self._record(trace.Waiting(replicas=replicas, reason=reason, limit_s=limit_s))
                 case machine.EndJob(exit_code, reason):
                     self._end(exit_code, reason)
+        return effects
 
     def _announce(self, new: values.NewGeneration) -> None:
         noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
@@ -219,8 +255,14 @@ class CoordinatorDriver:
         gives_up = new.void is not None and new.void.gives_up
         self._record(
             trace.Generation(
-                generation=new.generation, roster=new.roster, losses=losses, reason=new.reason, void=void, gives_up=gives_up
-            )
+                generation=new.generation,
+                roster=new.roster,
+                losses=losses,
+                left=new.left,
+                reason=new.reason,
+                void=void,
+                gives_up=gives_up,
+            )  # fmt: skip
         )
         for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
             self._loop.put(self._links[replica], framed)
@@ -228,7 +270,10 @@ class CoordinatorDriver:
         self._on_generation(new)
 
     def _arm(self, timer: str, seconds: float) -> None:
-        self._loop.after(seconds, lambda: self._step(machine.TimerFired(timer)))
+        def fire() -> None:
+            self._step(machine.TimerFired(timer))
+
+        self._loop.after(seconds, fire)
 
     def _end(self, exit_code: int, reason: str) -> None:
         if exit_code != values.ExitCode.OK:

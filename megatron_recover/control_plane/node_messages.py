@@ -32,6 +32,18 @@ class NodeHello(Value, frozen=True):
     """Address of the node, at which its processes listen."""
 
 
+class NodeShares(Value, frozen=True):
+    """What a node has found out in one round of the examination of all nodes, before it prepares.
+
+    The coordinator does not read `data`. It waits for that of all nodes.
+    """
+
+    round: int
+    data: bytes
+    is_for_all: bool
+    """True: all nodes get it; False: node 0 alone."""
+
+
 class NodeReady(Value, frozen=True):
     """The node has imported everything and its dry run has passed: it can start ranks."""
 
@@ -79,6 +91,15 @@ class EndAsked(Value, frozen=True):
     reason: str
 
 
+class DrainAsked(Value, frozen=True):
+    """A request that these replicas leave the job, while the others go on."""
+
+    replicas: tuple[ReplicaId, ...]
+    reason: str
+    id: str = ""
+    """Name of the request, for its answer."""
+
+
 class KillAsked(Value, frozen=True):
     """A person requests that all nodes kill everything at once."""
 
@@ -113,6 +134,16 @@ class Met(Value, frozen=True):
     run_id: str
 
 
+class NodesShared(Value, frozen=True):
+    """What all nodes have found out in one round, in the order of their numbers.
+
+    Empty for a node that is to know only that all have ended the round.
+    """
+
+    round: int
+    data: tuple[bytes, ...]
+
+
 class Launch(Value, frozen=True):
     """All nodes are ready: start the ranks."""
 
@@ -136,6 +167,20 @@ class FenceReplica(Value, frozen=True):
     """Kill all ranks of a replica on this node."""
 
     replica: ReplicaId
+
+
+class DismissReplica(Value, frozen=True):
+    """A replica leaves the job: ends of its ranks are no losses. Kill those that do not end."""
+
+    replica: ReplicaId
+
+
+class DrainAnswer(Value, frozen=True):
+    """The answer to `DrainAsked`."""
+
+    id: str
+    refused: tuple[tuple[ReplicaId, str], ...]
+    """(replica, reason) of those that do not leave."""
 
 
 class JobEnds(Value, frozen=True):
@@ -174,6 +219,9 @@ class Idle(Value, frozen=True):
 
 
 FromAgent = (
-    NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked | KillAsked | FenceDone
-)
-ToAgent = Met | Launch | Roster | FenceReplica | JobEnds | Idle | JobState
+    NodeHello | NodeShares | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked
+    | DrainAsked | KillAsked | FenceDone
+)  # fmt: skip
+ToAgent = (
+    Met | NodesShared | Launch | Roster | FenceReplica | DismissReplica | DrainAnswer | JobEnds | Idle | JobState
+)  # fmt: skip

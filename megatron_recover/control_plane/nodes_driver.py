@@ -4,7 +4,8 @@ It runs in the coordinator's process beside `CoordinatorDriver`, on the one port
 agents and leaders connect there. The stages of a job:
 
 1. *Meeting.* Agents send `NodeHello` until enough nodes are there. All get `Met`.
-2. *Preparing.* Each node imports, makes its dry run and sends `NodeReady`. All get `Launch`.
+2. *Preparing.* The nodes examine each other (`NodeShares`). Each node imports, makes its dry run
+   and sends `NodeReady`. All get `Launch`.
 3. *Running.* Agents report what happens to their ranks, and carry out fences.
 4. *Over.* All agents get `JobEnds`, and hang up.
 
@@ -27,6 +28,9 @@ from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
+    DismissReplica,
+    DrainAnswer,
+    DrainAsked,
     EndAsked,
     FenceDone,
     FenceReplica,
@@ -43,6 +47,8 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     NodePlace,
     NodeReady,
+    NodeShares,
+    NodesShared,
     NodeState,
     ReplicaGone,
     Roster,
@@ -50,7 +56,7 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.control_plane.wire import Link, Message
 from megatron_recover.core import node_silence, values
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import ExitCode, Loss, LossKind
+from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 
 SEEN_BEATS = 1.5
@@ -93,6 +99,8 @@ class _Agent:
         self.number = -1
         """Number of the node; -1: the job does not use it."""
         self.heard_at = now
+        self.shared: NodeShares | None = None
+        """What the node has sent in the newest round of the examination."""
         self.ready: NodeReady | None = None
         self.is_launched = False
         self.is_silent = False
@@ -282,6 +290,17 @@ class NodesDriver:
 
     # --- Preparing --------------------------------------------------------------------------------
 
+    def _share(self, agent: _Agent, newest: NodeShares) -> None:
+        """End a round of the examination once all nodes have sent theirs."""
+        agent.shared = newest
+        used = sorted((each for each in self._agents if each.number >= 0), key=lambda each: each.number)
+        sent = [each.shared for each in used if each.shared is not None and each.shared.round == newest.round]
+        if self._stage is not Stage.PREPARING or len(sent) < len(used):
+            return
+        data = tuple(each.data for each in sent)
+        for each in used:
+            self._loop.send(each.link, NodesShared(newest.round, data if newest.is_for_all or each.number == 0 else ()))
+
     def _is_ready(self, agent: _Agent, ready: NodeReady) -> None:
         agent.ready = ready
         used = [each for each in self._agents if each.number >= 0]
@@ -300,7 +319,7 @@ class NodesDriver:
         self._membership = CoordinatorDriver(
             first.settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
-            fence=self._fence, on_end=self.end, on_generation=self._announced,
+            fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
@@ -325,12 +344,17 @@ class NodesDriver:
                 pass  # the trace of the node has it
             case EndAsked(reason):
                 self._ask_exit(reason)
+            case DrainAsked(replicas, reason, request) if self._membership is not None:
+                refused = self._membership.ask_leave(replicas, reason)
+                self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
             case KillAsked(exit_code, reason):
                 self.end(exit_code, self._named(agent, reason), at_once=True)
             case NodeFailed(exit_code, reason):
                 self._failed(agent, exit_code, reason)
             case _ if agent.is_lost or self._stage is Stage.OVER or agent.number < 0:
                 pass  # sent before the agent knew
+            case NodeShares():
+                self._share(agent, message)
             case NodeReady():
                 self._is_ready(agent, message)
             case NodeLaunched():
@@ -384,6 +408,10 @@ class NodesDriver:
         nodes = self._hosts[replica]
         self._send_to((each for each in self._agents if each.number in nodes), FenceReplica(replica))
 
+    def _dismiss(self, replica: int) -> None:
+        nodes = self._hosts[replica]
+        self._send_to((each for each in self._agents if each.number in nodes), DismissReplica(replica))
+
     def _send_to(self, agents: Iterable[_Agent], message: Message) -> None:
         for agent in list(agents):
             self._loop.send(agent.link, message)
@@ -416,7 +444,7 @@ class NodesDriver:
         self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
-        self._membership.lost_together([Loss(replica, LossKind.PROCESS_ENDED, text) for replica in replicas])
+        self._membership.node_lost(replicas, text)
 
     def _tell_state(self) -> None:
         """Send node 0 the state of the job, if it has changed."""

@@ -92,6 +92,10 @@ class RankDriver:
         self.requests: frozenset[str] = frozenset()
         """All requests in the records of the `Apply` orders that the training thread took; equal on
         every replica after the same step."""
+        self.stays = False
+        """True while this replica must not leave the job, even if that is requested: it writes a
+        checkpoint in the background. The trainer sets it; the next `begin` reports that of rank
+        0."""
         self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
         self._record, self._faults, self._end_process = record, faults, end_process
         self._deadlines = deadlines or config.deadlines
@@ -164,7 +168,7 @@ class RankDriver:
             self._unsaid.clear()
             self.step = self._state.step
             self._page.begin_step(self.step, work.label)
-            self._feed(machine.Begin(work, asked, digest))
+            self._feed(machine.Begin(work, asked, digest, self.stays))
             return self.step
 
     def next_order(self) -> Plan | Apply:

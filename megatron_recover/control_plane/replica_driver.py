@@ -99,7 +99,7 @@ class ReplicaDriver:
         """
         self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
-        self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above)
+        self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above, config.min_replicas)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
         self._peers: dict[int, Peer] = {}
@@ -238,6 +238,8 @@ class ReplicaDriver:
                     self._loop.drop(self._outgoing.pop(peer))
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
+            case values.AddRequests():
+                self._feed(message)
             case values.Stop():
                 self._coordinator_watch.stop()
                 self._feed(message)

@@ -196,7 +196,7 @@ Message = (
     | values.Begun | values.Promised | values.Holds | values.RankBlocked | values.RankFailing | values.RankFinished
     | values.Vote | values.Votes | values.Status | values.Statuses
     | values.Entered | values.ReplicaBlocked | values.ReplicaSaving | values.ReplicaFailing | values.ReplicaFinished
-    | values.Diverged | values.Miscounted
+    | values.Diverged | values.Miscounted | values.AddRequests | values.ReplicaLeaving
     | StoreRequest | StoreAnswer | StoreRefusal
 )  # fmt: skip
 _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement

@@ -13,6 +13,10 @@ Caller's contract
 * `Announce`: send `NewGeneration`, with the addresses that a leader does not know yet, to all
   leaders of its roster.
 * `Fence`: kill all ranks of the replica, for certain. Never wait for their end.
+* `Ask(replica, requests)`: send `AddRequests(requests)` to the leader of that replica.
+* `LeaveJudged`: answer who asked for the leave; with an empty `replicas` also after a loss.
+* `Dismiss`: send `Stop` with exit code 0 to the leader. Ends of the replica's ranks are no losses
+  any more. Kill those that do not end.
 * `Arm(timer, setting)`: feed `TimerFired(timer)` once, after the seconds of the setting. Never
   disarm a timer: the machine ignores stale ones by name.
 * `Waits`: report to the user for which replicas the job waits, why, and for how long at most.
@@ -77,7 +81,7 @@ Note [Timers]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -87,15 +91,20 @@ from megatron_recover.core.blame import culprit, own_deadlines, with_missed_dead
 from megatron_recover.core.coordinator_state import (
     Announce,
     Arm,
+    Ask,
     AtWork,
     CoordinatorState,
+    Dismiss,
     Effect,
     EndJob,
     ExitAsked,
     Fence,
     Input,
     Launched,
+    LeaveAsked,
+    LeaveJudged,
     MembershipSettings,
+    NodeLost,
     OpenSave,
     Progressed,
     ReplicaLost,
@@ -112,8 +121,9 @@ from megatron_recover.core.excuses import (
     without_evidence,
     working,
 )  # fmt: skip
+from megatron_recover.core.leaving import free_to_go, judged, kept
 from megatron_recover.core.policy import all_finished, nobody_left, poisoned
-from megatron_recover.core.request import MISCOUNTED, TOO_FEW, exit_for
+from megatron_recover.core.request import MISCOUNTED, TOO_FEW, exit_for, leave_of
 from megatron_recover.core.values import (
     Diverged,
     Entered,
@@ -126,14 +136,17 @@ from megatron_recover.core.values import (
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
+    ReplicaId,
+    ReplicaLeaving,
     ReplicaSaving,
     Void,
 )
 from megatron_recover.core.vote import unite
 
 __all__ = [
-    "Announce", "Arm", "AtWork", "CoordinatorState", "Effect", "EndJob", "ExitAsked", "Fence", "Input", "Launched",
-    "MembershipSettings", "OpenSave", "Progressed", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
+    "Announce", "Arm", "Ask", "AtWork", "CoordinatorState", "Dismiss", "Effect", "EndJob", "ExitAsked", "Fence", "Input",
+    "Launched", "LeaveAsked", "LeaveJudged", "MembershipSettings", "NodeLost", "OpenSave", "Progressed", "ReplicaLost",
+    "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -194,7 +207,7 @@ def _start_when_complete(state: CoordinatorState) -> Step:
     return _announce(replace(state, roster=tuple(item.replica for item in state.hellos)), state.losses, "start")
 
 
-def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
+def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, left: tuple[ReplicaId, ...] = ()) -> Step:
     """Make the next generation, or end the job if the roster is empty or has finished.
 
     With fewer members than `min_replicas`, the generation requests the exit.
@@ -210,13 +223,14 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         with_waits(state),
         generation=generation,
         entered=(),
+        leaving=(),
         follow=follow,
         all_late=False,
         reason="",
         reason_excused_by=(),
-        excused=bool(losses or state.reason_excused_by) or are_waits_excused(state),
+        excused=bool(losses or left or state.reason_excused_by) or are_waits_excused(state),
     )
-    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void)
+    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void, left)
     return state, (Announce(new), Arm(follow, "follow_s"))
 
 
@@ -225,13 +239,19 @@ def _on_lost(state: CoordinatorState, lost: ReplicaLost) -> Step:
     return _remove(state, (lost.loss,), lost.loss.kind.value)
 
 
+def _on_node_lost(state: CoordinatorState, lost: NodeLost) -> Step:
+    """Do the same for all replicas of a node, in one generation; no microbatch is at fault."""
+    losses = tuple(Loss(replica, LossKind.NODE_LOST, lost.detail) for replica in sorted(set(lost.replicas)))
+    return _remove(state, losses, f"{LossKind.NODE_LOST.value}: {lost.detail}")
+
+
 def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
     """Remove replicas for good, fence them, and make a generation without them or end the job.
 
     Ignore replicas that are lost already. Drop all evidence. Before generation 1, wait until every
     other replica is ready or lost.
     """
-    gone = {loss.replica for loss in state.losses}
+    gone = {loss.replica for loss in state.losses} | {*state.left}
     done = {item.replica for item in state.finished}
     losses = tuple(loss for loss in losses if loss.replica not in gone)
     if not losses:
@@ -248,18 +268,25 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         state, effects = _start_when_complete(state)
         return state, fences + effects
     out = {loss.replica for loss in losses}
-    state = replace(
-        state,
-        roster=tuple(replica for replica in state.roster if replica not in out),
-        saves=tuple(save for save in state.saves if save.replica not in out),
-    )
+    before, state = state, _without(state, out)
     verdict = poisoned(state.failing, state.losses, state.policy.samples)
     if verdict:
         state, effects = _end(state, *verdict)
         return state, fences + effects
+    if stays := kept(before, state):
+        fences += (LeaveJudged((), stays, reason),)
     # A replica that has finished is not announced as a loss: its training is complete.
     state, effects = _announce(state, tuple(loss for loss in losses if loss.replica not in done), reason)
     return state, fences + effects
+
+
+def _without(state: CoordinatorState, out: Collection[ReplicaId]) -> CoordinatorState:
+    """Return the state with these replicas removed from the roster, and their saves forgotten."""
+    return replace(
+        state,
+        roster=tuple(replica for replica in state.roster if replica not in out),
+        saves=tuple(save for save in state.saves if save.replica not in out),
+    )
 
 
 def _on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
@@ -503,6 +530,30 @@ def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
     return _announce(replace(state, requests=unite((state.requests, (request,)))), (), request)
 
 
+def _on_leave_asked(state: CoordinatorState, asked: LeaveAsked) -> Step:
+    """Report who will leave and who will not; give one leader the requests for the next record."""
+    replicas, refused = judged(state, asked.replicas)
+    answer = LeaveJudged(replicas, refused, asked.reason)
+    if not replicas:
+        return state, (answer,)
+    requests = tuple(leave_of(replica) for replica in replicas)
+    return replace(state, requests=unite((state.requests, requests))), (answer, Ask(replicas[0], requests))
+
+
+def _on_leaving(state: CoordinatorState, leaving: ReplicaLeaving) -> Step:
+    """Once all leavers have reported in this generation, make one without them and dismiss them."""
+    if leaving.generation != state.generation or leaving.replica not in state.roster:
+        return state, ()
+    state = replace(state, leaving=tuple(sorted({*state.leaving, leaving.replica})))
+    if not (left := tuple(sorted(free_to_go(state)))):
+        return state, ()
+    # As after a loss: that they are gone explains all waits.
+    state = after_progress(replace(_without(state, left), left=(*state.left, *left), evidence_from=state.generation + 1))
+    state, effects = _announce(state, (), f"replicas {', '.join(map(str, left))} leave", left)
+    # The end of the job dismisses everybody.
+    return state, effects if state.over else (*effects, *(Dismiss(replica) for replica in left))
+
+
 def _end(state: CoordinatorState, exit_code: int, reason: str) -> Step:
     return replace(state, over=True), (EndJob(int(exit_code), reason),)
 
@@ -518,8 +569,11 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Miscounted: _on_miscounted,
     ReplicaFinished: _on_finished,
     ReplicaLost: _on_lost,
+    NodeLost: _on_node_lost,
     TimerFired: _on_expired,
     ExitAsked: _on_exit_asked,
+    LeaveAsked: _on_leave_asked,
+    ReplicaLeaving: _on_leaving,
     Progressed: _on_progressed,
     AtWork: _on_at_work,
 }

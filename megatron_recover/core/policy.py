@@ -140,7 +140,7 @@ def first_to_die(statuses: Sequence[int]) -> int:
 _WITNESSED = frozenset({LossKind.CRASHED, LossKind.HUNG})
 """Kinds of losses that only failures witnessed by the agent explain: other ranks of such a replica
 raise as a consequence."""
-_UNCHARGED = frozenset({LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED})
+_UNCHARGED = frozenset({LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED, LossKind.NODE_LOST})
 """Kinds of losses that are charged to no microbatch."""
 
 
@@ -164,8 +164,9 @@ def poisoned(
     Return None otherwise. `samples`: samples per training step and per microbatch, if they are
     known and do not change (`MembershipSettings.samples`).
 
-    - A loss of kind `PROCESS_ENDED` (such as a signal from outside) or `INVARIANT_VIOLATED` is
-      charged to no microbatch. What other ranks of the replica then raise does not count.
+    - A loss of kind `PROCESS_ENDED` (such as a signal from outside), `INVARIANT_VIOLATED` or
+      `NODE_LOST` is charged to no microbatch. What other ranks of the replica then raise does not
+      count.
     - A loss of kind `CRASHED` or `HUNG` is charged to the microbatches that the progress page
       names. Any other loss is charged to those that a rank named before it ended.
     - Several microbatches may be named (a gradient that is not finite, a device that runs behind).

@@ -27,6 +27,7 @@ from megatron_recover.core.bucket import by_version
 from megatron_recover.core.contribution import added
 from megatron_recover.core.digest import commitment, differences, summarize
 from megatron_recover.core.forwarding import direct_peers, forwarded, heard_from, newest_of_each, waiting_for
+from megatron_recover.core.leaving import leavers
 from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
 from megatron_recover.core.policy import exit_code, untrained
@@ -51,6 +52,7 @@ from megatron_recover.core.request import SAVED
 from megatron_recover.core.speed import learn, reported_paces
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
+    AddRequests,
     Apply,
     Begun,
     Close,
@@ -73,6 +75,7 @@ from megatron_recover.core.values import (
     ReplicaFailing,
     ReplicaFinished,
     ReplicaId,
+    ReplicaLeaving,
     ReplicaSaving,
     Status,
     Statuses,
@@ -193,7 +196,9 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     effects = forwarded(state, before, Statuses(state.replica, state.generation, statuses))
     if waiting_for(state):
         return state, effects
-    recovery = recover(statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline)
+    recovery = recover(
+        statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline, min_replicas=state.min_replicas
+    )  # fmt: skip
     if isinstance(recovery, Disagreement):
         return _diverged(state, recovery, effects)
     state = replace(
@@ -223,7 +228,7 @@ def _on_begun(state: ReplicaState, report: Begun) -> Step:
     if report.digest is not None:
         state = replace(state, digests=tuple(sorted((dict(state.digests) | {report.rank: report.digest}).items())))
     if report.rank == 0 and state.work is None:
-        state = replace(state, work=report.work)
+        state = replace(state, work=report.work, stays=report.stays)
         return _start(state) if state.phase is ReplicaPhase.IDLE else (state, ())
     # This digest may be the last that the vote was waiting for.
     return _vote(state) if state.phase is ReplicaPhase.WORKING else (state, ())
@@ -244,13 +249,15 @@ def _on_pass_timed(state: ReplicaState, report: PassTimed) -> Step:
 def _start(state: ReplicaState) -> Step:
     """Order the waiting plan, or a fresh one, if the step has begun. Needs phase IDLE.
 
-    If the waiting plan is of other work, report that instead. If nothing is missing, also vote.
+    If the waiting plan is of other work, report that instead. If nothing is missing, also vote. A
+    replica that leaves reports so (`core/leaving.py`, Note [Leaving]).
     """
     if state.work is None:
         return state, ()
+    out = leavers(state.committed.requests if state.committed is not None else (), state.roster, state.min_replicas)
     plan = state.plan or fresh_plan(
         state.replica, state.generation, state.roster, state.step, state.work,
-        speeds=state.speeds, pipeline=state.shape.pipeline,
+        speeds=state.speeds, pipeline=state.shape.pipeline, leavers=out,
     )  # fmt: skip
     if plan.work != state.work:
         conflict = Disagreement((), f"replica {state.replica} begins {state.work}, others {plan.work}")
@@ -268,8 +275,10 @@ def _start(state: ReplicaState) -> Step:
             for items in state.held or ((),) * state.shape.num_ranks
         ),
     )
+    may_leave = state.replica in out and plan.work.num_microbatches and not state.contributions and not state.stays
+    leaving = (ToCoordinator(ReplicaLeaving(state.replica, state.generation)),) if may_leave else ()
     state, effects = _vote(state)
-    return state, (ToRanks(plan), *effects)
+    return state, (ToRanks(plan), *leaving, *effects)
 
 
 def _on_holds(state: ReplicaState, report: Holds) -> Step:
@@ -424,6 +433,11 @@ def _on_finished(state: ReplicaState, report: RankFinished) -> Step:
     return state, (ToCoordinator(ReplicaFinished(state.replica, exit_code(requests), SAVED in requests, untrained(requests))),)
 
 
+def _on_add_requests(state: ReplicaState, asked: AddRequests) -> Step:
+    """Add requests of the coordinator to all votes from now on."""
+    return replace(state, requests=unite((state.requests, asked.requests))), ()
+
+
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:
     """Order the ranks to stop, and ignore every later input."""
     return replace(state, phase=ReplicaPhase.STOPPED), (ToRanks(stop),)
@@ -463,6 +477,7 @@ def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
         RankSaving: Row(_on_saving, frozenset({phase})),
         RankBlocked: Row(_on_blocked, frozenset({phase})),
         RankFinished: Row(_on_finished, frozenset({phase})),
+        AddRequests: Row(_on_add_requests, frozenset({phase})),
         Stop: Row(_on_stop, frozenset({ReplicaPhase.STOPPED})),
     }
     for kind, handler, leads_to in extra:

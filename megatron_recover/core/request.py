@@ -27,6 +27,9 @@ class RequestKind(enum.StrEnum):
     UNTRAINED = "nothing was trained"
     """Report at the end that training was given up before any state changed, so that nothing had to
     be saved. The detail describes the state."""
+    LEAVE = "leave"
+    """Deal a replica no microbatch from the next step on, so that it can leave the job
+    (`core/leaving.py`). The detail is the replica."""
 
 
 def exit_for(reason: str) -> str:
@@ -42,6 +45,11 @@ def missing(iteration: int) -> str:
 def nothing_trained(state: str) -> str:
     """Return the request to report that nothing was trained; `state` describes the state."""
     return f"{RequestKind.UNTRAINED}: {state}"
+
+
+def leave_of(replica: int) -> str:
+    """Return the request that `replica` leaves the job."""
+    return f"{RequestKind.LEAVE}: {replica}"
 
 
 TOO_FEW = exit_for("too few replicas")

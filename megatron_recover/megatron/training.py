@@ -320,6 +320,7 @@ class _Training:
         """
         from megatron.training import pretrain, print_rank_0
 
+        from megatron_recover.control_plane.rank_driver import JobStopped
         from megatron_recover.megatron.checkpoint import resuming
 
         if self._context.dry_run:
@@ -338,6 +339,9 @@ class _Training:
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
             if stop.code not in (None, 0):
                 raise
+            if isinstance(stop, JobStopped):  # as long as the others train, only a replica that leaves is stopped with 0
+                driver.close()
+                return self._ended(ExitCode.OK)
         except InvariantViolation as error:
             traceback.print_exc()
             driver.failing((), error)
@@ -354,11 +358,15 @@ class _Training:
             loop.meet(0)
         try:
             driver.close()
-        finally:
-            # Only now: until the job ends, this replica may save and may become the writer.
-            is_finished = self._wandb.end()
-        code = policy.exit_code(sorted(driver.requests))
-        if not is_finished:
+        except BaseException:
+            self._wandb.end()
+            raise
+        # Only now: until the job ends, this replica may save and may become the writer.
+        return self._ended(policy.exit_code(sorted(driver.requests)))
+
+    def _ended(self, code: int) -> int:
+        """End this rank's run at Weights & Biases, if it has one, and return `code`."""
+        if not self._wandb.end():
             from megatron_recover.megatron import wandb_run
 
             wandb_run.end_process(code)

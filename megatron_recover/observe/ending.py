@@ -138,6 +138,8 @@ class Account(msgspec.Struct):
     finetunes: bool = False
     has_begun: bool = False
     lost: set[int] = msgspec.field(default_factory=set)
+    left: set[int] = msgspec.field(default_factory=set)
+    """Replicas that have left as requested."""
     failed: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Ranks (replica, rank) that have failed since the last recovery, the first of them first."""
     saved: int | None = None
@@ -154,13 +156,14 @@ class Account(msgspec.Struct):
             case trace.RunStarted(argv=argv):
                 self.finetunes = "--finetune" in argv
                 self.save, self.load = value_of(argv, "--save"), None if self.finetunes else value_of(argv, "--load")
-            case trace.Generation(losses=losses):
+            case trace.Generation(losses=losses, left=left):
                 self.has_begun = True
                 self.lost |= {one.replica for one in losses}
-            case trace.Failure(replica=replica, rank=rank) if replica >= 0:
+                self.left |= {*left}
+            case trace.Failure(replica=replica, rank=rank) if replica >= 0 and replica not in self.left:
                 self.lost.add(replica)
                 self.failed.append((replica, rank))
-            case trace.Fenced(replica=replica) if replica >= 0:
+            case trace.Fenced(replica=replica) if replica >= 0 and replica not in self.left:
                 self.lost.add(replica)
             case trace.Recovery(phase="commit"):
                 self.failed.clear()
@@ -185,8 +188,9 @@ class Account(msgspec.Struct):
         lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
         if not self.has_begun and (exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED) or exit_code not in ENDINGS):
             return lines  # nothing was trained, and the folder is as it was
-        left, num_lost = self.replicas - len(self.lost), len(self.lost)
+        left, num_lost = self.replicas - len(self.lost | self.left), len(self.lost)
         losses = f"{num_lost or 'no'} {'loss' if num_lost == 1 else 'losses'}"
+        losses += f", {len(self.left)} asked to leave" if self.left else ""
         lines.append(
             f"{left} of {self.replicas} replicas left, {losses}; {self._checkpoint()}; trace and logs are in {self.run_dir}"
         )

@@ -384,6 +384,12 @@ class History:
         return found
 
     @cached_property
+    def gone_at(self) -> dict[int, tuple[Line, trace.Generation]]:
+        """Return the same as `lost_at`, also for the replicas that have left as requested."""
+        left = {replica: (line, event) for line, event in self.of(trace.Generation) for replica in event.left}
+        return left | self.lost_at
+
+    @cached_property
     def strikes(self) -> list[trace.Fault]:
         """Return the injected faults that end, stop or interrupt a rank: all but slowness."""
         return [event for _, event in self.of(trace.Fault) if event.kind != FaultKind.SLOW.value]

@@ -23,7 +23,7 @@ from megatron_recover.trace.event_files import EVENTS_FILE, TraceError
 
 # fmt: off
 from megatron_recover.trace.run import (
-    Checkpoint, Entered, Gap, Generation, Joined, Layout, Level, Loss, RunFinished, RunStarted, Stopping,
+    Checkpoint, Entered, Gap, Generation, Joined, Layout, LeaveAsked, Level, Loss, Refused, RunFinished, RunStarted, Stopping,
 )
 from megatron_recover.trace.step import (
     Applied, BucketPassed, Committed, Compute, Contribution, Decided, Disagreed, Extended, MicrobatchFinished,

@@ -7,7 +7,18 @@ from typing import get_args
 from megatron_recover.trace.event import Event, snake_case
 from megatron_recover.trace.failure import Failure, Fault, Fenced, Recovery, SetAside, Thawed
 from megatron_recover.trace.node import NodeLost, NodeSilent, NodesMet
-from megatron_recover.trace.run import Checkpoint, Entered, Gap, Generation, Joined, Level, RunFinished, RunStarted, Stopping
+from megatron_recover.trace.run import (
+    Checkpoint,
+    Entered,
+    Gap,
+    Generation,
+    Joined,
+    LeaveAsked,
+    Level,
+    RunFinished,
+    RunStarted,
+    Stopping,
+)
 from megatron_recover.trace.standstill import CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting
 from megatron_recover.trace.step import (
     Applied,
@@ -28,7 +39,7 @@ from megatron_recover.trace.step import (
 )
 
 AnyEvent = (
-    RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Checkpoint | Gap
+    RunStarted | Joined | Generation | LeaveAsked | Entered | Stopping | RunFinished | Checkpoint | Gap
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery

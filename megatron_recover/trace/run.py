@@ -74,6 +74,8 @@ class Generation(Event, frozen=True, kw_only=True):
     roster: tuple[int, ...]
     losses: tuple[Loss, ...] = ()
     """Losses since the previous generation."""
+    left: tuple[int, ...] = ()
+    """Replicas that have left as requested since the previous generation. They are no losses."""
     reason: str = ""
     void: tuple[int, int] | None = None
     """(step, generation): contributions and results of that step from generations before this one
@@ -84,11 +86,34 @@ class Generation(Event, frozen=True, kw_only=True):
 
     @property
     def request(self) -> str | None:
-        """Return why the run is to end, or None if the generation has another purpose.
-
-        A generation that was made only to carry that request is no recovery.
-        """
+        """Return why the run is to end, or None if the generation has another purpose."""
         return None if self.losses else next(iter(details((self.reason,), RequestKind.EXIT)), None)
+
+    @property
+    def is_recovery(self) -> bool:
+        """Return whether the generation follows from a fault.
+
+        The first one does not, nor one that only carries a request or lets replicas leave.
+        """
+        return self.generation > 1 and self.request is None and not self.left
+
+
+class Refused(Part, frozen=True, kw_only=True):
+    """A replica that does not leave although that was requested."""
+
+    replica: int
+    why: str
+
+
+class LeaveAsked(Event, frozen=True, kw_only=True):
+    """Coordinator: it has judged a request that replicas leave the job, or judged one again."""
+
+    replicas: tuple[int, ...]
+    """Replicas that will leave; a later generation names them in `left`. They stay if a loss makes
+    them indispensable, which another event of this kind reports, or if the run ends before."""
+    reason: str
+    """Name of what requested it, or of the loss since which a replica is indispensable."""
+    refused: tuple[Refused, ...] = ()
 
 
 class Entered(Event, frozen=True, kw_only=True):

@@ -37,6 +37,8 @@ class Driver(Protocol):
     requests: frozenset[str]
     """Union of the requests of all committed records; equal on every replica after the same
     step."""
+    stays: bool
+    """True while the replica must not leave the job. The trainer sets it."""
 
     def is_writer(self) -> bool: ...
     def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None: ...

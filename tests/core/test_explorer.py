@@ -71,6 +71,8 @@ class Outcomes(Explorer):
         {"readers": 1, "waits": 1, "steps": 1, "microbatches": 1, "outlasts": True},
         {"readers": 1, "waits": 1, "steps": 1, "microbatches": 1, "late": 1},
         {"readers": 1, "waits": 1, "steps": 1, "microbatches": 1, "saves": 1, "late_saves": True},
+        {"leaves": 1},
+        {"leaves": 1, "crashes": 1},
         {"miscounts": 2, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1, "microbatches": 1, "slow": True},
     ],
     ids=str,

@@ -26,10 +26,12 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.policy import untrained
 from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.megatron.checkpoint import checkpoints as module
 from megatron_recover.megatron.checkpoint import save_folder
 from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder, samples_of
 from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
+from megatron_recover.trainer.state_window import StateWindow
 from tests.forks import CONTEXT
 
 
@@ -92,6 +94,7 @@ class Replica:
 
     def __init__(self, number: int, folder: Path, log: trace.EventLog, writer: Callable[[], int]) -> None:
         self.replica, self.rank, self.step, self.requests = number, 0, 0, frozenset()
+        self.stays = False
         self.loaded = 0
         """The iteration that Megatron has loaded."""
         self.ckpt_step: int | None = None
@@ -615,6 +618,48 @@ def test_two_writers_exclude_each_other(job: Job) -> None:
     assert "does another job save there" in job.events()[-1]["detail"]
     job.first.checkpoints.save_checkpoint_and_time(11)
     assert job.named() == "11"
+
+
+@pytest.mark.parametrize("newest", [10, 12])
+def test_a_writer_that_left_and_wakes_up_late_moves_nothing_back(job: Job, newest: int) -> None:
+    """The first has left the job, and not yet heard of it: it still takes itself for the writer of 10."""
+    job.alive.remove(0)
+    for iteration in {10, newest}:
+        job.second.checkpoints.save_checkpoint_and_time(iteration)
+    job.alive.insert(0, 0)
+    before, phases = job.saves(), job.phases()
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    assert (job.saves(), job.named(), job.phases()) == (before, str(newest), phases)
+    job.first.checkpoints.save_checkpoint_and_time(13)
+    assert job.named() == "13", "it has given the lock back"
+
+
+def test_a_writer_that_saves_in_the_background_stays_until_the_checkpoint_has_its_name(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Background:
+        is_written, failure = False, ""
+
+        def __init__(self, request: Any, window: Any) -> None: ...
+
+        def wait(self) -> None: ...
+
+        def complete(self) -> None:
+            Replica.write(job.first, 10)
+
+    monkeypatch.setattr(module, "BackgroundSave", Background)
+    arguments: Any = Namespace(async_save=False, iteration=0, load=None, ckpt_format="torch_dist")
+    job.first.args = lambda: arguments  # type: ignore[method-assign]
+    job.first.save = lambda iteration, *_: job.first.checkpoints.schedule_save(None)  # type: ignore[method-assign]
+    job.first.start()
+    job.first.checkpoints._window = StateWindow.__new__(StateWindow)
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    assert job.first.stays
+    job.first.checkpoints.make_up(11)
+    assert job.first.stays and not (job.folder / TRACKER).exists()
+    Background.is_written = True
+    job.first.checkpoints.make_up(12)
+    assert not job.first.stays and job.named() == "10"
 
 
 def test_writer_without_the_lock_removes_nothing(job: Job) -> None:

@@ -127,6 +127,9 @@ class Checkpoints:
         self._lock = contextlib.ExitStack()
         """Holds the lock of the folder on rank 0, from the beginning of a save to its end."""
         self._is_locked = False
+        self._is_there = False
+        """True if rank 0 has found under the lock that this job has saved the iteration, or a later
+        one."""
         self._num_writes = 0
         self._is_naming = False
         self._failure = ""
@@ -196,6 +199,7 @@ class Checkpoints:
         """
         assert self._window is not None, "upstream saves in the background only if it is told to"
         self._background = BackgroundSave(request, self._window)
+        self._saver.stays = True  # until `_conclude`: a writer that leaves names its checkpoint first
 
     def checkpoint_name(self, checkpoints_path: Any, iteration: int, *args: Any, **kwargs: Any) -> str:
         """Return Megatron's name of a checkpoint, below the partial folder while it is written.
@@ -300,6 +304,7 @@ class Checkpoints:
     def _write(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Save as the writer. All ranks of the replica learn alike whether the save failed.
 
+        Does nothing if another replica, such as a writer that left, has saved it or a later one.
         After a failure that all can learn of, this replica owes the checkpoint, and nothing is
         raised. A save in the background has only begun when this returns.
         """
@@ -308,6 +313,10 @@ class Checkpoints:
         try:
             with self._saver.saving():
                 self._prepare(iteration)
+                if self._agree(lambda: self._is_there):
+                    self._owed = None
+                    self._lock.close()
+                    return
                 if not self._common_failure():
                     if self._faults is not None:
                         self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
@@ -356,15 +365,21 @@ class Checkpoints:
             self._conclude(self._writing)
 
     def _prepare(self, iteration: int) -> None:
-        """Take the lock and begin an empty partial checkpoint, on rank 0; store an OSError."""
+        """Take the lock and begin an empty partial checkpoint, on rank 0; store an OSError.
+
+        Begin none if this job has saved the iteration, or a later one, meanwhile (`_is_there`).
+        """
         import torch
 
-        self._is_locked = False
+        self._is_locked = self._is_there = False
         if torch.distributed.get_rank() != 0:
             return
         try:
             self._lock.enter_context(self.folder.locked())
             self._is_locked = True
+            if self.folder.has(iteration):  # only under the lock this lasts
+                self._is_there = True
+                return
             for name in self.folder.clear():
                 if (number := name.removeprefix("iter_")).isdecimal():  # else moved aside (`save_folder._exchange`)
                     self._record(trace.Checkpoint, iteration=int(number), phase="removed_partial")
@@ -381,6 +396,7 @@ class Checkpoints:
         if self._background is not None:
             self._background.wait()
         self._writing = self._background = None
+        self._saver.stays = False
         if torch.distributed.get_rank() == 0:
             if self._is_locked:
                 with contextlib.suppress(OSError):

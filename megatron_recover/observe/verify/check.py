@@ -224,6 +224,7 @@ def describe(verdict: Verdict) -> str:
             lines += [f"  line {violation.line}: {violation.message}", f"    {texts.get(violation.line, '')}"]
         if times > SHOWN_VIOLATIONS:
             lines.append(f"  and {times - SHOWN_VIOLATIONS} more")
+    lines += [one.words for one in summary.leaves]
     lines += [f"computed anew: {message}" for message in miscounts(history)]
     if summary.reference is not None:
         answers = {True: "bit-identical", False: "not bit-identical", None: "digests not comparable"}

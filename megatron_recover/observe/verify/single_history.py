@@ -44,8 +44,8 @@ class SingleHistory(Rule):
 
     - A generation has one roster, and a step one label and one M.
     - Generations and checkpoints only advance.
-    - A lost replica never returns. No replica leaves a roster without a loss, except one that has
-      committed the last step.
+    - A replica that was lost or has left never returns. No replica leaves a roster without a loss,
+      except one that has committed the last step, or leaves as requested.
     """
 
     needs = "faults"
@@ -68,7 +68,7 @@ class SingleHistory(Rule):
         finished = {replica for replica, committed in self.history.final_commits.items() if committed < line}
         found = [(line, message) for message in self._follows(event, finished)]
         self._newest = event
-        self._lost |= {one.replica for one in event.losses}
+        self._lost |= {one.replica for one in event.losses} | {*event.left}
         return found
 
     def _follows(self, event: trace.Generation, finished: set[int]) -> Iterator[str]:
@@ -83,9 +83,9 @@ class SingleHistory(Rule):
         if not roster or roster != sorted(set(roster)):
             yield f"generation {number} has the roster {roster}"
         if back := self._lost & set(roster):
-            yield f"generation {number} contains replicas that were lost before: {sorted(back)}"
+            yield f"generation {number} contains replicas that were lost or had left before: {sorted(back)}"
         gone = set(before.roster if before else ()) - set(roster)
-        unexplained = gone - {one.replica for one in event.losses} - finished
+        unexplained = gone - {one.replica for one in event.losses} - {*event.left} - finished
         if unexplained and self._knows_who_finished:
             yield f"generation {number} leaves out {sorted(unexplained)} without naming a loss"
 

@@ -2,8 +2,9 @@
 
 Moves that are left out
 -----------------------
-Each one is another order of independent steps, or another outcome covers it. The first and the last
-item are always left out. `reduced=False` tries those of the others, and a test compares the two.
+Each one is another order of independent steps, or another outcome covers it. The first and the two
+last items are always left out. `reduced=False` tries those of the others, and a test compares the
+two.
 
 * Inside a node: `sim/explore/node.py`.
 * Generations come in layers: after an announcement, members of older generations only enter the new
@@ -17,9 +18,11 @@ item are always left out. `reduced=False` tries those of the others, and a test 
   `links` such a message waits for its turn on its link.
 * A node that no new generation can reach takes its steps at once. Such a node is not in the newest
   roster, or it has entered the newest generation and nothing is left that could lead to another
-  one: no fault, save, drift, miscount or stopped coordinator, and no operation that takes time to
-  fail. Its steps only add messages, none disables another, and nobody has to receive what they
-  send.
+  one: no fault, save, drift, miscount, member that is to leave or stopped coordinator, and no
+  operation that takes time to fail. Its steps only add messages, none disables another, and nobody
+  has to receive what they send.
+* A request to leave reaches the leader at once, or only with the next generation. Between the two
+  it would have the effect of one that was made later. With `links` it waits on its link.
 * The coordinator sees a crash at once, unless it is stopped. Until it does, the dead replica merely
   does nothing, as any replica may at any time. For the same reason a fenced replica is never
   killed.
@@ -31,6 +34,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from megatron_recover.core import coordinator, replica
+from megatron_recover.core.leaving import asked
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import Loss, LossKind, ReplicaId, ReplicaSaving
 from megatron_recover.sim import channels
@@ -61,6 +65,8 @@ class Moves(Space):
                     after = self.take(world, number, stimulus)
                     if after is not None:
                         yield self.attempt, after
+        for report in world.leaving:
+            yield f"the coordinator hears {self.inputs[report]}", self.reported(world, report)
         if world.stopped:
             yield "the coordinator continues", self.continued(world)
             return
@@ -148,6 +154,14 @@ class Moves(Space):
             if left.suspicions:
                 fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
                 yield f"replica {number} is fenced, but lives", fenced
+            if left.leaves:
+                less = world._replace(faults=left._replace(leaves=left.leaves - 1))
+                after = self.coordinate(less, coordinator.LeaveAsked((number,), "drain"))
+                if world.stopped or after.coordinator != world.coordinator:  # else it is refused
+                    yield f"replica {number} is asked to leave", after
+                if after.nodes != world.nodes:
+                    late = after._replace(nodes=world.nodes)
+                    yield f"replica {number} is asked to leave, which only the next generation tells", late
             if left.saves:
                 saving = self.coordinate(
                     world._replace(faults=left._replace(saves=left.saves - 1)), ReplicaSaving(number, False)
@@ -190,7 +204,8 @@ class Moves(Space):
         own = self.own_steps(name)
         state = self.coordinators[world.coordinator]
         if self.layered and own.generation < state.generation and number in state.roster:
-            return [self.newest[state.generation, state.roster, state.trusted_from, state.void]]
+            made = self.newest[state.generation, state.roster, state.trusted_from, state.void]
+            return [number for number in made if world.messages >> number & 1]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(self.deliverable(world.messages, name))
         if number in world.reading:  # its control thread continues
@@ -303,7 +318,10 @@ class Moves(Space):
         state = self.coordinators[world.coordinator]
         if state.over:
             return None
-        calm = not (self.may_fail(world) or state.saves or world.stopped or self.takes_time or self.differs(world))
+        calm = not (
+            self.may_fail(world) or state.saves or world.stopped or self.takes_time or self.differs(world)
+            or asked(state.requests, state.roster)
+        )  # fmt: skip
         for number, name in enumerate(world.nodes):
             if not name:
                 continue

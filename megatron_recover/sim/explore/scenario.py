@@ -32,7 +32,7 @@ class Scenario(Value, frozen=True):
     links: bool = False
     """Send announcements, statuses and votes over FIFO links that deliver once; those between
     members may break. If False, each of them may arrive at any time after it was sent. Reports
-    reach the coordinator at once in both cases."""
+    reach the coordinator at once in both cases, except those of replicas that leave."""
     slow: bool = False
     """Let training threads take an order at any later time, not as soon as they can."""
     passes_last: bool = False
@@ -76,6 +76,10 @@ class Scenario(Value, frozen=True):
     waits: int = 0
     """Times that members give up on a replica that reads, before it continues or the deadline
     passes."""
+    leaves: int = 0
+    """Times that a member is asked to leave."""
+    min_replicas: int = 1
+    """Least number of members that stay where others leave; with fewer the job ends."""
     digested: tuple[int, ...] = ()
     """Steps whose record has the state digest."""
     of_last_bucket: tuple[int, ...] = ()
@@ -188,6 +192,26 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             "2 ranks share a bucket, slow training threads, and 2 miscounts",
             replicas=2, microbatches=2, steps=1, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, slow=True, miscounts=2,
         ),
+        Scenario("a row of 3 replicas, a leave, and a crash", microbatches=2, tree_above=1, leaves=1, crashes=1),
+        Scenario("2 leaves", microbatches=2, leaves=2),
+        Scenario("a leave, and a crash, where 2 replicas have to stay", microbatches=2, leaves=1, crashes=1, min_replicas=2),
+        Scenario("2 replicas, 2 leaves, and a crash", replicas=2, microbatches=2, leaves=2, crashes=1),
+        Scenario(
+            "2 replicas, a leave, a failed operation or lost message, and a crash",
+            replicas=2, microbatches=2, leaves=1, alarms=1, crashes=1,
+        ),
+        Scenario(
+            "2 replicas, a leave, a stopped coordinator, and a crash",
+            replicas=2, microbatches=2, leaves=1, stops=1, crashes=1,
+        ),
+        Scenario("2 replicas, a leave, and a save", replicas=2, microbatches=2, leaves=1, saves=1),
+        Scenario("links, and a leave", leaves=1, links=True),
+        Scenario(
+            "2 ranks share a bucket, a leave, and a crash",
+            replicas=2, microbatches=2, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, leaves=1, crashes=1,
+        ),
+        Scenario("unlike speeds, and a leave", microbatches=4, steps=3, leaves=1, paces=(1000, 3000, 1000)),
+        Scenario("a leave, and parameters that drift", microbatches=2, leaves=1, drifts=1),
     ),
     "full": (
         # The longest first: the last of several processes to end determines the total time.
@@ -265,5 +289,15 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
                  replicas=2, microbatches=1, readers=2, waits=1, outlasts=True, crashes=1),
         Scenario("2 replicas, 2 late readers that go on after the deadline, and late members",
                  replicas=2, microbatches=1, steps=1, readers=2, waits=1, outlasts=True, late=1),
+        Scenario("a leave, and 2 crashes", leaves=1, crashes=2),
+        Scenario("2 leaves, and a crash", leaves=2, crashes=1),
+        Scenario("a leave, and a false suspicion", leaves=1, suspicions=1),
+        Scenario("a leave, and a failed operation or lost message", leaves=1, alarms=1),
+        Scenario("a leave, and a miscount", microbatches=2, leaves=1, miscounts=1),
+        Scenario(
+            "2 replicas, a leave, a save, and a failed operation or lost message",
+            replicas=2, microbatches=2, leaves=1, saves=1, alarms=1,
+        ),
+        Scenario("2 ranks share a bucket, and a leave", num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, leaves=1),
     ),
 }  # fmt: skip
