@@ -162,8 +162,13 @@ class NodesDriver:
 
     @property
     def is_done(self) -> bool:
-        """Return whether nobody needs the coordinator any more."""
-        return self.was_joined and not self._agents
+        """Return whether nobody needs the coordinator any more.
+
+        The link to a node that was lost may never end. Once the job is over, the node is not
+        awaited: the kernel delivers the last message if the node comes back.
+        """
+        awaited = [each for each in self._agents if not (self.has_ended and each.is_lost and not each.link.wants_write)]
+        return self.was_joined and not awaited
 
     @property
     def has_ended(self) -> bool:
