@@ -47,8 +47,8 @@ class Nodes:
         self, number: int | None, line: str = "--nnodes 2 --nproc-per-node 2", flags: str = "", key: Path | None = None
     ) -> None:
         command = [
-            sys.executable, "-m", "megatron_recover", "run", *line.split(), *self.where(number), "--key-file", str(key or self.key),
-            "--run-dir", str(self.run_dir), str(self.script), *FLAGS, *flags.split(),
+            sys.executable, "-m", "megatron_recover", "run", *line.split(), *self.where(number),
+            "--key-file", str(key or self.key), "--run-dir", str(self.run_dir), str(self.script), *FLAGS, *flags.split(),
         ]  # fmt: skip
         self.launchers.append(forks.start(command, cwd=ROOT, environment=os.environ))
 
