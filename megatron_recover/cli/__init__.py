@@ -32,6 +32,8 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",
     "explain": "print every wait of a run and why it is so long, or which packages are used",
     "data": "turn text files into a data set that Megatron reads",
+    "sbatch": "print or submit a batch script for Slurm, or judge one",
+    "verdict": "print what a batch system is to do after a run",
 })  # fmt: skip
 """Each verb with its description; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""
 

@@ -58,6 +58,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """TORCHELASTIC_RUN_ID of the ranks."""
     streams: Streams = Streams()
     """The logs and the console lines of all ranks."""
+    save: Path | None = None
+    """The folder of `--save`, which no other live job may use; None: no checkpoint is saved."""
     log_links: Path | None = None
     """Folder with links to the logs, as torchrun arranges logs; None: there are none."""
     runner: Path | None = None
@@ -85,6 +87,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which the processes of this node listen."""
     ports: Ports | None = None
     """First and last port of the listeners; None: any."""
+    node_s: float | None = None
+    """Seconds of silence after which a node is removed, if there are several."""
 
     @property
     def script(self) -> str:

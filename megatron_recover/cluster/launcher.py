@@ -36,6 +36,7 @@ from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Joined, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
+from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
@@ -45,6 +46,7 @@ from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
+    AskPart,
     DismissReplica,
     DrainAnswer,
     DrainAsked,
@@ -63,6 +65,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeReady,
     ReplicaGone,
     Roster,
+    TellKnown,
 )
 from megatron_recover.control_plane.wire import Message, listen
 from megatron_recover.core import policy
@@ -72,6 +75,8 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, address_of, format_address, parse_address
 from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
+from megatron_recover.trace import node_clock
+from megatron_recover.trace.node_clock import NodeClock
 
 _DRY_RUN = -1
 """Replica number that the agent gets for the dry run, which belongs to no replica."""
@@ -117,6 +122,9 @@ class Launcher:
         self._loop = Loop() if joined is None else joined.loop
         self._key = keys.make_key() if joined is None else joined.key
         self._sealed_key = keys.sealed(self._key)
+        with descriptors_needed():
+            self._clock_memory = node_clock.create(job.num_ranks_here) if joined is None else joined.clock_memory
+        self._clock = NodeClock(self._clock_memory) if joined is None else joined.clock
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._outputs: dict[tuple[int, int], Output] = {}
@@ -125,6 +133,8 @@ class Launcher:
         """Killed ranks (replica, rank) that do not end."""
         self._gone: set[int] = set()
         """Replicas that were fenced, or whose fencing has begun."""
+        self._told_gone: set[int] = set()
+        """Replicas that have left, and whose end the coordinator was told."""
         self._dismissed: dict[int, float] = {}
         """Replicas that leave, and the time of the loop's clock until which their ranks may end by
         themselves."""
@@ -141,6 +151,8 @@ class Launcher:
         self._wanted = wanted
         self._monitoring: Monitoring | None = None
         self._generation = 0
+        self._others: OtherNodes | None = None
+        """None: the job has one node."""
         """Newest generation that the coordinator has announced."""
         self._leaders: dict[int, str] = {}
         """Replica -> address of its leader, once the ranks may be started."""
@@ -169,7 +181,12 @@ class Launcher:
         job = self._job
         write_description(job)
         raise_descriptor_limit()  # first: the recorder inherits the limit, and has 3 to 5 descriptors for each rank
-        self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
+        self._recording = Recording(
+            job, self._started_at, self._clock, has_stamps=bool(job.nodes), quiet=self._quiet, deadlines=self._deadlines
+        )
+        self._clock.report_refused(
+            lambda ahead_s: self._recording.record(trace.ClockRefused(replica=-1, rank=-1, ahead_s=round(ahead_s, 3)))
+        )
         self._recording.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
@@ -182,6 +199,10 @@ class Launcher:
                 level=job.trace_level,
             )  # fmt: skip
         )
+        if job.nodes:
+            self._recording.record(
+                trace.NodeStarted(node=job.node, name=job.nodes[job.node].name, clock=self._recording.clock_base)
+            )
         try:
             if self._wanted is not None:
                 self._monitoring = Monitoring(
@@ -219,6 +240,11 @@ class Launcher:
         return self._end_request.is_hurried
 
     @property
+    def reason(self) -> str:
+        """Return why the run has ended; empty while it has not."""
+        return self._ending[1] if self._ending else ""
+
+    @property
     def has_begun(self) -> bool:
         """Return whether training has begun: the job has had a generation."""
         return self._generation > 0
@@ -240,10 +266,13 @@ class Launcher:
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
             num_warm=num_ranks + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
         )  # fmt: skip
+        if job.nodes:
+            spanning = frozenset(replica for replica in job.replicas_here if job.spans_nodes(replica))
+            self._others = OtherNodes(self._send, num_members=job.num_replicas, spanning=spanning)
         self._ranks = Watch(
             self._node, deadlines=self._deadlines, log_of=job.log_of,
             record=self._recording.record, says=self._recording.says,
-            at_work=lambda replicas: self._send(NodeAtWork(replicas)),
+            at_work=lambda replicas: self._send(NodeAtWork(replicas)), others=self._others,
         )  # fmt: skip
         try:
             self._join()
@@ -266,6 +295,7 @@ class Launcher:
             self._recording.coordinator_ended()
             self._loop.close()
             os.close(self._sealed_key)
+            os.close(self._clock_memory)
         assert self._ending is not None
         return self._ending[0]
 
@@ -275,7 +305,8 @@ class Launcher:
         """Start a coordinator for this node alone, unless the node has met others."""
         if self._joined is None:
             self._joined = alone(
-                self._key, loop=self._loop, deadlines=self._deadlines, level=self._job.trace_level,
+                self._key, clock=self._clock, clock_memory=self._clock_memory, loop=self._loop,
+                deadlines=self._deadlines, level=self._job.trace_level,
                 slots=self._job.num_ranks_here, run_id=self._job.run_id, ignored=self._job.signals,
             )  # fmt: skip
         if self._joined.events is not None:
@@ -294,6 +325,8 @@ class Launcher:
                 self._leaders, self._stores = dict(leaders), dict(stores)
             case Roster(generation, roster, losses, reason):
                 self._generation = generation
+                if self._others is not None:
+                    self._others.num_members = len(roster)
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
@@ -303,6 +336,8 @@ class Launcher:
                 self._fence(replica)
             case DismissReplica(replica):
                 self._dismiss(replica)
+            case AskPart() | TellKnown() if self._others is not None:
+                self._others.handle(message)
             case JobEnds(exit_code, reason, at_once):
                 self._end(exit_code, reason)
                 if at_once:
@@ -523,7 +558,7 @@ class Launcher:
     @property
     def _handed_down(self) -> dict[str, int]:
         """Return the descriptors that the dry run and every rank inherit, by name."""
-        return {keys.DESCRIPTOR: self._sealed_key}
+        return {keys.DESCRIPTOR: self._sealed_key, node_clock.DESCRIPTOR: self._clock_memory}
 
     def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
         """Return the variables that a rank's process gets beside the inherited environment.
@@ -542,7 +577,8 @@ class Launcher:
             coordinator=self._joined.membership.address, leader=leader, store=self._stores.get(replica, ""),
             run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
-            numa_binding=job.numa_binding, dry_run=dry_run, address=job.address, ports=job.ports,
+            numa_binding=job.numa_binding, clock_place=node_clock.FIRST_RANK + slot, node_s=job.node_s, dry_run=dry_run,
+            address=job.address, ports=job.ports,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:
@@ -606,12 +642,18 @@ class Launcher:
         for replica, rank in [each for each in self._set_aside if self._node.has_ended(*each)]:
             self._set_aside.discard((replica, rank))
             self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
+            self._confirm_fence(replica)
         for process in self._node.undying():
             self._give_up(process)
         for replica in [each for each in self._fencing if self._node.is_fenced(each, but=self._set_aside)]:
             self._fencing.discard(replica)
             ranks = tuple(rank for rank in self._job.slots(replica) if (replica, rank) not in self._set_aside)
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
+            self._confirm_fence(replica)
+
+    def _confirm_fence(self, replica: int) -> None:
+        """Confirm a fence once no process of the replica is left here, set-aside ones included."""
+        if replica not in self._fencing and replica not in {each for each, _ in self._set_aside}:
             self._send(FenceDone(replica))
 
     def _give_up(self, process: Undying) -> None:
@@ -699,10 +741,13 @@ class Launcher:
         self._dismissed[replica] = self._loop.time() + self._deadlines.end_s
 
     def _fence_dismissed(self) -> None:
-        """Kill what is left of a replica that leaves and whose ranks have not all ended in time."""
-        for replica, end_by in self._dismissed.items():
-            ended = all(self._node.has_ended(replica, rank) for rank in self._job.slots(replica))
-            if not ended and self._loop.time() > end_by and replica not in self._fencing:
+        """Report the end of replicas that leave; kill those whose ranks have not ended in time."""
+        for replica, end_by in list(self._dismissed.items()):
+            if all(self._node.has_ended(replica, rank) for rank in self._job.slots(replica)):
+                if replica not in self._told_gone:
+                    self._told_gone.add(replica)
+                    self._send(FenceDone(replica))
+            elif self._loop.time() > end_by and replica not in self._fencing:
                 self._fence(replica)
 
     def _carry_out_requests(self) -> None:

@@ -25,6 +25,7 @@ from megatron_recover.control_plane.wire import Link, LinkClosed, Message, liste
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, address_of, host_name
 from megatron_recover.trace import Level, ring
+from megatron_recover.trace.node_clock import NodeClock
 
 _TURN_S = 0.05
 _PAUSE_S = 0.2
@@ -38,8 +39,10 @@ def new_identity() -> int:
 class CoordinatorProcess:
     """The process of the coordinator, which this node has started."""
 
-    def __init__(self, settings: NodesSettings, key: bytes, *, events: int, address: str = ANY_PORT) -> None:
-        """Listen at `address` and start the process. `events`: the descriptor of its ring.
+    def __init__(self, settings: NodesSettings, key: bytes, *, events: int, clock: int, address: str = ANY_PORT) -> None:
+        """Listen at `address` and start the process.
+
+        `events`: the descriptor of its ring. `clock`: that of this node's clock.
 
         Raises OSError if the address cannot be used, or no process can be started.
         """
@@ -47,7 +50,7 @@ class CoordinatorProcess:
             self.address = address_of(listener)
             """Address (host:port) of the coordinator."""
             sealed = keys.sealed(key)
-            descriptors = (sealed, listener.fileno(), events)
+            descriptors = (sealed, listener.fileno(), events, clock)
             command = [
                 *module_command("megatron_recover.cluster.coordinator"), *map(str, descriptors),
                 msgspec.json.encode(settings).decode(),
@@ -77,6 +80,7 @@ class Membership:
         hello: NodeHello,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         deadlines: Deadlines,
         patience_s: float,
@@ -98,7 +102,8 @@ class Membership:
         self._is_handled = False
         self._why = ""
         self._heard_at = loop.time()
-        self._hello, self._key, self._patience_s, self._give_up_at = hello, key, patience_s, loop.time() + patience_s
+        self._hello, self._key, self._clock = hello, key, clock
+        self._patience_s, self._give_up_at = patience_s, loop.time() + patience_s
         self._is_known = False
         """True once the coordinator has proven itself."""
         self._link: OutgoingLink | None = None
@@ -146,7 +151,7 @@ class Membership:
         try:
             self._link = OutgoingLink(
                 self.address, self._key, Party(Role.AGENT), Party(Role.COORDINATOR),
-                patience_s=self._give_up_at - self._loop.time(),
+                clock=self._clock, patience_s=self._give_up_at - self._loop.time(),
             )  # fmt: skip
         except LinkClosed as closed:
             if self._is_known:  # refused at once
@@ -208,6 +213,9 @@ class Joined(NamedTuple):
     membership: Membership
     loop: Loop
     key: bytes
+    clock: NodeClock
+    clock_memory: int
+    """Descriptor of the memory of that clock, which the processes of this node share."""
     coordinator: CoordinatorProcess | None = None
     """The coordinator's process, if this node has started it."""
     events: int | None = None
@@ -222,7 +230,16 @@ class Joined(NamedTuple):
 
 
 def alone(
-    key: bytes, *, loop: Loop, deadlines: Deadlines, level: Level, slots: int, run_id: str, ignored: tuple[int, ...]
+    key: bytes,
+    *,
+    clock: NodeClock,
+    clock_memory: int,
+    loop: Loop,
+    deadlines: Deadlines,
+    level: Level,
+    slots: int,
+    run_id: str,
+    ignored: tuple[int, ...],
 ) -> Joined:
     """Start a coordinator for a job of this node alone, and connect to it.
 
@@ -234,9 +251,9 @@ def alone(
         owner=identity, least=1, most=1, join_s=deadlines.deadline_s, last_call_s=0.0, node_silence_s=deadlines.deadline_s,
         deadlines=deadlines, ignored=ignored,
     )  # fmt: skip
-    coordinator = CoordinatorProcess(settings, key, events=events)
+    coordinator = CoordinatorProcess(settings, key, events=events, clock=clock_memory)
     hello = NodeHello(identity, host_name(), slots, run_id=run_id)
     membership = Membership(
-        coordinator.address, hello, key=key, loop=loop, deadlines=deadlines, patience_s=deadlines.leader_s
+        coordinator.address, hello, key=key, clock=clock, loop=loop, deadlines=deadlines, patience_s=deadlines.leader_s
     )  # fmt: skip
-    return Joined(membership, loop, key, coordinator, events)
+    return Joined(membership, loop, key, clock, clock_memory, coordinator, events)

@@ -325,7 +325,10 @@ class Recorder:
             return msgspec.json.encode(gap) + b"\n"
         # The process that records leaves the time at 0.0 in `{"event":"voted","v":2,"t":0.0,...`;
         # the stamp has the time.
-        line = item.what.replace(b'"t":0.0', b'"t":%.6f' % seconds, 1) + b"\n"
+        time_of_it = b'"t":%.6f' % seconds
+        if self._settings.clock is not None:
+            time_of_it += b',"h":%d' % (item.hybrid - self._settings.clock)
+        line = item.what.replace(b'"t":0.0', time_of_it, 1) + b"\n"
         if trace.name_in(line) in Narrator.WANTED:
             with contextlib.suppress(msgspec.DecodeError):  # the line is only not shown; `check` will name it
                 self._narrator.take(self._decode_event(line))

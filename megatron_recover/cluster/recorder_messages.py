@@ -34,6 +34,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_rings: int = 0
     """Number of rings that the launcher is about to send. The recorder drains no ring before it has
     all of these, since the events of all rings have one order."""
+    clock: int | None = None
+    """Stamp of the node's clock from which the stamps in the trace count (`NodeStarted.clock`);
+    None: the trace has no stamps, since the run has one node."""
     keeps_status: bool = False
     """True on node 0: the recorder writes the state of the job to its folder."""
     roster: tuple[int, ...] = ()

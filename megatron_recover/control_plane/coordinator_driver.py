@@ -23,7 +23,7 @@ from megatron_recover.control_plane.wire import (
     LeaderHello,
     Link,
     Message,
-    frame,
+    encode,
 )
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
@@ -34,14 +34,14 @@ from megatron_recover.host.addresses import host_name
 def announcements(
     new: values.NewGeneration, peers: Mapping[int, Peer], announced: Collection[int], noticed_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (replica, frame) for each leader of the roster. There are at most two different frames.
+    """Yield (replica, encoded message) for each leader of the roster. At most two are different.
 
     `announced` has the replicas of earlier rosters. Their leaders need the addresses of the new
     replicas only. The leader of a new replica needs the addresses of all.
     """
     fresh = tuple(peers[replica] for replica in new.roster if replica not in announced)
-    to_old = frame(Announcement(new, fresh, noticed_s)) if announced else b""
-    to_new = frame(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
+    to_old = encode(Announcement(new, fresh, noticed_s)) if announced else b""
+    to_new = encode(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
     for replica in new.roster:
         yield replica, to_old if replica in announced else to_new
 
@@ -107,6 +107,10 @@ class CoordinatorDriver:
         """
         self._notice()
         self._step(machine.NodeLost(replicas, detail))
+
+    def fence_confirmed(self, replica: int) -> None:
+        """Feed the machine that the agents saw the end of every process of a fenced replica."""
+        self._step(machine.FenceConfirmed(replica))
 
     def failing(self, failing: values.ReplicaFailing) -> None:
         """Feed the machine the microbatches that the agent found in work (a crash or a hang).
@@ -185,9 +189,9 @@ class CoordinatorDriver:
             case values.ReplicaLeaving() if message.replica == replica:
                 self._notice()
                 self._step(message)
-            case values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() if (
-                message.replica == replica
-            ):
+            case (
+                values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() | values.Named()
+            ) if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)
@@ -240,6 +244,9 @@ class CoordinatorDriver:
                     self._loop.send(self._links[replica], values.Stop(int(values.ExitCode.OK), "it leaves the job"))
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
+                case machine.Give(grant):
+                    self._record(trace.Granted(number=grant.number, generation=grant.generation, writer=grant.writer))
+                    self._loop.send(self._links[grant.writer], grant)
                 case machine.Waits(replicas, reason, limit):
                     limit_s = self._timers_s[limit] if limit is not None else None
                     self._record(trace.Waiting(replicas=replicas, reason=reason, limit_s=limit_s))
@@ -264,8 +271,8 @@ class CoordinatorDriver:
                 gives_up=gives_up,
             )  # fmt: skip
         )
-        for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
-            self._loop.put(self._links[replica], framed)
+        for replica, body in announcements(new, self._peers, self._announced, noticed_s):
+            self._loop.put(self._links[replica], body)
         self._announced |= set(new.roster)
         self._on_generation(new)
 

@@ -7,6 +7,7 @@ from typing import Literal
 from megatron_recover.core import values
 from megatron_recover.core.coordinator_state import MembershipSettings
 from megatron_recover.core.values import Generation, ReplicaId, Value
+from megatron_recover.core.verdict import Known, Part
 
 # --- From an agent --------------------------------------------------------------------------------
 
@@ -85,6 +86,22 @@ class NodeAtWork(Value, frozen=True):
     replicas: tuple[ReplicaId, ...]
 
 
+class NodeSuspects(Value, frozen=True):
+    """The replicas that the agent suspects of a hang (`core/condemning.py`, `Suspected`)."""
+
+    number: int
+    """Number of the report, from 1."""
+    silent: tuple[ReplicaId, ...]
+    accused: tuple[ReplicaId, ...]
+
+
+class NodePart(Value, frozen=True):
+    """The answer to `AskPart`."""
+
+    question: int
+    part: Part
+
+
 class EndAsked(Value, frozen=True):
     """A signal to an agent requests the end of the job after a common step."""
 
@@ -108,7 +125,7 @@ class KillAsked(Value, frozen=True):
 
 
 class FenceDone(Value, frozen=True):
-    """All ranks of a replica on this node are dead, except those that SIGKILL does not end."""
+    """The end of every rank of a fenced replica on this node was seen."""
 
     replica: ReplicaId
 
@@ -183,6 +200,21 @@ class DrainAnswer(Value, frozen=True):
     """(replica, reason) of those that do not leave."""
 
 
+class AskPart(Value, frozen=True):
+    """Report what the ranks of a replica on this node do; another node accuses the replica."""
+
+    question: int
+    replica: ReplicaId
+
+
+class TellKnown(Value, frozen=True):
+    """What is known about a replica that the agent accuses."""
+
+    report: int
+    """Number of the `NodeSuspects` that is answered."""
+    known: Known
+
+
 class JobEnds(Value, frozen=True):
     """The job is over, and its leaders were told so."""
 
@@ -219,9 +251,32 @@ class Idle(Value, frozen=True):
 
 
 FromAgent = (
-    NodeHello | NodeShares | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked
-    | DrainAsked | KillAsked | FenceDone
-)  # fmt: skip
+    NodeHello
+    | NodeShares
+    | NodeReady
+    | NodeFailed
+    | NodeLaunched
+    | NodeBeat
+    | ReplicaGone
+    | NodeAtWork
+    | NodeSuspects
+    | NodePart
+    | EndAsked
+    | DrainAsked
+    | KillAsked
+    | FenceDone
+)
 ToAgent = (
-    Met | NodesShared | Launch | Roster | FenceReplica | DismissReplica | DrainAnswer | JobEnds | Idle | JobState
-)  # fmt: skip
+    Met
+    | NodesShared
+    | Launch
+    | Roster
+    | FenceReplica
+    | DismissReplica
+    | DrainAnswer
+    | AskPart
+    | TellKnown
+    | JobEnds
+    | Idle
+    | JobState
+)

@@ -28,6 +28,7 @@ from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
+    AskPart,
     DismissReplica,
     DrainAnswer,
     DrainAsked,
@@ -45,19 +46,23 @@ from megatron_recover.control_plane.node_messages import (
     NodeFailed,
     NodeHello,
     NodeLaunched,
+    NodePart,
     NodePlace,
     NodeReady,
     NodeShares,
     NodesShared,
     NodeState,
+    NodeSuspects,
     ReplicaGone,
     Roster,
+    TellKnown,
 )
 from megatron_recover.control_plane.wire import Link, Message
-from megatron_recover.core import node_silence, values
+from megatron_recover.core import condemning, node_silence, values
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.trace.node_clock import NodeClock
 
 SEEN_BEATS = 1.5
 """Beats without a message of an agent after which its node is reported as silent."""
@@ -118,16 +123,23 @@ class NodesDriver:
         listener: socket.socket,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         record: Callable[[trace.Event], None],
     ) -> None:
-        """Accept agents and leaders at `listener`. `key` is the job's."""
+        """Accept agents and leaders at `listener`.
+
+        `key` is the job's; `clock` is that of this node.
+        """
         self._settings, self._loop, self._record = settings, loop, record
         self._deadlines = settings.deadlines
         self._agents: list[_Agent] = []
         self._nodes: tuple[NodePlace, ...] = ()
         self._hosts: Mapping[int, tuple[int, ...]] = {}
         """Replica -> numbers of the nodes that have ranks of it."""
+        self._condemning = condemning.CondemningState({})
+        self._fenced: dict[int, set[int]] = {}
+        """Replica -> numbers of the nodes that have confirmed its fence."""
         self._membership: CoordinatorDriver | None = None
         self._stage = Stage.MEETING
         self._exit_reason = ""
@@ -138,7 +150,7 @@ class NodesDriver:
         self._lost: dict[int, NodeState] = {}
         self._told: JobState | None = None
         self._gate = Gate(
-            loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
+            loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
             expects=lambda: self._membership is None or not self._membership.generation,
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
@@ -267,7 +279,7 @@ class NodesDriver:
         if self._stage is Stage.MEETING:
             here = ", ".join(agent.hello.name for agent in self._agents)
             self.end(
-                ExitCode.BAD_INPUT,
+                ExitCode.TOO_FEW_REPLICAS,
                 f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here}); "
                 "run the same command on every node, or give --nnodes MIN:MAX",
             )
@@ -326,6 +338,7 @@ class NodesDriver:
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
             fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
+        self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
         stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
@@ -345,8 +358,8 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
-            case FenceDone():
-                pass  # the trace of the node has it
+            case FenceDone(replica):
+                self._fence_done(agent, replica)
             case EndAsked(reason):
                 self._ask_exit(reason)
             case DrainAsked(replicas, reason, request) if self._membership is not None:
@@ -371,18 +384,49 @@ class NodesDriver:
             case NodeAtWork(replicas):
                 agent.at_work = replicas
                 self._tell_work()
+            case NodeSuspects(number, silent, accused):
+                self._judge(condemning.Suspected(agent.number, number, frozenset(silent), frozenset(accused)))
+                self._tell_work()
+            case NodePart(question, part):
+                self._judge(condemning.Answered(agent.number, question, part))
             case _:
                 self._loop.drop(agent.link)
                 self._agent_gone(agent, f"sent a {type(message).__name__}")
 
     def _tell_work(self) -> None:
-        """Feed the machine the replicas at work on all nodes.
+        """Feed the machine the replicas at work on all nodes, but none that a node accuses.
 
         Nobody knows what those of a silent node do now.
         """
         if self._membership is not None:
             heard = [agent for agent in self._agents if not agent.is_silent and not agent.is_lost]
-            self._membership.at_work(tuple(sorted({replica for agent in heard for replica in agent.at_work})))
+            at_work = {replica for agent in heard for replica in agent.at_work} - condemning.accused(self._condemning)
+            self._membership.at_work(tuple(sorted(at_work)))
+
+    def _judge(self, event: condemning.Input) -> None:
+        """Feed the machine that decides on hangs, and send what it asks and tells."""
+        self._condemning, effects = condemning.step(self._condemning, event)
+        agents = {agent.number: agent for agent in self._agents}
+        for effect in effects:
+            if (agent := agents.get(effect.node)) is None:
+                continue  # its replicas are lost with it
+            match effect:
+                case condemning.Ask(_, question, replica):
+                    self._loop.send(agent.link, AskPart(question, replica))
+                case condemning.Tell(_, report, known):
+                    self._loop.send(agent.link, TellKnown(report, known))
+
+    def _tell_silence(self) -> None:
+        """Feed the machines which nodes are heard at present."""
+        heard = {agent.number for agent in self._agents if not agent.is_silent and not agent.is_lost}
+        self._judge(condemning.Deaf(frozenset(node.number for node in self._nodes) - heard))
+        self._tell_work()
+
+    def _fence_done(self, agent: _Agent, replica: int) -> None:
+        """Confirm a fence once all nodes that have ranks of the replica have confirmed it."""
+        self._fenced.setdefault(replica, set()).add(agent.number)
+        if self._membership is not None and self._fenced[replica] >= set(self._hosts[replica]):
+            self._membership.fence_confirmed(replica)
 
     def _ask_exit(self, reason: str) -> None:
         """Have the job end after a common step. Before the ranks are launched, end it now."""
@@ -408,6 +452,7 @@ class NodesDriver:
 
     def _announced(self, new: values.NewGeneration) -> None:
         self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
+        self._judge(condemning.Rostered(new.roster))
 
     def _fence(self, replica: int) -> None:
         nodes = self._hosts[replica]
@@ -442,7 +487,7 @@ class NodesDriver:
         if agent.is_lost or self._membership is None:
             return
         agent.is_lost = True
-        self._tell_work()
+        self._tell_silence()
         replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
         name = agent.hello.name
         self._removed[agent.hello.identity] = agent.number
@@ -485,7 +530,7 @@ class NodesDriver:
         if agent.is_silent:
             agent.is_silent = False
             self._tell(agent, "over", silent_s)
-            self._tell_work()
+            self._tell_silence()
 
     def _look_for_silence(self) -> None:
         if self._stage is Stage.OVER:
@@ -498,7 +543,7 @@ class NodesDriver:
             if silent_s[number] >= seen_s and not agent.is_silent:
                 agent.is_silent = True
                 self._tell(agent, "began", silent_s[number])
-                self._tell_work()
+                self._tell_silence()
         if self._stage is Stage.RUNNING and all(agent.is_launched for agent in living.values()):
             # Before, an agent may wait for its fork server; what never starts is late (`start`).
             limit_s = self._settings.node_silence_s

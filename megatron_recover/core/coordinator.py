@@ -12,11 +12,13 @@ Caller's contract
   `ReplicaLost(SUSPECTED)`. If the agent is gone, the run fails.
 * `Announce`: send `NewGeneration`, with the addresses that a leader does not know yet, to all
   leaders of its roster.
-* `Fence`: kill all ranks of the replica, for certain. Never wait for their end.
+* `Fence`: kill all ranks of the replica, for certain. Never wait for their end. Feed
+  `FenceConfirmed` once the end of all of them was seen.
+* `Give`: send the grant to the leader of its writer, behind all announcements before it.
 * `Ask(replica, requests)`: send `AddRequests(requests)` to the leader of that replica.
 * `LeaveJudged`: answer who asked for the leave; with an empty `replicas` also after a loss.
 * `Dismiss`: send `Stop` with exit code 0 to the leader. Ends of the replica's ranks are no losses
-  any more. Kill those that do not end.
+  any more. Kill those that do not end. Feed `FenceConfirmed` as after `Fence`.
 * `Arm(timer, setting)`: feed `TimerFired(timer)` once, after the seconds of the setting. Never
   disarm a timer: the machine ignores stale ones by name.
 * `Waits`: report to the user for which replicas the job waits, why, and for how long at most.
@@ -72,6 +74,8 @@ Note [Timers]
       names nobody. It counts as long as `trouble`. It ends the job after the user's deadline.
     - `save` makes an overdue save evidence against the member. If no other save is in progress, it
       then does what `grace` does for a request that waits.
+    - `lease` starts when the holder of a grant is lost. It ends that grant, so that the next one is
+      given (`core/grants.py`, Note [Lease]). It removes nobody.
     - `start` removes the replicas that sent no `Hello`, if another did and is not lost. Otherwise
       `load` is armed once more.
     - `load` ends the job if no replica is ready. There is no member yet and no training to lose.
@@ -86,6 +90,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from megatron_recover.core import grants
 from megatron_recover.core.alike import described, differences
 from megatron_recover.core.blame import culprit, own_deadlines, with_missed_deadline, with_report
 from megatron_recover.core.coordinator_state import (
@@ -99,6 +104,8 @@ from megatron_recover.core.coordinator_state import (
     EndJob,
     ExitAsked,
     Fence,
+    FenceConfirmed,
+    Give,
     Input,
     Launched,
     LeaveAsked,
@@ -132,6 +139,7 @@ from megatron_recover.core.values import (
     Loss,
     LossKind,
     Miscounted,
+    Named,
     NewGeneration,
     ReplicaBlocked,
     ReplicaFailing,
@@ -144,9 +152,9 @@ from megatron_recover.core.values import (
 from megatron_recover.core.vote import unite
 
 __all__ = [
-    "Announce", "Arm", "Ask", "AtWork", "CoordinatorState", "Dismiss", "Effect", "EndJob", "ExitAsked", "Fence", "Input",
-    "Launched", "LeaveAsked", "LeaveJudged", "MembershipSettings", "NodeLost", "OpenSave", "Progressed", "ReplicaLost",
-    "Setting", "TimerFired", "Waits", "step",
+    "Announce", "Arm", "Ask", "AtWork", "CoordinatorState", "Dismiss", "Effect", "EndJob", "ExitAsked", "Fence",
+    "FenceConfirmed", "Give", "Input", "Launched", "LeaveAsked", "LeaveJudged", "MembershipSettings", "NodeLost", "OpenSave",
+    "Progressed", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -231,7 +239,34 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, le
         excused=bool(losses or left or state.reason_excused_by) or are_waits_excused(state),
     )
     new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void, left)
-    return state, (Announce(new), Arm(follow, "follow_s"))
+    state, gift = _granted(state, state.grants)
+    return state, (Announce(new), Arm(follow, "follow_s"), *gift)
+
+
+def _granted(state: CoordinatorState, ledger: grants.Ledger) -> Step:
+    """Give the writer the next grant if none is open in `ledger`, which the state stores."""
+    after = grants.given(ledger, state.generation, state.roster)
+    given = (Give(after.open),) if after.open is not None and after.num_given != ledger.num_given else ()
+    return replace(state, grants=after), given
+
+
+def _on_named(state: CoordinatorState, named: Named) -> Step:
+    """End the grant under which the replica has named a checkpoint, and give the next one."""
+    return _granted(state, grants.confirmed(state.grants, named.replica, named.number))
+
+
+def _on_fence_confirmed(state: CoordinatorState, confirmed: FenceConfirmed) -> Step:
+    """End the grant of a replica that is gone and can name nothing more; give the next one."""
+    if confirmed.replica not in {loss.replica for loss in state.losses} | {*state.left}:
+        return state, ()
+    return _granted(state, grants.ended(state.grants, confirmed.replica))
+
+
+def _lease_of(state: CoordinatorState, gone: Collection[ReplicaId]) -> tuple[Effect, ...]:
+    """Return the timer for the lease of a grant whose holder is among the replicas that go."""
+    if state.grants.open is None or state.grants.open.writer not in gone:
+        return ()
+    return (Arm(state.grants.lease, "lapse_s"),)
 
 
 def _on_lost(state: CoordinatorState, lost: ReplicaLost) -> Step:
@@ -257,6 +292,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
     if not losses:
         return state, ()
     fences: tuple[Effect, ...] = tuple(Fence(loss.replica) for loss in losses)
+    fences += _lease_of(state, {loss.replica for loss in losses})
     state = replace(
         state,
         losses=(*state.losses, *losses),
@@ -343,6 +379,8 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
         evidence = functools.reduce(with_missed_deadline, (save.replica for save in expired_saves), state.evidence)
         state = replace(state, saves=left, evidence=evidence)
         return _same_roster(state) if state.reason and not left else (state, ())
+    if expired.timer == state.grants.lease:
+        return _granted(state, grants.lapsed(state.grants, expired.timer))
     if expired.timer == state.follow and state.generation:
         return _followed_late(state)
     if expired.timer == state.trouble:
@@ -549,9 +587,10 @@ def _on_leaving(state: CoordinatorState, leaving: ReplicaLeaving) -> Step:
         return state, ()
     # As after a loss: that they are gone explains all waits.
     state = after_progress(replace(_without(state, left), left=(*state.left, *left), evidence_from=state.generation + 1))
+    lease = _lease_of(state, left)
     state, effects = _announce(state, (), f"replicas {', '.join(map(str, left))} leave", left)
     # The end of the job dismisses everybody.
-    return state, effects if state.over else (*effects, *(Dismiss(replica) for replica in left))
+    return state, effects if state.over else (*effects, *(Dismiss(replica) for replica in left), *lease)
 
 
 def _end(state: CoordinatorState, exit_code: int, reason: str) -> Step:
@@ -576,4 +615,6 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     ReplicaLeaving: _on_leaving,
     Progressed: _on_progressed,
     AtWork: _on_at_work,
+    Named: _on_named,
+    FenceConfirmed: _on_fence_confirmed,
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_recover.core.blame import Evidence
+from megatron_recover.core.grants import Ledger
 from megatron_recover.core.values import (
     Generation,
+    Grant,
     Hello,
     LeaderMessage,
     Loss,
@@ -117,6 +119,8 @@ class CoordinatorState(Value, frozen=True):
     """Number of saves that have begun in the run."""
     finished: tuple[ReplicaFinished, ...] = ()
     """Replicas whose training loop is over, by replica, lost ones included."""
+    grants: Ledger = Ledger()
+    """The grants to name checkpoints (`core/grants.py`)."""
     over: bool = False
     """True after `EndJob`: no input has an effect any more."""
 
@@ -178,7 +182,16 @@ class AtWork(Value, frozen=True):
     """Ascending; the complete list, which replaces the list of the `AtWork` before."""
 
 
-Input = LeaderMessage | Launched | ReplicaLost | NodeLost | TimerFired | ExitAsked | LeaveAsked | Progressed | AtWork
+class FenceConfirmed(Value, frozen=True):
+    """The agents have seen the end of every process of a replica that was fenced or has left."""
+
+    replica: ReplicaId
+
+
+Input = (
+    LeaderMessage | Launched | ReplicaLost | NodeLost | TimerFired | ExitAsked | LeaveAsked | Progressed | AtWork
+    | FenceConfirmed
+)  # fmt: skip
 
 
 # --- Effects --------------------------------------------------------------------------------------
@@ -227,7 +240,13 @@ class Dismiss(Value, frozen=True):
     replica: ReplicaId
 
 
-Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s"]
+class Give(Value, frozen=True):
+    """Send a grant to the leader of the grant's writer."""
+
+    grant: Grant
+
+
+Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s", "lapse_s"]
 """The name of a timer's length in `deadlines.Deadlines`. The driver knows the seconds."""
 
 
@@ -257,4 +276,4 @@ class EndJob(Value, frozen=True):
     reason: str
 
 
-Effect = Announce | Fence | Ask | LeaveJudged | Dismiss | Arm | Waits | EndJob
+Effect = Announce | Fence | Ask | LeaveJudged | Dismiss | Arm | Give | Waits | EndJob

@@ -25,6 +25,16 @@ def exit_code(requests: Sequence[str]) -> int:
     return ExitCode.INTERRUPTED if details(requests, RequestKind.EXIT) else ExitCode.OK
 
 
+def about_the_coordinator(node: str, *, saves: bool) -> str:
+    """Return what the loss of the coordinator means, for the user of a job of several nodes.
+
+    `node`: the name of the coordinator's node. `saves`: whether the job has `--save`.
+    """
+    where = "the next save point, and ends there" if saves else "the end of the step, and ends there without a checkpoint"
+    before = "; a failure before that ends the job with code 13 at the newest checkpoint" if saves else ""
+    return f"the coordinator is on node {node}: if that node is lost, training goes on to {where} with exit code 15{before}"
+
+
 ENDED_TOGETHER = frozenset({ExitCode.OK, ExitCode.TOO_FEW_REPLICAS, ExitCode.INTERRUPTED, ExitCode.UNSAVED})
 """Exit codes of a job whose replicas all end after the same step, and of no rank that fails.
 

@@ -35,6 +35,7 @@ from megatron_recover.core.quota import ticks
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
     Committed,
+    CoordinatorLost,
     Decided,
     Effect,
     Input,
@@ -48,7 +49,7 @@ from megatron_recover.core.replica_state import (
     Voted,
     WaitExpired,
 )
-from megatron_recover.core.request import SAVED
+from megatron_recover.core.request import SAVED, coordinator_lost
 from megatron_recover.core.speed import learn, reported_paces
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
@@ -86,8 +87,8 @@ from megatron_recover.core.values import (
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
 
 __all__ = [
-    "Committed", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState", "ToCoordinator",
-    "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
+    "Committed", "CoordinatorLost", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState",
+    "ToCoordinator", "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -110,8 +111,11 @@ def step(state: ReplicaState, message: Input) -> Step:
 
 
 def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
-    """Leave the older generation for good, and order the ranks to promise the new one."""
-    if new.generation <= state.generation or state.replica not in new.roster:
+    """Leave the older generation for good, and order the ranks to promise the new one.
+
+    Ignore the new one if a vote of this replica has said that it has no coordinator.
+    """
+    if new.generation <= state.generation or state.replica not in new.roster or state.is_last:
         return state, ()
     begun = state.work is not None
     entered = replace(
@@ -303,6 +307,8 @@ def _vote(state: ReplicaState) -> Step:
     if state.work.digests and len(state.digests) < state.shape.num_ranks:
         return state, ()
     trains = len(state.work.buckets) == len(state.shape.bucket_ranks)
+    if state.is_alone:  # others may rely on this vote, so this replica enters no newer generation
+        state = replace(state, is_last=True, requests=unite((state.requests, (coordinator_lost(state.replica),))))
     paces = reported_paces(state.speeds, state.replica, state.pace_ns if state.contributions else 0) if trains else ()
     record = replace(own_record(state), requests=state.requests, paces=paces)
     summary, before = summarize(record), heard_from(state)
@@ -430,7 +436,22 @@ def _on_finished(state: ReplicaState, report: RankFinished) -> Step:
     if len(state.ended) < state.shape.num_ranks:
         return state, ()
     requests = state.committed.requests if state.committed is not None else ()
-    return state, (ToCoordinator(ReplicaFinished(state.replica, exit_code(requests), SAVED in requests, untrained(requests))),)
+    finished = ReplicaFinished(state.replica, exit_code(requests), SAVED in requests, untrained(requests))
+    state, stop = _ends_alone(state)
+    return state, (ToCoordinator(finished), *stop)
+
+
+def _on_coordinator_lost(state: ReplicaState, lost: CoordinatorLost) -> Step:
+    """Say so in the next vote. If training is over already, end now: no `Stop` will come."""
+    return _ends_alone(replace(state, is_alone=not lost.is_over))
+
+
+def _ends_alone(state: ReplicaState) -> Step:
+    """Order the ranks to stop if they all have ended their training and there is no coordinator."""
+    if not state.is_alone or len(state.ended) < state.shape.num_ranks:
+        return state, ()
+    code = exit_code(state.committed.requests if state.committed is not None else ())
+    return _on_stop(state, Stop(code, "training is over, and there is no coordinator"))
 
 
 def _on_add_requests(state: ReplicaState, asked: AddRequests) -> Step:
@@ -476,8 +497,9 @@ def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
         RankFailing: Row(_on_failing, frozenset({phase})),
         RankSaving: Row(_on_saving, frozenset({phase})),
         RankBlocked: Row(_on_blocked, frozenset({phase})),
-        RankFinished: Row(_on_finished, frozenset({phase})),
+        RankFinished: Row(_on_finished, frozenset({phase, ReplicaPhase.STOPPED})),
         AddRequests: Row(_on_add_requests, frozenset({phase})),
+        CoordinatorLost: Row(_on_coordinator_lost, frozenset({phase, ReplicaPhase.STOPPED})),
         Stop: Row(_on_stop, frozenset({ReplicaPhase.STOPPED})),
     }
     for kind, handler, leads_to in extra:

@@ -109,6 +109,11 @@ class ReplicaState(Value, frozen=True):
     """`NewGeneration.void` of the newest generation that had one."""
     must_void: bool = False
     """True while the ranks hold something of the void step that no plan has voided yet."""
+    is_alone: bool = False
+    """True while the coordinator counts as lost (`CoordinatorLost`)."""
+    is_last: bool = False
+    """True once a vote of this replica has said that it `is_alone`. It then enters no newer
+    generation (`core/grants.py`, Note [Last generation])."""
     ended: tuple[int, ...] = ()
     """Ranks whose training loop has ended, ascending."""
     pace_ns: int = 0
@@ -136,7 +141,16 @@ class WaitExpired(Value, frozen=True):
     step: int
 
 
-Input = NewGeneration | AddRequests | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
+class CoordinatorLost(Value, frozen=True):
+    """The link to the coordinator broke, or the coordinator is silent for too long."""
+
+    is_over: bool = False
+    """True if the coordinator is heard again, after a silence."""
+
+
+Input = (
+    CoordinatorLost | NewGeneration | AddRequests | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
+)
 
 
 # --- Effects --------------------------------------------------------------------------------------

@@ -495,6 +495,17 @@ class AddRequests(Value, frozen=True):
     requests: tuple[str, ...]
 
 
+class Grant(Value, frozen=True):
+    """The coordinator's permission for one attempt to name a checkpoint (`core/grants.py`)."""
+
+    number: int
+    """Number of the grant in the run, from 1. No number is given twice."""
+    generation: Generation
+    """The generation in which the grant was given."""
+    writer: ReplicaId
+    """The only replica that may use the grant."""
+
+
 # --- From a replica's leader to the coordinator ---------------------------------------------------
 
 
@@ -549,6 +560,13 @@ class ReplicaLeaving(Value, frozen=True):
     generation: Generation
 
 
+class Named(Value, frozen=True):
+    """A replica has ended its attempt to name a checkpoint under the grant `number`."""
+
+    replica: ReplicaId
+    number: int
+
+
 class ReplicaFailing(Value, frozen=True):
     """A rank of a replica ends or has ended, by an exception or in a computation."""
 
@@ -594,7 +612,7 @@ class ReplicaFinished(Value, frozen=True):
 
 LeaderMessage = (
     Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaLeaving | ReplicaFailing | Diverged | Miscounted
-    | ReplicaFinished
+    | ReplicaFinished | Named
 )  # fmt: skip
 
 

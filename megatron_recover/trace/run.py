@@ -57,6 +57,29 @@ class RunStarted(Event, frozen=True, kw_only=True):
     """Level of the trace, which lacks the events in `LEFT_OUT` of this level."""
 
 
+class NodeStarted(Event, frozen=True, kw_only=True):
+    """Agent, in a run of several nodes: once, when it knows the number of its node."""
+
+    node: int
+    """Number of the node, as in `run.json`; node 0 has the coordinator."""
+    name: str
+    clock: int
+    """Stamp of the node's clock from which the stamps `h` in its file count."""
+
+
+class ClockRefused(Event, frozen=True, kw_only=True):
+    """Rank, coordinator or agent: the stamp of a frame was too far ahead of this node's clock.
+
+    The node's clock was not moved. So the order of the events of this node and of the sender's is
+    unknown.
+    """
+
+    replica: int
+    """Replica of the rank; -1: the agent or the coordinator."""
+    rank: int
+    ahead_s: float
+
+
 class Joined(Event, frozen=True, kw_only=True):
     """Leader: its replica is ready for the first generation."""
 
@@ -116,6 +139,16 @@ class LeaveAsked(Event, frozen=True, kw_only=True):
     refused: tuple[Refused, ...] = ()
 
 
+class Granted(Event, frozen=True, kw_only=True):
+    """Coordinator: it permits the writer to name a checkpoint (`core/grants.py`)."""
+
+    number: int
+    """Number of the grant in the run, from 1."""
+    generation: int
+    writer: int
+    """The only replica that may use the grant."""
+
+
 class Entered(Event, frozen=True, kw_only=True):
     """Leader: all ranks of its replica have promised to take part in no older generation."""
 
@@ -133,7 +166,7 @@ class Stopping(Event, frozen=True, kw_only=True):
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
-    """Launcher: the last event of a run."""
+    """Launcher: the last event of a run, on each node. It shows that the node's trace is whole."""
 
     exit_code: int
     reason: str = ""
@@ -145,12 +178,14 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     replica: int
     rank: int
     iteration: int
-    phase: Literal["loaded", "started", "finished", "failed", "removed_partial"]
-    """Phase of a save of `iteration`. `removed_partial`: an incomplete checkpoint of `iteration`
+    phase: Literal["loaded", "started", "unnamed", "finished", "failed", "removed_partial"]
+    """Phase of a save of `iteration`. `unnamed`: all is written, and the name waits for a grant of
+    the coordinator. `removed_partial`: an incomplete checkpoint of `iteration`
     was removed. `loaded`, with `--load` and without `--finetune`: training begins after
     `iteration`, which is 0 if nothing was loaded."""
     detail: str = ""
-    """Reason, folder and remedy of a failed save; the folder of `loaded`."""
+    """Reason, folder and remedy of a failed save; the reason of `unnamed`; the folder of
+    `loaded`."""
 
 
 class Gap(Event, frozen=True, kw_only=True):
@@ -163,8 +198,10 @@ class Gap(Event, frozen=True, kw_only=True):
     replica: int
     """Replica of the rank; -1: the launcher."""
     rank: int
+    """Rank; 0 for the launcher. In a merged trace, -k for the agent of node k."""
     num_events: int
-    """Number of lost events; all events of a damaged part of a ring count as one."""
+    """Number of lost events; all events of a damaged part of a ring count as one. 0: unknown, since
+    the trace of the node is absent or cut short (`trace/merging.py`)."""
     since: float
     """No lost event is older than this time, in seconds as `Event.t`. All may be younger, if an
     earlier gap of the rank was not yet stored when the first of them was lost."""

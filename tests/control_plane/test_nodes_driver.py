@@ -257,7 +257,7 @@ def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> Non
     agents = [Agent(town, number) for number in range(2)]
     town.until(lambda: all(agent.of(JobEnds) for agent in agents))
     [end] = agents[0].of(JobEnds)
-    assert end.exit_code == ExitCode.BAD_INPUT and end.reason.startswith("2 of 3 nodes were there after 0.3 s (n0, n1)")
+    assert end.exit_code == ExitCode.TOO_FEW_REPLICAS and end.reason.startswith("2 of 3 nodes were there after 0.3 s (n0, n1)")
 
 
 def test_a_job_starts_with_fewer_after_the_last_call_and_a_later_node_idles_until_its_end(make_town: Make) -> None:

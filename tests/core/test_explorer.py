@@ -57,6 +57,7 @@ class Outcomes(Explorer):
         {"miscounts": 2},
         {"miscounts": 2, "crashes": 1, "steps": 1},
         {"crashes": 1, "slow": True, "steps": 1},
+        {"crashes": 1, "coordinator_dies": True, "steps": 1},
         {"crashes": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
         {"alarms": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
         {"drifts": 1, "replicas": 3, "microbatches": 3, "steps": 1},

@@ -75,6 +75,8 @@ class JobState(NamedTuple):
     """
     leaving: tuple[int, ...] = ()
     """Numbers of the reports `ReplicaLeaving` on their way to the coordinator, ascending."""
+    is_dead: bool = False
+    """True once the coordinator has died. It is then `stopped` for good, and takes no input."""
     blamed: tuple[ReplicaId, ...] = ()
     """Replicas fenced for reports of other members though not overdue, in order of fencing."""
 

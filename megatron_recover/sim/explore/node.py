@@ -219,7 +219,7 @@ class DriftState(Value, frozen=True):
 
 
 Stimulus = (
-    NewGeneration | AddRequests | Status | Statuses | Vote | Votes | replica.LinkLost
+    NewGeneration | AddRequests | Status | Statuses | Vote | Votes | replica.LinkLost | replica.CoordinatorLost
     | BeginStep | Arrive | CarryOut | TakeUp | AskClose | Complete | Fail | Stall | Drift | DriftState | Miscount
 )  # fmt: skip
 

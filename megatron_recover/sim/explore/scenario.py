@@ -59,6 +59,9 @@ class Scenario(Value, frozen=True):
     stops: int = 0
     """Times that the coordinator is stopped. What arrives meanwhile waits until it continues.
     Meanwhile no timer runs out, and no save or local work ends."""
+    coordinator_dies: bool = False
+    """Let the coordinator die at any instant. Each replica learns that at any later instant. A
+    replica gives up only where nothing else can happen."""
     state_drifts: int = 0
     """Replicas whose state changes silently between two steps, in parts that no sum depends on.
 
@@ -147,6 +150,11 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("2 replicas, a crash, and a survivor that is late twice", replicas=2, microbatches=2, crashes=1, late=2),
         Scenario("a false suspicion, and survivors that are late", steps=1, suspicions=1, late=1),
         Scenario("2 replicas, a stopped coordinator, and a crash", replicas=2, microbatches=2, crashes=1, stops=1),
+        Scenario("2 replicas, a coordinator that dies, a crash, and a false suspicion",
+                 replicas=2, microbatches=2, crashes=1, suspicions=1, coordinator_dies=True),
+        Scenario("2 replicas, links, a coordinator that dies, and a crash",
+                 replicas=2, microbatches=2, steps=1, crashes=1, links=True, coordinator_dies=True),
+        Scenario("a row of 3 replicas, and a coordinator that dies", tree_above=1, coordinator_dies=True),
         Scenario("a miscount", miscounts=1, steps=1),
         Scenario("a miscount and a crash", crashes=1, miscounts=1),
         Scenario("2 replicas, a miscount and a crash", replicas=2, microbatches=2, crashes=1, miscounts=1),

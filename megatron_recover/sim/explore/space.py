@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants
 from megatron_recover.core.plan import Operation
+from megatron_recover.core.replica_state import ReplicaPhase
 from megatron_recover.core.values import (
     AddRequests,
     Entered,
@@ -178,6 +179,8 @@ class Space:
         timers. Raises InvariantViolation as `judged` does, and for an announcement that breaks an
         invariant.
         """
+        if world.is_dead:
+            return world
         if world.stopped:
             return world._replace(inbox=(*world.inbox, self.inputs.number(message)))
         key = (world.coordinator, message)
@@ -365,10 +368,12 @@ class Space:
 
         It may end in one of these ways:
 
-        - all members have finished;
+        - all members have finished, or the coordinator has died and all replicas have ended;
         - no member is left, or all members hang;
         - members have drifted, and no majority shows whose state is right.
         """
+        if world.is_dead:
+            return all(not name or self.nodes[name].leader.phase is ReplicaPhase.STOPPED for name in world.nodes)
         state = self.coordinators[world.coordinator]
         if self.scenario.hangs and set(state.roster) <= set(world.reading):
             return True  # all members hang: only the detector ends that
