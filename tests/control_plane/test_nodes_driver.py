@@ -211,24 +211,51 @@ def test_a_short_silence_costs_nothing(make_town: Make) -> None:
 def test_a_coordinator_that_hears_fewer_than_half_removes_nobody(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
-    town.run(1.2, agents[0])
+    town.run(0.8, agents[0])
     assert {event.node for event in town.of(trace.NodeSilent)} == {1, 2} and not town.of(trace.NodeLost)
     town.run(0.3, *agents)
     assert not town.of(trace.NodeLost), "they are heard again"
 
 
-def test_work_on_a_silent_node_excuses_nobody(make_town: Make) -> None:
+def test_a_silent_node_is_removed_by_its_own_time_alone_and_on_the_only_node_nobody_is_excused(make_town: Make) -> None:
     town = make_town(node_silence_s=10.0)
-    agents = town.start([[0], [1], [2]])
-    agents[2].say(NodeAtWork((2,)))
-    agents[1].say(NodeAtWork((1,)))
+    agents = town.start([[0], [1], [1, 2]])
+    agents[0].say(NodeAtWork((0,)))
     membership = town.nodes._membership
     assert membership is not None
-    town.until(lambda: membership._state.at_work == (1, 2))
+    town.run(0.1, *agents)
+    assert membership._state.at_work == (0,)
     town.run(0.3, agents[0], agents[1])
-    assert membership._state.at_work == (1,)
+    assert membership._state.at_work == (0, 1, 2), "no timer of the coordinator removes the others"
     town.run(0.2, *agents)
-    assert membership._state.at_work == (1, 2), "it is heard again, and has said nothing else since"
+    assert membership._state.at_work == (0,), "it is heard again"
+    alone = make_town(least=1, most=1)
+    [agent] = alone.start([[0, 1]], num_nodes=1)
+    agent.say(NodeAtWork((0, 1)))
+    membership = alone.nodes._membership
+    assert membership is not None
+    alone.run(0.1, agent)
+    assert membership._state.at_work == (0, 1)
+    alone.run(0.3)
+    assert membership._state.at_work == ()
+
+
+def test_a_coordinator_that_is_cut_off_ends_its_side_after_twice_the_time(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.run(0.8, agents[0])
+    assert not agents[0].of(JobEnds)
+    town.run(0.6, agents[0])
+    [end] = agents[0].of(JobEnds)
+    assert end.exit_code == ExitCode.NO_REPLICA_LEFT and end.reason.startswith("1 of 3 nodes are heard, too few")
+    assert not town.of(trace.NodeLost)
+
+
+def test_an_agent_of_node_0_that_is_stopped_ends_nothing(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.run(1.4, agents[1], agents[2])
+    assert not town.of(trace.NodeLost) and not agents[1].of(JobEnds)
 
 
 @pytest.mark.parametrize(
