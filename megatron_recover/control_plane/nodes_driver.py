@@ -164,10 +164,14 @@ class NodesDriver:
     def is_done(self) -> bool:
         """Return whether nobody needs the coordinator any more.
 
-        The link to a node that was lost may never end. Once the job is over, the node is not
-        awaited: the kernel delivers the last message if the node comes back.
+        The link to a node that was lost or is silent may never end. Once the job is over, the node
+        is not awaited: the kernel delivers the last message if the node comes back.
         """
-        awaited = [each for each in self._agents if not (self.has_ended and each.is_lost and not each.link.wants_write)]
+        awaited = [
+            each
+            for each in self._agents
+            if not (self.has_ended and (each.is_lost or each.is_silent) and not each.link.wants_write)
+        ]
         return self.was_joined and not awaited
 
     @property
