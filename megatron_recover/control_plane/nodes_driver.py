@@ -205,6 +205,9 @@ class NodesDriver:
             self._loop.drop(link)
             return
         agent = _Agent(link, message, self._loop.time())
+        for old in [each for each in self._agents if each.hello.identity == message.identity]:
+            self._loop.drop(old.link)  # it broke, and only the agent has seen that
+            self._agent_gone(old, "its connection broke")
         if (before := self._removed.get(message.identity)) is not None:
             self._returns(agent, before)
             return

@@ -359,3 +359,19 @@ def test_a_removed_node_whose_link_had_only_broken_comes_back_to_be_fenced(make_
         agent.hang_up()
     town.run(0.1)
     assert town.nodes.is_done
+
+
+def test_a_node_may_come_back_before_the_end_of_its_broken_link_is_seen(make_town: Make) -> None:
+    town = make_town(node_silence_s=20.0)
+    owner, broken = Agent(town, 0, node_rank=0), Agent(town, 1, node_rank=1)
+    town.until(lambda: owner.received and broken.received)
+    again, last = Agent(town, 1, node_rank=1), Agent(town, 2, node_rank=2)
+    town.until(lambda: again.of(Met) and last.of(Met))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n1", "n2"] and broken.is_closed
+    town = make_town(node_silence_s=20.0)
+    agents = town.start([[0], [1], [2]])
+    for _ in range(2):
+        again = Agent(town, 2)
+        town.until(lambda: FenceReplica(2) in again.received)
+        assert town.announced(0)[-1].new.roster == (0, 1) and not again.of(Idle)
+    assert agents[2].is_closed and len(town.of(trace.NodeLost)) == 1
