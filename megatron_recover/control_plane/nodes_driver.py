@@ -547,7 +547,8 @@ class NodesDriver:
                 agent.is_silent = True
                 self._tell(agent, "began", silent_s[number])
                 self._tell_silence()
-        if self._stage is Stage.RUNNING and all(agent.is_launched for agent in living.values()):
+        membership = self._membership
+        if membership is not None and (membership.generation or all(agent.is_launched for agent in living.values())):
             # Before, an agent may wait for its fork server; what never starts is late (`start`).
             limit_s = self._settings.node_silence_s
             for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=limit_s):

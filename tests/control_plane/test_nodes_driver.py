@@ -33,6 +33,7 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
+from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode, Hello, Loss, LossKind
 from megatron_recover.deadlines import Deadlines
@@ -375,3 +376,26 @@ def test_a_node_may_come_back_before_the_end_of_its_broken_link_is_seen(make_tow
         town.until(lambda: FenceReplica(2) in again.received)
         assert town.announced(0)[-1].new.roster == (0, 1) and not again.of(Idle)
     assert agents[2].is_closed and len(town.of(trace.NodeLost)) == 1
+
+
+def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_town: Make) -> None:
+    town = make_town()
+    agents = town.meet()
+    for number, agent in enumerate(agents):
+        agent.say(NodeReady(MembershipSettings(num_replicas=3), (number,), ((number, f"a:{number}"),)))
+    town.until(lambda: all(agent.of(Launch) for agent in agents))
+    for agent in agents[:2]:
+        agent.say(NodeLaunched())
+    town.leaders = {}
+    town._lead(0)
+    town._lead(1)
+    membership = town.nodes._membership
+    assert membership is not None
+    town.until(lambda: membership._state.start)
+    town.run(1.0, *agents[:2])
+    assert not town.of(trace.NodeLost), "it may still start ranks"
+    membership._step(coordinator.TimerFired(membership._state.start))
+    town.run(1.0, *agents[:2])
+    town.run(1.0, agents[0])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2, 1]
+    assert town.announced(0)[-1].new.roster == (0,)
