@@ -361,6 +361,9 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
+            case FenceDone(replica) | ReplicaGone(values.Loss(replica=replica)) if replica not in self._hosts:
+                self._loop.drop(agent.link)
+                self._agent_gone(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
             case EndAsked(reason):

@@ -15,6 +15,7 @@ from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     EndAsked,
+    FenceDone,
     FenceReplica,
     Idle,
     JobEnds,
@@ -373,7 +374,7 @@ def test_a_node_may_come_back_before_the_end_of_its_broken_link_is_seen(make_tow
     agents = town.start([[0], [1], [2]])
     for _ in range(2):
         again = Agent(town, 2)
-        town.until(lambda: FenceReplica(2) in again.received)
+        town.until(lambda agent=again: FenceReplica(2) in agent.received)
         assert town.announced(0)[-1].new.roster == (0, 1) and not again.of(Idle)
     assert agents[2].is_closed and len(town.of(trace.NodeLost)) == 1
 
@@ -399,3 +400,13 @@ def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_tow
     town.run(1.0, agents[0])
     assert [event.node for event in town.of(trace.NodeLost)] == [2, 1]
     assert town.announced(0)[-1].new.roster == (0,)
+
+
+@pytest.mark.parametrize("message", [FenceDone(7), ReplicaGone(Loss(7, LossKind.SUSPECTED))])
+def test_an_agent_that_names_no_replica_of_the_job_loses_its_node_alone(make_town: Make, message: Message) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[2].say(message)
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    kind = type(message).__name__
+    assert town.of(trace.NodeLost)[0].detail == f"its agent is gone (sent a {kind} of replica 7, which the job does not have)"
