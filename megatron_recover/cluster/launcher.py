@@ -379,24 +379,24 @@ class Launcher:
     def _look_at_coordinator(self) -> None:
         """Report a coordinator that is silent, and that it is heard again; end without one at last.
 
-        Without living ranks this node waits only for `JobEnds`: not longer than `deadline_s` for a
-        coordinator of which nothing is heard, and no longer for one that is gone.
+        On another node than its own, a coordinator that is silent for `--node-timeout` counts as
+        gone until it is heard again. Without living ranks a node waits only for `JobEnds`: no
+        longer for a coordinator that is gone.
         """
-        if self._ending is not None or self._joined is None:
+        if self._ending is not None or self._joined is None or not self._job.nodes:
             return
         silent_s = self._joined.membership.silent_s()
         if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
             self._is_cut_off = not self._is_cut_off
-            if self._is_cut_off and self._job.nodes:
+            if self._is_cut_off:
                 self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
-            elif self._job.nodes:
+            else:
                 self._recording.says("the coordinator is heard again")
-        if self._generation and self._node.num_living() <= len(self._set_aside):
-            if self._orphaned:
-                self._end(ExitCode.NO_REPLICA_LEFT, f"{self._orphaned}, and no rank of this node is left")
-            elif silent_s >= self._deadlines.deadline_s:
-                why = f"nothing was heard of the coordinator for {silent_s:.0f} s, and no rank of this node is left"
-                self._end(ExitCode.NO_REPLICA_LEFT, why)
+        if not self._joined.membership.is_lost and self._job.node:
+            limit_s = self._job.node_s or self._deadlines.node_s
+            self._orphaned = f"nothing was heard of the coordinator for {silent_s:.0f} s" if silent_s >= limit_s else ""
+        if self._generation and self._orphaned and self._node.num_living() <= len(self._set_aside):
+            self._end(ExitCode.NO_REPLICA_LEFT, f"{self._orphaned}, and no rank of this node is left")
 
     def _ended_alone(self, end: ProcessEnd) -> None:
         """Handle the end of a rank without a coordinator: nobody can make a generation any more."""

@@ -164,10 +164,14 @@ class NodesDriver:
     def is_done(self) -> bool:
         """Return whether nobody needs the coordinator any more.
 
-        The link to a node that was lost may never end. Once the job is over, the node is not
-        awaited: the kernel delivers the last message if the node comes back.
+        The link to a node that was lost or is silent may never end. Once the job is over, the node
+        is not awaited: the kernel delivers the last message if the node comes back.
         """
-        awaited = [each for each in self._agents if not (self.has_ended and each.is_lost and not each.link.wants_write)]
+        awaited = [
+            each
+            for each in self._agents
+            if not (self.has_ended and (each.is_lost or each.is_silent) and not each.link.wants_write)
+        ]
         return self.was_joined and not awaited
 
     @property
@@ -299,12 +303,6 @@ class NodesDriver:
             agent.number = number
         self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents)
         self._stage = Stage.PREPARING
-        if len(self._nodes) > 1:
-            self._record(
-                trace.NodesMet(
-                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
-                )
-            )
         for agent in self._agents:
             self._loop.send(agent.link, Met(self._nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
 
@@ -342,6 +340,12 @@ class NodesDriver:
             fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
         self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
+        if len(self._nodes) > 1:  # not before: node 0 records since it has met the others
+            self._record(
+                trace.NodesMet(
+                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
+                )
+            )
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
         stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
@@ -402,12 +406,19 @@ class NodesDriver:
     def _tell_work(self) -> None:
         """Feed the machine the replicas at work on all nodes, but none that a node accuses.
 
-        Nobody knows what those of a silent node do now.
+        Nobody knows what those of a silent node do now. Of several nodes a silent one is removed
+        after its own time, so its replicas count as at work until then. The only node of a job is
+        never removed, so they do not count there.
         """
-        if self._membership is not None:
-            heard = [agent for agent in self._agents if not agent.is_silent and not agent.is_lost]
-            at_work = {replica for agent in heard for replica in agent.at_work} - condemning.accused(self._condemning)
-            self._membership.at_work(tuple(sorted(at_work)))
+        if self._membership is None:
+            return
+        living = [agent for agent in self._agents if agent.number >= 0 and not agent.is_lost]
+        at_work = {replica for agent in living if not agent.is_silent for replica in agent.at_work}
+        at_work -= condemning.accused(self._condemning)
+        if len(self._nodes) > 1:
+            silent = {agent.number for agent in living if agent.is_silent}
+            at_work |= {replica for replica, nodes in self._hosts.items() if silent.intersection(nodes)}
+        self._membership.at_work(tuple(sorted(at_work)))
 
     def _judge(self, event: condemning.Input) -> None:
         """Feed the machine that decides on hangs, and send what it asks and tells."""
@@ -530,6 +541,11 @@ class NodesDriver:
             )
         return tuple(states[number] for number in sorted(states))
 
+    def _give_up(self, reason: str) -> None:
+        """End the job here: the nodes that are not heard have no coordinator, and end too."""
+        assert self._membership is not None
+        self._membership.end(ExitCode.NO_REPLICA_LEFT, reason)
+
     def _heard(self, agent: _Agent) -> None:
         now = self._loop.time()
         silent_s, agent.heard_at = now - agent.heard_at, now
@@ -556,6 +572,9 @@ class NodesDriver:
             limit_s = self._settings.node_silence_s
             for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=limit_s):
                 self._lose(living[number], f"nothing was heard of it for {silent_s[number]:.1f} s")
+            if len(self._nodes) > 1 and node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=limit_s):
+                heard = sum(seconds < seen_s for seconds in silent_s.values())
+                self._give_up(f"{heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost")
 
     def _tell(self, agent: _Agent, phase: str, seconds: float) -> None:
         self._record(

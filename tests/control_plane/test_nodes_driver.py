@@ -75,7 +75,9 @@ class Town:
     """A coordinator, and whoever the test plays, in one loop."""
 
     def __init__(self, *, least: int = 3, most: int = 3, **settings: float) -> None:
-        self.loop = Loop()
+        self.now = 0.0
+        """Time of the loop's clock, which goes on by turns of the test and not by itself."""
+        self.loop = Loop(clock=lambda: self.now, cpu_clock=lambda: 0.0)
         self.events: list[trace.Event] = []
         listener = listen("127.0.0.1:0")
         self.address = address_of(listener)
@@ -89,15 +91,23 @@ class Town:
         end = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < end, f"in vain: {self.events}"
-            self.loop.run_once(0.01)
+            self.turn(0.001)
+
+    def turn(self, seconds: float) -> None:
+        """Let so much time pass, and serve what has arrived by then."""
+        self.now += seconds
+        for _ in range(4):
+            self.loop.run_once(0.0)
+        time.sleep(0.0005)  # for the kernel to deliver what was just sent
+        self.loop.run_once(0.0)
 
     def run(self, seconds: float, *beating: Agent) -> None:
         """Go on so long; agents `beating` send signs of life."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        end = self.now + seconds
+        while self.now < end:
             for agent in beating:
                 agent.say(NodeBeat())
-            self.loop.run_once(0.02)
+            self.turn(0.01)
 
     def meet(self, num_nodes: int = 3) -> list[Agent]:
         agents = [Agent(self, number) for number in range(num_nodes)]
@@ -161,13 +171,13 @@ def test_nodes_are_numbered_with_the_coordinators_first_and_the_given_ranks_next
     assert [(node.number, node.name) for node in met.nodes] == [(0, "n0"), (1, "n8"), (2, "n7")]
     assert (met.you, late.of(Met)[0].you, early.of(Met)[0].you) == (0, 2, 1)
     assert late.of(Met)[0].run_dir == "/run0", "that of node 0"
-    [event] = town.of(trace.NodesMet)
-    assert [node.name for node in event.nodes] == ["n0", "n8", "n7"]
 
 
 def test_ranks_start_when_all_nodes_are_ready_and_know_every_leader(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
+    [event] = town.of(trace.NodesMet)
+    assert [node.name for node in event.nodes] == ["n0", "n1", "n2"]
     assert agents[2].of(Launch) == [Launch(((0, "a:0"), (1, "a:1"), (2, "a:2")))]
     assert [message.new.roster for message in town.announced(0)] == [(0, 1, 2)]
 
@@ -213,24 +223,51 @@ def test_a_short_silence_costs_nothing(make_town: Make) -> None:
 def test_a_coordinator_that_hears_fewer_than_half_removes_nobody(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
-    town.run(1.2, agents[0])
+    town.run(0.8, agents[0])
     assert {event.node for event in town.of(trace.NodeSilent)} == {1, 2} and not town.of(trace.NodeLost)
     town.run(0.3, *agents)
     assert not town.of(trace.NodeLost), "they are heard again"
 
 
-def test_work_on_a_silent_node_excuses_nobody(make_town: Make) -> None:
+def test_a_silent_node_is_removed_by_its_own_time_alone_and_on_the_only_node_nobody_is_excused(make_town: Make) -> None:
     town = make_town(node_silence_s=10.0)
-    agents = town.start([[0], [1], [2]])
-    agents[2].say(NodeAtWork((2,)))
-    agents[1].say(NodeAtWork((1,)))
+    agents = town.start([[0], [1], [1, 2]])
+    agents[0].say(NodeAtWork((0,)))
     membership = town.nodes._membership
     assert membership is not None
-    town.until(lambda: membership._state.at_work == (1, 2))
+    town.run(0.1, *agents)
+    assert membership._state.at_work == (0,)
     town.run(0.3, agents[0], agents[1])
-    assert membership._state.at_work == (1,)
+    assert membership._state.at_work == (0, 1, 2), "no timer of the coordinator removes the others"
     town.run(0.2, *agents)
-    assert membership._state.at_work == (1, 2), "it is heard again, and has said nothing else since"
+    assert membership._state.at_work == (0,), "it is heard again"
+    alone = make_town(least=1, most=1)
+    [agent] = alone.start([[0, 1]], num_nodes=1)
+    agent.say(NodeAtWork((0, 1)))
+    membership = alone.nodes._membership
+    assert membership is not None
+    alone.run(0.1, agent)
+    assert membership._state.at_work == (0, 1)
+    alone.run(0.3)
+    assert membership._state.at_work == ()
+
+
+def test_a_coordinator_that_is_cut_off_ends_its_side_after_twice_the_time(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.run(0.8, agents[0])
+    assert not agents[0].of(JobEnds)
+    town.run(0.6, agents[0])
+    [end] = agents[0].of(JobEnds)
+    assert end.exit_code == ExitCode.NO_REPLICA_LEFT and end.reason.startswith("1 of 3 nodes are heard, too few")
+    assert not town.of(trace.NodeLost)
+
+
+def test_an_agent_of_node_0_that_is_stopped_ends_nothing(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.run(1.4, agents[1], agents[2])
+    assert not town.of(trace.NodeLost) and not agents[1].of(JobEnds)
 
 
 @pytest.mark.parametrize(
