@@ -447,3 +447,12 @@ def test_an_agent_that_names_no_replica_of_the_job_loses_its_node_alone(make_tow
     town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
     kind = type(message).__name__
     assert town.of(trace.NodeLost)[0].detail == f"its agent is gone (sent a {kind} of replica 7, which the job does not have)"
+
+
+def test_nodes_beyond_the_most_idle_also_if_they_are_there_before_the_coordinators(make_town: Make) -> None:
+    town = make_town(least=2, most=2)
+    first, late = Agent(town, 5), Agent(town, 6)
+    town.until(lambda: first.received and late.received)
+    owner = Agent(town, 0)
+    town.until(lambda: owner.of(Met) and first.of(Met) and late.of(Idle))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n5"] and not late.of(Met)
