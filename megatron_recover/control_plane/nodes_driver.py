@@ -209,6 +209,9 @@ class NodesDriver:
             self._loop.drop(link)
             return
         agent = _Agent(link, message, self._loop.time())
+        for old in [each for each in self._agents if each.hello.identity == message.identity]:
+            self._loop.drop(old.link)  # it broke, and only the agent has seen that
+            self._agent_gone(old, "its connection broke")
         if (before := self._removed.get(message.identity)) is not None:
             self._returns(agent, before)
             return
@@ -223,7 +226,10 @@ class NodesDriver:
         elif self._end is not None:
             self._loop.send(link, self._end)
         else:
-            self._loop.send(link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
+            self._have_idle(agent)
+
+    def _have_idle(self, agent: _Agent) -> None:
+        self._loop.send(agent.link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
 
     def _returns(self, agent: _Agent, number: int) -> None:
         """Take the new link of an agent whose node was removed, and have it fence its ranks."""
@@ -246,7 +252,7 @@ class NodesDriver:
             self._end_everywhere(ExitCode.BAD_INPUT, newcomer, mistake)
             return
         present = len(self._agents)
-        if present == self._settings.most and self._owner is not None:
+        if present >= self._settings.most and self._owner is not None:
             self._all_met()
         elif present == self._settings.least:
             self._loop.after(self._settings.last_call_s, self._last_call)
@@ -289,19 +295,22 @@ class NodesDriver:
             )
 
     def _all_met(self) -> None:
-        """Give each node its number, and tell all agents."""
+        """Give each node its number, and tell all agents. Nodes beyond the most idle."""
         owner = self._owner
         assert owner is not None
-        last = len(self._agents)
-        self._agents.sort(
-            key=lambda each: (each is not owner, last if each.hello.node_rank is None else each.hello.node_rank)
-        )  # fmt: skip
-        for number, agent in enumerate(self._agents):
+        others, last = [each for each in self._agents if each is not owner], len(self._agents)
+        others, late = others[: self._settings.most - 1], others[self._settings.most - 1 :]
+        others.sort(key=lambda each: last if each.hello.node_rank is None else each.hello.node_rank)
+        used = [owner, *others]
+        self._agents = [*used, *late]
+        for number, agent in enumerate(used):
             agent.number = number
-        self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents)
+        self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in used)
         self._stage = Stage.PREPARING
-        for agent in self._agents:
+        for agent in used:
             self._loop.send(agent.link, Met(self._nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
+        for agent in late:
+            self._have_idle(agent)
 
     # --- Preparing --------------------------------------------------------------------------------
 
@@ -362,6 +371,9 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
+            case FenceDone(replica) | ReplicaGone(values.Loss(replica=replica)) if replica not in self._hosts:
+                self._loop.drop(agent.link)
+                self._agent_gone(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
             case EndAsked(reason):
@@ -560,7 +572,8 @@ class NodesDriver:
                 agent.is_silent = True
                 self._tell(agent, "began", silent_s[number])
                 self._tell_silence()
-        if self._stage is Stage.RUNNING and all(agent.is_launched for agent in living.values()):
+        membership = self._membership
+        if membership is not None and (membership.generation or all(agent.is_launched for agent in living.values())):
             # Before, an agent may wait for its fork server; what never starts is late (`start`).
             limit_s = self._settings.node_silence_s
             for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=limit_s):
