@@ -75,7 +75,7 @@ class _RunParser(Parser):
 
     elsewhere = "; Megatron's flags go behind the script's name"
     refusal = ""
-    """Why the command line was refused."""
+    """Reason why the command line was refused."""
 
     def error(self, message: str) -> NoReturn:
         self.refusal = message

@@ -1,4 +1,4 @@
-"""How a node joins a job of several nodes: it finds its address, and waits until all are there.
+"""Joining a job of several nodes: a node finds its address, and waits until all nodes are there.
 
 The node that owns the endpoint starts the coordinator. `cluster/meeting.py` has the decisions.
 """

@@ -105,7 +105,7 @@ class _Agent:
         """Number of the node; -1: the job does not use it."""
         self.heard_at = now
         self.shared: NodeShares | None = None
-        """What the node has sent in the newest round of the examination."""
+        """The findings that the node has sent in the newest round of the examination."""
         self.ready: NodeReady | None = None
         self.is_launched = False
         self.is_silent = False
