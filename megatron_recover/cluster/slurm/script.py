@@ -223,10 +223,11 @@ def _by_flag(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _start(settings: Settings) -> Iterator[str]:
+    yield from _because("A judge that fails knows nothing of the run: it must not end one that goes on.")
     yield "judge() {"
     if settings.container:
         yield '  srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --mpi=none "${container[@]}" \\'
-    yield f'  {"  " if settings.container else ""}"$PYTHON" -P -m megatron_recover verdict "$start"'
+    yield f'  {"  " if settings.container else ""}"$PYTHON" -P -m megatron_recover verdict "$start" || echo unknown'
     yield "}"
     ends_chain = settings.chain > 1 and settings.shape == "allocation"
     if ends_chain:
@@ -341,9 +342,13 @@ def _until_over(step: str) -> Iterator[str]:
     yield "verdict=$(judge)"
     yield from _because(
         "That srun may be gone although agents train on: it was killed itself, or its node is lost. So as long as the trace "
-        "has no end, the run is over when Slurm has no step of the job any more."
+        "has no end, the run is over when Slurm has no step of the job any more. A slurmctld that does not answer says nothing."
     )
-    yield 'has_step() { squeue --noheader --steps --format=%i --jobs="$SLURM_JOB_ID" | grep -q "[.][0-9]"; }'
+    yield "has_step() {"
+    yield "  local steps"
+    yield '  steps=$(squeue --noheader --steps --format=%i --jobs="$SLURM_JOB_ID") || return 0'
+    yield "  [[ $steps =~ [.][0-9] ]]"
+    yield "}"
     yield f"while [[ $verdict == unknown* ]] && has_step; do sleep {_LOOK_S}; verdict=$(judge); done"
 
 
