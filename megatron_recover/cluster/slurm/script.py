@@ -33,6 +33,9 @@ SIGNAL_S = 300
 is given."""
 PORT = 29500
 """Default of `--port`."""
+QUEUE_S = 7 * 86400
+"""Array: seconds that an agent waits for the jobs of other nodes, which may still be in the queue.
+Its own time limit ends the wait before."""
 REQUEUES = 3
 """Default of `--requeues`."""
 _GRACE_S = 60
@@ -140,7 +143,8 @@ def _allocation_directives(settings: Settings) -> Iterator[str]:
         yield from _because("No job of a chain comes back: the next one goes on.")
         yield "#SBATCH --no-requeue"
     elif settings.goes_on:
-        yield from _because("Slurm requeues the job if it loses the node of this script; the script requeues it below.")
+        lost = " Slurm does so only if that node reboots before SlurmdTimeout: --no-kill keeps the job without it."
+        yield from _because(f"The script requeues the job below, if its own node lives.{lost if settings.is_wide else ''}")
         yield "#SBATCH --requeue"
     else:
         why = "--save is not given, so another start would begin anew" if settings.save is None else "--requeues is 0"
@@ -295,6 +299,8 @@ def _srun(settings: Settings, *, where: str, cpus: str, endpoint: str, indent: s
     ]
     if settings.meets:
         lines.append(f'  --nnodes {settings.nodes} --rdzv-backend c10d --rdzv-endpoint "{endpoint}" --key-file "$RUN/key"')
+        if settings.shape == "array" and "--rdzv-conf" not in {word.partition("=")[0] for word in settings.launch}:
+            lines.append(f"  --rdzv-conf join_timeout={QUEUE_S}")
     yield from (f"{indent}{line} \\" for line in lines)
     yield f'{indent}  "${{launch[@]}}" &'
 
@@ -328,7 +334,10 @@ def _allocation(settings: Settings) -> Iterator[str]:
 
 def _array(settings: Settings) -> Iterator[str]:
     if settings.meets:
-        yield from _because("The agents meet through a file: the first one writes its address into it.")
+        yield from _because(
+            "The agents meet through a file: the first one writes its address into it. They wait as long as the others are in "
+            "the queue."
+        )
     yield from (f"# {each}" for each in _FLAGS)
     yield from _srun(settings, where="", cpus="$SLURM_CPUS_ON_NODE", endpoint="file:$start.endpoint")
     yield "step=$!"
