@@ -24,7 +24,7 @@ from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHell
 from megatron_recover.control_plane.nodes_driver import NodesSettings
 from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT, address_of, host_name
+from megatron_recover.host.addresses import ANY_PORT, Ports, address_of, host_name
 from megatron_recover.trace import Level, ring
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -40,14 +40,23 @@ def new_identity() -> int:
 class CoordinatorProcess:
     """The process of the coordinator, which this node has started."""
 
-    def __init__(self, settings: NodesSettings, key: bytes, *, events: int, clock: int, address: str = ANY_PORT) -> None:
-        """Listen at `address` and start the process.
+    def __init__(
+        self,
+        settings: NodesSettings,
+        key: bytes,
+        *,
+        events: int,
+        clock: int,
+        address: str = ANY_PORT,
+        ports: Ports | None = None,
+    ) -> None:
+        """Listen at `address`, or at one of `ports` if its port is 0, and start the process.
 
         `events`: the descriptor of its ring. `clock`: that of this node's clock.
 
         Raises OSError if the address cannot be used, or no process can be started.
         """
-        with listen(address) as listener:
+        with listen(address, ports) as listener:
             self.address = address_of(listener)
             """Address (host:port) of the coordinator."""
             sealed = keys.sealed(key)
