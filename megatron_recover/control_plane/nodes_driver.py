@@ -300,12 +300,6 @@ class NodesDriver:
             agent.number = number
         self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents)
         self._stage = Stage.PREPARING
-        if len(self._nodes) > 1:
-            self._record(
-                trace.NodesMet(
-                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
-                )
-            )
         for agent in self._agents:
             self._loop.send(agent.link, Met(self._nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
 
@@ -343,6 +337,12 @@ class NodesDriver:
             fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
         self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
+        if len(self._nodes) > 1:  # not before: node 0 records since it has met the others
+            self._record(
+                trace.NodesMet(
+                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
+                )
+            )
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
         stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
