@@ -118,7 +118,8 @@ class Place:
         events = ring.create(level=level)
         address = format_address(self._bound, meeting.port)
         try:
-            return CoordinatorProcess(settings, key, events=events, clock=clock, address=address), events
+            process = CoordinatorProcess(settings, key, events=events, clock=clock, address=address, ports=meeting.ports)
+            return process, events
         except OSError as error:
             if error.errno == errno.EADDRINUSE and meeting.node_rank is None and reachable.is_loopback(self._bound):
                 return None  # all nodes are on this machine, and another one was first

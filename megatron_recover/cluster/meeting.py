@@ -53,7 +53,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     interface: str | None = None
     """Network interface whose address the other nodes use, where the user gives one."""
     ports: Ports | None = None
-    """First and last port of all listeners but the endpoint; None: any."""
+    """First and last port of all listeners, except an endpoint whose port is given; None: any."""
     key_file: Path | None = None
     """File with the key of the job (`authentication/key.py`)."""
 

@@ -86,6 +86,9 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     ranks_per_gpu: int = 1
     num_nodes: int = 1
     folders: tuple[Folder, ...] = ()
+    has_later_ranks: bool = False
+    """True if a replica has ranks here, and on another node its rank 0, which builds the index
+    cache for all of them."""
     address: str | None = None
     """Address under which the other nodes are to find this one; None: there are none, all are on
     this machine, or `address_mistake` says why there is no address."""

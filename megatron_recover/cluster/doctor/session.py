@@ -58,7 +58,9 @@ class Session:
         except OSError as error:
             value = f"nothing can listen at {need.address} ({error.strerror})"
             findings.append(fail(Check.PORTS, value, "give another --port-range or --local-addr"))
-        self._report = Report(node=node, name=name, findings=tuple(findings), taken=taken)
+        self._report = Report(
+            node=node, name=name, findings=tuple(findings), taken=taken, has_later_ranks=need.has_later_ranks
+        )  # fmt: skip
         self.opened = Opened(
             node=node, host=need.address, ports=bound, marks=tuple(sharing.leave(need.folders)) if node == 0 else ()
         )  # fmt: skip
