@@ -25,7 +25,7 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 	@$(PY) -m megatron_recover demo
 
 test: setup lint ## everything that CI runs
-	@$(PY) -m pytest -q -n 2 --dist worksteal $(OTHERS) $(UNTIMED) $(NODES)/test_harness.py
+	@$(PY) -m pytest -q -n 2 -m "not slow" --dist worksteal $(OTHERS) $(UNTIMED) $(NODES)/test_harness.py
 	@$(PY) -m pytest -q -n 2 --dist worksteal $(TIMED) $(UNTIMED:%=--ignore=%)
 
 coverage: setup  ## branch coverage of the protocol by its own tests; fails below the floor (pyproject.toml)
@@ -55,6 +55,7 @@ nodes-test: setup ## jobs on four nodes on this machine, each a set of namespace
 	@$(PY) -m pytest -q -n 2 $(NODES) --ignore=$(NODES)/test_slurm.py
 
 slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a node dies (as root, with Debian's slurm-wlm and munge)
+	@$(PY) -m pytest -q -m slow tests/slurm
 	@$(PY) -m pytest -q -n 6 $(NODES)/test_slurm.py
 
 campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: disks); OUT=FILE: the record

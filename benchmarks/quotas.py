@@ -20,6 +20,7 @@ from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import rank
 from megatron_recover.core.quota import ONE_STAGE, balanced, makespan
 from megatron_recover.core.values import Pipeline
+from megatron_recover.trace.node_clock import NodeClock
 
 BATCH, WORLDS = 8192, (64, 63, 60, 48, 40, 32)
 """Batch and numbers of replicas of ReCoVer's evaluation."""
@@ -87,7 +88,9 @@ def journal_ns() -> list[float]:
         replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator="", leader="127.0.0.1:0", run_dir="", started_at=0.0
     )  # fmt: skip
     key = bytes(KEY_BYTES)
-    member = RankDriver(context, RecoverConfig(), DirectEndpoint(key=key, rank=0), key=key, record=lambda event: None)
+    member = RankDriver(
+        context, RecoverConfig(), DirectEndpoint(key=key, rank=0), key=key, clock=NodeClock(None), record=lambda event: None
+    )
 
     def step() -> None:
         member._state = rank.RankState(0, 0, ())

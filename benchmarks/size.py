@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from benchmarks.common import Row, row
 from megatron_recover.control_plane.coordinator_driver import announcements
 from megatron_recover.control_plane.encoding import Peer
-from megatron_recover.control_plane.wire import frame
+from megatron_recover.control_plane.wire import FRAME_BYTES, encode
 from megatron_recover.core import replica
 from megatron_recover.core.quota import balanced
 from megatron_recover.core.recovery import recover
@@ -129,11 +129,11 @@ def _milliseconds(call: Callable[[], object]) -> list[float]:
 
 def _control() -> Iterator[Row]:
     job = Job()
-    vote = len(frame(job.vote))
+    vote = FRAME_BYTES + len(encode(job.vote))
     yield row(f"vote ({SIZE})", [vote], "bytes", goal="<= 1024")
     yield row("votes of a step, all to all", [vote * REPLICAS * (REPLICAS - 1) / 1e6], "MB")
-    yield row("status, nothing complete", [len(frame(job.statuses[0]))], "bytes")
-    yield row("status, half of the buckets complete", [len(frame(job.half[0]))], "bytes")
+    yield row("status, nothing complete", [FRAME_BYTES + len(encode(job.statuses[0]))], "bytes")
+    yield row("status, half of the buckets complete", [FRAME_BYTES + len(encode(job.half[0]))], "bytes")
     yield row("recover(), nothing complete", _milliseconds(lambda: job.recover(job.statuses)), "ms", goal="< 50")
     yield row(
         "recover(), half of the buckets complete on 8 members", _milliseconds(lambda: job.recover(job.half)), "ms", goal="< 50"
@@ -152,7 +152,8 @@ def _announcements() -> Iterator[Row]:
     first = functools.partial(announcements, NewGeneration(1, roster), peers, frozenset(), 0.0)
     later = functools.partial(announcements, NewGeneration(2, roster[:-1]), peers, frozenset(roster), 0.0)
     for name, make, goal in (("first", first, ""), ("later", later, "<= 100000")):
-        yield row(f"{name} announcement to a leader ({where})", [max(len(framed) for _, framed in make())], "bytes", goal=goal)
+        size = FRAME_BYTES + max(len(body) for _, body in make())
+        yield row(f"{name} announcement to a leader ({where})", [size], "bytes", goal=goal)
         yield row(f"{name} announcement, encoded for all leaders", _milliseconds(lambda make=make: list(make())), "ms")
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from benchmarks.common import Row, row
 from megatron_recover import trace
 from megatron_recover.trace import ring
+from megatron_recover.trace.node_clock import NodeClock
 
 RUNS = 15
 EVENTS = 5_000
@@ -43,7 +44,7 @@ def rows() -> list[Row]:
     ):
         for _ in range(RUNS):
             descriptor = ring.create()
-            log, merge = ring.RingLog(descriptor), ring.Merge(settle=lambda: None)
+            log, merge = ring.RingLog(descriptor, NodeClock(None)), ring.Merge(settle=lambda: None)
             merge.add(0, ring.RingReader(descriptor))
             os.close(descriptor)
             for record, found in ((log.record, into_ring), (file.record, into_file)):

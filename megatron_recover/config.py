@@ -24,6 +24,8 @@ CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
 KEY_VARIABLE = "MEGATRON_RECOVER_KEY"
 """The variable with the text of a key, for a job of several nodes without `--key-file`. No process
 that runs code of the user inherits it."""
+CLOCK_OFFSET_VARIABLE = "MEGATRON_RECOVER_CLOCK_OFFSET_S"
+"""The variable with seconds that are added to the clock of this node, for tests."""
 _DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
 BAD_ARGUMENTS = "bad arguments: "
 """Prefix of each line in which a rank reports what it refuses; the launcher shows the rest."""
@@ -141,6 +143,8 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the rank's GPU on this node, if it has one; LOCAL_RANK."""
     numa_binding: NumaBinding | None = None
     """CPUs on which the rank runs; None: all that the launcher may use."""
+    clock_place: int = 0
+    """Place of this rank in the memory of the node's clock (`trace/node_clock.py`)."""
     address: str = "127.0.0.1"
     """Address of this node at which the other ranks reach this one (`host.addresses.HOST` is the
     default). All listeners of the rank listen on it."""
@@ -167,6 +171,11 @@ def wandb_run_id() -> str:
 def key_text() -> bytes | None:
     """Return the value of `KEY_VARIABLE`; None if it is not set."""
     return os.environb.get(KEY_VARIABLE.encode())
+
+
+def clock_offset_ms() -> int:
+    """Return the milliseconds by which a test has the clock of this node be wrong; else 0."""
+    return round(1000 * float(os.environ.get(CLOCK_OFFSET_VARIABLE, "0")))
 
 
 def describe_descriptors(descriptors: Mapping[str, int]) -> dict[str, str]:

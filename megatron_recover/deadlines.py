@@ -97,6 +97,17 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     sigkill_s: float
     """Longest wait of the agent for a killed process to take the signal. Then the launcher sets the
     process aside. The launcher waits as long for the process of `report_s` that it has killed."""
+    node_s: float
+    """Longest silence of the coordinator before a leader on another host takes the coordinator for
+    lost. Also the longest wait of a replica for what only a lost coordinator could give it. Then
+    the replica ends (code 13). Fixed: a network heals in less, or not soon."""
+    lease_s: float
+    """Longest time for which a replica may begin to name a checkpoint without a new proof that it
+    is a member. Fixed: a leader that is only slow answers beats in less."""
+    lapse_s: float
+    """Longest wait of the coordinator for the death of a lost replica that may name a checkpoint.
+    Then its lease has lapsed, and the next writer may name one. Fixed: this is `lease_s` on the
+    clock of another host, which may differ by 5 %."""
     follow_s: float
     """Longest wait of the coordinator for the members to enter a generation. Then the coordinator
     removes and kills the members that have not, if another has; it waits on for members at work. A
@@ -267,6 +278,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             silence_s=3 * beat_s,
             words_s=follow_s / 2,
             sigkill_s=_between(0.8, 0.3 * follow_s, 3.0),
+            node_s=10.0,
+            lease_s=12.0,
+            lapse_s=13.0,
             follow_s=follow_s,
             lock_s=min(60.0, 0.75 * stall_s),
             probe_s=min(2.0, sum_s / 4),
@@ -347,6 +361,12 @@ ORDER = (
     Below("words_s", "follow_s", "a rank's last messages leave before anyone kills the rest of its replica"),
     Below("sigkill_s", "follow_s", "a rank that does not die of SIGKILL is named before the next member could be late"),
     Below("silence_s", "follow_s", "a stopped launcher is named before a replica that it cannot fence gives itself up"),
+    Below("silence_s", "node_s", "a coordinator is reported as silent before it is taken for lost"),
+    Below("node_s", "lease_s", "a silence that is too short to take anybody for lost lets no lease lapse"),
+    Below("lease_s", "lapse_s", "a holder stops to name checkpoints before another one may begin"),
+    Below(
+        "lapse_s", "deadline_s", "a checkpoint that waits for the lease of a lost writer gets its name before the run gives up"
+    ),
     Below("follow_s", "lock_s", "a writer that is only slow is removed and killed before the next one gives the lock up"),
     Below("follow_s", "stall_s", "who does not enter a generation is removed before the others request one more"),
     Below("follow_s", "connect_s", "a member that is gone is removed before a sum that needs it fails"),

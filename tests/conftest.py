@@ -24,7 +24,7 @@ settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update", action="store_true", help="rewrite golden files of tests/core with what the code does now")
+    parser.addoption("--update", action="store_true", help="rewrite golden files of tests/core and tests/slurm")
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,11 @@ A proof is a keyed hash (BLAKE2b) over the whole opening and the acceptor's nonc
 the verdict use different labels, so a proof made by one end is invalid at the other end. The
 opening binds roles, replicas, ranks, port and generation. So a proof is invalid for another process
 of the job, at another port, or for another generation. Nonces are fresh, so a recorded handshake
-proves nothing. The frames that follow a handshake are neither encrypted nor authenticated one by
-one (docs/design/security.md).
+proves nothing.
+
+The same values give both ends one session key for each direction (`SessionKeys`). With these keys
+the control plane authenticates every frame (`control_plane/wire.py`). Nothing is encrypted, and the
+data plane does not use the keys (docs/design/security.md).
 """
 
 from __future__ import annotations
@@ -89,6 +92,22 @@ class Party(NamedTuple):
     rank: int = 0
 
 
+class SessionKeys(NamedTuple):
+    """The two keys of one connection, as one end uses them. The other end has them exchanged.
+
+    A key is made from the job's key, the whole opening and both nonces. So no two connections
+    share a key.
+    """
+
+    sending: bytes
+    receiving: bytes
+
+    @property
+    def of_other_end(self) -> SessionKeys:
+        """Return the keys as the other end uses them."""
+        return SessionKeys(self.receiving, self.sending)
+
+
 Admits = Callable[[Party, Party], bool]
 """`admits(connector, acceptor)` returns whether the claimed connector may connect to the wanted
 acceptor."""
@@ -104,6 +123,13 @@ def _check(label: bytes, key: bytes, proof: bytes, *parts: bytes) -> None:
 
 
 _OF_CONNECTOR, _OF_ACCEPTOR, _OF_VERDICT = b"mgr connector", b"mgr acceptor", b"mgr verdict"
+_BY_CONNECTOR, _BY_ACCEPTOR = b"mgr by connector", b"mgr by acceptor"
+"""Labels of the session keys, by the end that sends with the key."""
+
+
+def _session_keys(key: bytes, opening: bytes, nonce: bytes) -> SessionKeys:
+    """Return the connector's session keys. `nonce` is the acceptor's; the opening has the other."""
+    return SessionKeys(_proof(_BY_CONNECTOR, key, opening, nonce), _proof(_BY_ACCEPTOR, key, opening, nonce))
 
 
 class _Side:
@@ -157,6 +183,11 @@ class Connector(_Side):
         """Generation of the acceptor, from its verdict."""
         self._nonce = b""
 
+    @property
+    def session_keys(self) -> SessionKeys:
+        """Return the keys of this connection. They are valid once `verdict` is set."""
+        return _session_keys(self._key, self.opening, self._nonce)
+
     def feed(self, data: bytes) -> bytes:
         """Process at most `wanted` bytes, and return the bytes to send next. Raises `Refused`."""
         message = self._collect(data)
@@ -197,6 +228,11 @@ class Acceptor(_Side):
         """Generation that the connector wants, once `peer` is set."""
         self._admits, self._port, self._nonce = admits, port, nonce
         self._opening = b""
+
+    @property
+    def session_keys(self) -> SessionKeys:
+        """Return the keys of this connection. They are valid once `peer` is set."""
+        return _session_keys(self._key, self._opening, self._nonce).of_other_end
 
     def feed(self, data: bytes) -> bytes:
         """Process at most `wanted` bytes, and return the bytes to send next. Raises `Refused`."""

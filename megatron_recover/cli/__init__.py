@@ -28,9 +28,12 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "report": "make a page that shows what happened in a run, from its trace",
     "top": "follow a run in one live line",
     "status": "print the state of a job: nodes, replicas, steps, losses, newest checkpoint",
+    "drain": "give a replica or a node of a running job back, without a loss",
     "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",
     "explain": "print every wait of a run and why it is so long, or which packages are used",
     "data": "turn text files into a data set that Megatron reads",
+    "sbatch": "print or submit a batch script for Slurm, or judge one",
+    "verdict": "print what a batch system is to do after a run",
 })  # fmt: skip
 """Each verb with its description; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""
 

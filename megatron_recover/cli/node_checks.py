@@ -6,10 +6,15 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 
+from megatron_recover.cluster import examination
+from megatron_recover.cluster.doctor import between
 from megatron_recover.cluster.doctor.findings import Check, Folder, Need
 from megatron_recover.cluster.doctor.folders import DEEDS
 from megatron_recover.cluster.doctor.node import examine
+from megatron_recover.cluster.doctor.probing import sample
+from megatron_recover.cluster.doctor.session import Session
 from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.membership import Joined
 from megatron_recover.config import inherited_environment
 from megatron_recover.flags import value_of
 from megatron_recover.host.addresses import host_name
@@ -26,19 +31,30 @@ def folders_of(words: Sequence[str], but: Collection[Check] = ()) -> tuple[Folde
     return tuple(Folder(check, os.path.abspath(path)) for check, path in given if path and "://" not in path)
 
 
-def refusals(job: Job) -> list[str]:
-    """Return a line for each reason why this node cannot run the job.
+def refusals(job: Job, joined: Joined | None) -> list[str]:
+    """Return a line for each reason why the nodes of a job cannot run it.
 
-    Print these lines, and those of what may go wrong, on stderr. What `run` has judged by itself is
-    left out: interpreter, packages, Megatron, its run directory.
+    Print these lines, and those of what may go wrong, on stderr. With other nodes, all are examined
+    together: all return the same then, and node 0 alone prints what may go wrong. What `run` has
+    judged by itself is left out: interpreter, packages, Megatron, its run directory. Raises
+    `NotMet` if the job ends before.
     """
     is_of_several = len(job.nodes) > 1 and not is_loopback(job.address)  # else all nodes are on this machine
     need = Need(
         num_ranks=job.num_ranks_here, num_nodes=len(job.nodes) if is_of_several else 1, on_gpus=has_gpu(),
         ranks_per_gpu=job.config.ranks_per_gpu, folders=folders_of(job.argv, but=[Check.RUN_DIR]),
-        address=job.address if is_of_several else None, environment=inherited_environment(),
+        address=job.address if len(job.nodes) > 1 else None, environment=inherited_environment(),
     )  # fmt: skip
-    told = [(each.level, each.line(host_name())) for each in examine(need) if each.level != "ok"]
-    for _, line in told:
+    if joined is None or len(job.nodes) < 2:
+        found = [(0, each) for each in examine(need) if each.level != "ok"]
+        told = between.lines(found, [host_name()])
+        refused = between.lines([each for each in found if each[1].level == "fail"], [host_name()])
+    else:
+        ports = sample(*job.ports) if job.ports is not None and is_of_several else [0]
+        names = [each.name for each in job.nodes]
+        told, refused = examination.examine(
+            joined, names, job.config.deadline_s, lambda: Session(job.node, host_name(), need, joined.key, ports=ports)
+        )  # fmt: skip
+    for line in told:
         print(f"megatron-recover run: {line}", file=sys.stderr)
-    return [line for level, line in told if level == "fail"]
+    return refused

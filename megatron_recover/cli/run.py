@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 import megatron_recover
 from megatron_recover import packages, trace
@@ -22,17 +22,18 @@ from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.output import file_limit_mistake
+from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.config import inherited_environment
 from megatron_recover.core.placement import most_replicas, place
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
-from megatron_recover.flags import Parser, misplaced, split
+from megatron_recover.flags import Parser, misplaced, split, value_of
 from megatron_recover.host.addresses import HOST
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, Undecided, preflight, shape_of
-from megatron_recover.observe import summary
+from megatron_recover.observe import ending, stop_mark, summary
 from megatron_recover.observe.report import plot
 
 PRELOAD = (
@@ -73,13 +74,19 @@ class _RunParser(Parser):
     """
 
     elsewhere = "; Megatron's flags go behind the script's name"
+    refusal = ""
+    """Why the command line was refused."""
+
+    def error(self, message: str) -> NoReturn:
+        self.refusal = message
+        super().error(message)
 
     def format_help(self) -> str:
         theirs = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
         return f"{super().format_help()}\n{add_recover_arguments(theirs).format_help()}"
 
 
-def _parser() -> Parser:
+def _parser() -> _RunParser:
     parser = _RunParser(
         prog="megatron-recover run",
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
@@ -125,6 +132,11 @@ def add_flags(parser: Parser) -> None:
         "0: never (default: 256MiB)",
     )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
+    parser.add_argument(
+        "--chained", action="store_true",
+        help="another start follows by itself, as in a batch job: after exit code 2, too, leave a mark in --save that ends "
+        "this (docs/reference/exit_codes.md)",
+    )  # fmt: skip
     monitor_flags.add_flags(parser)
     launch_line.add_flags(parser)
 
@@ -143,6 +155,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     script, *flags = command
     if not line.is_module and not Path(script).is_file():
         raise ValueError(f"there is no training script {script}; write its path behind the flags of run")
+    _refuse_stopped(flags, is_chained=arguments.chained)
     one_megatron.choose(script, is_module=line.is_module)
     if arguments.trace_file_bytes and arguments.trace_file_bytes < _LEAST_PART_BYTES:
         raise ValueError(
@@ -201,7 +214,7 @@ def _described(
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
-        rank_start=rank_start, run_id=line.run_id,
+        save=Path(judged.save).absolute() if judged.save is not None else None, rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
         microbatch_samples=judged.microbatch_samples,
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
@@ -215,6 +228,32 @@ def _described(
         ):
             print(f"megatron-recover run: {note}", file=sys.stderr)
     return job, chaos_text
+
+
+def _refuse_stopped(flags: Sequence[str], *, is_chained: bool) -> None:
+    """Raise ValueError where the folder of `--save` has the mark of an end that repeats itself."""
+    save = value_of(flags, "--save")
+    if save is None:
+        if is_chained:
+            raise ValueError("--chained needs --save behind the script's name: the mark that ends a chain is left there")
+        return
+    if (found := stop_mark.found(Path(save))) is not None:
+        first = found.partition("\n")[0]
+        raise ValueError(
+            f"--save {save} has the mark {stop_mark.STOP_MARK} of a run that a person has to look at ({first}); correct its "
+            f"cause, then: {stop_mark.remedy(Path(save))}"
+        )
+
+
+def _leave_mark(command: Sequence[str], exit_code: int, reason: str, run_dir: Path | None) -> None:
+    """Leave a mark in the folder of `--save`, if it is given, after an end that repeats itself."""
+    save = value_of(command, "--save")
+    if save is None:
+        return
+    try:
+        stop_mark.leave(Path(save), exit_code, reason, run_dir)
+    except OSError as error:
+        print(f"megatron-recover run: no mark {stop_mark.STOP_MARK} in --save {save}: {error.strerror}", file=sys.stderr)
 
 
 def _slots(line: launch_line.Choice, joined: Joined | None) -> list[int] | None:
@@ -335,6 +374,16 @@ def main(argv: list[str]) -> int:
     """Run a job to its end and return its exit code."""
     parser = _parser()
     ours, command = split(argv, parser)
+    try:
+        return _main(parser, ours, command)
+    except SystemExit:
+        if "--chained" in ours and parser.refusal:  # nodes that did not meet (`NotMet`) may meet at the next start
+            _leave_mark(command, ExitCode.BAD_INPUT, parser.refusal, None)
+        raise
+
+
+def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
+    """Run a job as `main` does; exit with 2 if the command line is refused."""
     if found := misplaced(ours, [*FLAGS, *recover_flags()]):
         parser.error("\n".join(found))
     arguments = parser.parse_args(ours)
@@ -355,14 +404,24 @@ def main(argv: list[str]) -> int:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
     for line in behind:
         print(f"megatron-recover run: {line}", file=sys.stderr)
-    if refusals := node_checks.refusals(job):
+    try:
+        refusals = node_checks.refusals(job, joined)
+    except NotMet as error:
+        if joined is not None:
+            several_nodes.tell(joined, str(error), command[1:])
+        _discard(job, existed=existed)
+        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+    if refusals:
         if joined is not None:
             several_nodes.tell(joined, "\n".join(refusals), command[1:])
         _discard(job, existed=existed)
         return ExitCode.BAD_INPUT
     try:
         link_logs(job)
+        save_lock = _locked_save(job)
     except ValueError as error:
+        if joined is not None:
+            several_nodes.tell(joined, str(error), command[1:])
         _discard(job, existed=existed)
         parser.error(str(error))
     try:
@@ -386,9 +445,27 @@ def main(argv: list[str]) -> int:
             _discard(job, existed=existed)
         return ExitCode.FAILED
     try:
+        is_refused = exit_code == ExitCode.BAD_INPUT
+        if exit_code in ending.STOPS and job.node == 0 and (arguments.chained or not is_refused):
+            _leave_mark(command, exit_code, launcher.reason, None if is_refused else job.run_dir)
         return _ended(launcher, job, exit_code, existed=existed)
     finally:
         launcher.release_signals()
+        if save_lock is not None:
+            save_lock.release()
+
+
+def _locked_save(job: Job) -> SaveLock | None:
+    """Lock the folder of `--save`, if there is one, so that no second job saves there.
+
+    The node of the coordinator does so for all nodes.
+
+    Raises ValueError with the remedy.
+    """
+    try:
+        return SaveLock(job.save, job.run_dir) if job.save is not None and not job.node else None
+    except OSError as error:
+        raise ValueError(f"--save {job.save} cannot be locked ({error.strerror}); give another folder") from error
 
 
 def _run(launcher: Launcher) -> int:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_recover import __version__
+from megatron_recover import __version__, packages
 from megatron_recover.authentication import key as keys
 from megatron_recover.cli.launch_line import Choice
 from megatron_recover.cluster.job import Job, claim_folder, create_run_dir
@@ -79,6 +79,8 @@ def _alike(
     """Yield what has to be equal on all nodes, by name."""
     yield "megatron-recover", __version__
     yield "Python", platform.python_version()
+    for name in map(packages.name_of, packages.TRAINING):
+        yield name, packages.version(name) or "none"
     yield "--nnodes", f"{line.nodes.least_nodes}:{line.nodes.most_nodes}"
     for name in ("replicas", "lanes", "rank_start", "chaos", "trace_level"):
         if (value := getattr(arguments, name)) is not None:

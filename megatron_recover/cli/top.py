@@ -25,7 +25,7 @@ from megatron_recover.flags import Parser
 from megatron_recover.observe.files import LOGS
 from megatron_recover.observe.follow import launcher
 from megatron_recover.observe.follow.progress import RunProgress
-from megatron_recover.observe.follow.tail import Tail
+from megatron_recover.observe.follow.tails import Tails
 from megatron_recover.trace import event_files
 
 INTERVAL_S = 0.25
@@ -122,7 +122,7 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
     - ValueError for a line of the trace that is no event,
     - `trace.TraceError` if the trace cannot be read.
     """
-    tail, progress = Tail(place), RunProgress()
+    tail, progress = Tails(place), RunProgress()
     seen, news_at, was_silent = event_files.exists(place.parent), clock(), False
     if not seen:
         yield "news", _WAITING

@@ -4,11 +4,12 @@ The agent of the node at which all nodes meet starts it, in a session of its own
 agent: the other nodes go on without it. It ends when the job is over and no agent is left.
 
 `cluster.membership.Membership` runs it as ``python -P -m megatron_recover.cluster.coordinator KEY
-LISTENER RING SETTINGS``:
+LISTENER RING CLOCK SETTINGS``:
 
 - KEY: the descriptor of the sealed key of the job;
 - LISTENER: the descriptor of the listening socket;
 - RING: the descriptor of the ring for its events (`trace/ring.py`);
+- CLOCK: the descriptor of the clock of this node (`trace/node_clock.py`);
 - SETTINGS: `NodesSettings` as JSON.
 
 It imports no torch.
@@ -23,10 +24,12 @@ import sys
 
 import msgspec
 
+from megatron_recover import trace
 from megatron_recover.authentication.key import read_sealed
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL, set_process_name
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
+from megatron_recover.trace.node_clock import COORDINATOR, NodeClock
 from megatron_recover.trace.ring import RingLog
 
 _TURN_S = 1.0
@@ -34,7 +37,7 @@ _TURN_S = 1.0
 
 def main() -> None:
     """Coordinate one job to its end."""
-    key, listening, events, settings_text = sys.argv[1:]
+    key, listening, events, clock_memory, settings_text = sys.argv[1:]
     set_process_name("coordinator")
     settings = msgspec.json.decode(settings_text, type=NodesSettings)
     for number in {*TOLD_TO_ALL, *settings.ignored}:  # a scheduler sends them to all processes; the agents react
@@ -42,8 +45,10 @@ def main() -> None:
     listener = socket.socket(fileno=int(listening))
     listener.setblocking(False)
     loop = Loop()
-    log = RingLog(int(events))
-    driver = NodesDriver(settings, listener, key=read_sealed(int(key)), loop=loop, record=log.record)
+    clock = NodeClock(int(clock_memory), COORDINATOR)
+    log = RingLog(int(events), clock)
+    clock.report_refused(lambda ahead_s: log.record(trace.ClockRefused(replica=-1, rank=-1, ahead_s=round(ahead_s, 3))))
+    driver = NodesDriver(settings, listener, key=read_sealed(int(key)), clock=clock, loop=loop, record=log.record)
     parent, until = os.getppid(), float("inf")
     while not driver.is_done and loop.time() < until:
         loop.run_once(_TURN_S)

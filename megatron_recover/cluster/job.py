@@ -58,6 +58,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """TORCHELASTIC_RUN_ID of the ranks."""
     streams: Streams = Streams()
     """The logs and the console lines of all ranks."""
+    save: Path | None = None
+    """The folder of `--save`, which no other live job may use; None: no checkpoint is saved."""
     log_links: Path | None = None
     """Folder with links to the logs, as torchrun arranges logs; None: there are none."""
     runner: Path | None = None

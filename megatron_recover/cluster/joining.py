@@ -20,7 +20,8 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host import reachable
 from megatron_recover.host.addresses import format_address, host_name
-from megatron_recover.trace import Level, ring
+from megatron_recover.trace import Level, node_clock, ring
+from megatron_recover.trace.node_clock import NodeClock
 
 _TURN_S = 0.1
 
@@ -70,7 +71,9 @@ class Place:
         and ValueError with the remedy.
         """
         identity, loop = new_identity(), Loop()
-        coordinator, events = self._own(identity, key, level, ignored) or (None, None)
+        clock_memory = node_clock.create(slots)
+        clock = NodeClock(clock_memory)
+        coordinator, events = self._own(identity, key, level, ignored, clock_memory) or (None, None)
         folder = "" if coordinator is None else str(run_dir())
         hello = NodeHello(
             identity, host_name(), slots, node_rank=self._meeting.node_rank, run_dir=folder, run_id=run_id,
@@ -78,13 +81,16 @@ class Place:
         )  # fmt: skip
         where = format_address(self._bound if coordinator is not None else self._endpoint[0], self._meeting.port)
         membership = Membership(
-            where, hello, key=key, loop=loop, deadlines=self._deadlines, patience_s=self._meeting.join_timeout_s
-        )
-        joined = Joined(membership, loop, key, coordinator, events)
+            where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
+            patience_s=self._meeting.join_timeout_s,
+        )  # fmt: skip
+        joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events)
         met = self._wait(joined, where)
         return joined._replace(met=met)
 
-    def _own(self, identity: int, key: bytes, level: Level, ignored: tuple[int, ...]) -> tuple[CoordinatorProcess, int] | None:
+    def _own(
+        self, identity: int, key: bytes, level: Level, ignored: tuple[int, ...], clock: int
+    ) -> tuple[CoordinatorProcess, int] | None:
         """Start the coordinator, if this node owns the endpoint; return also its ring of events."""
         if not self.may_own:
             return None
@@ -97,7 +103,7 @@ class Place:
         events = ring.create(level=level)
         address = format_address(self._bound, meeting.port)
         try:
-            return CoordinatorProcess(settings, key, events=events, address=address), events
+            return CoordinatorProcess(settings, key, events=events, clock=clock, address=address), events
         except OSError as error:
             if error.errno == errno.EADDRINUSE and meeting.node_rank is None and reachable.is_loopback(self._bound):
                 return None  # all nodes are on this machine, and another one was first

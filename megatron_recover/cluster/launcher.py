@@ -36,6 +36,7 @@ from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Joined, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
+from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
@@ -45,6 +46,10 @@ from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
+    AskPart,
+    DismissReplica,
+    DrainAnswer,
+    DrainAsked,
     EndAsked,
     FenceDone,
     FenceReplica,
@@ -60,6 +65,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeReady,
     ReplicaGone,
     Roster,
+    TellKnown,
 )
 from megatron_recover.control_plane.wire import Message, listen
 from megatron_recover.core import policy
@@ -69,6 +75,8 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, address_of, format_address, parse_address
 from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
+from megatron_recover.trace import node_clock
+from megatron_recover.trace.node_clock import NodeClock
 
 _DRY_RUN = -1
 """Replica number that the agent gets for the dry run, which belongs to no replica."""
@@ -80,6 +88,8 @@ _POLL_S = 0.1
 A message, such as the report of a broken link, is followed by a look at once. Without any other
 sign a death is seen after half of this time on average (`agent.py`, Note [Seeing a death]).
 """
+_ANSWERS = 16
+"""Number of answers to requests that are kept for who asked."""
 _KILLED = 128
 """Added to the number of a signal: the exit code of a run that was killed on request."""
 _CALLS_PRETRAIN = (
@@ -112,6 +122,9 @@ class Launcher:
         self._loop = Loop() if joined is None else joined.loop
         self._key = keys.make_key() if joined is None else joined.key
         self._sealed_key = keys.sealed(self._key)
+        with descriptors_needed():
+            self._clock_memory = node_clock.create(job.num_ranks_here) if joined is None else joined.clock_memory
+        self._clock = NodeClock(self._clock_memory) if joined is None else joined.clock
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._outputs: dict[tuple[int, int], Output] = {}
@@ -120,6 +133,11 @@ class Launcher:
         """Killed ranks (replica, rank) that do not end."""
         self._gone: set[int] = set()
         """Replicas that were fenced, or whose fencing has begun."""
+        self._told_gone: set[int] = set()
+        """Replicas that have left, and whose end the coordinator was told."""
+        self._dismissed: dict[int, float] = {}
+        """Replicas that leave, and the time of the loop's clock until which their ranks may end by
+        themselves."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
@@ -133,6 +151,8 @@ class Launcher:
         self._wanted = wanted
         self._monitoring: Monitoring | None = None
         self._generation = 0
+        self._others: OtherNodes | None = None
+        """None: the job has one node."""
         """Newest generation that the coordinator has announced."""
         self._leaders: dict[int, str] = {}
         """Replica -> address of its leader, once the ranks may be started."""
@@ -140,8 +160,12 @@ class Launcher:
         """Replica -> address of its store, if the replica spans nodes."""
         self._listeners: dict[int, dict[str, socket.socket]] = {}
         """Replica -> listening sockets that its rank 0 inherits, by name, until it is started."""
+        self._answers: tuple[status.Answer, ...] = ()
+        """Answers to the newest requests."""
         self._state: JobState | None = None
         """Newest state of the job that the coordinator has sent."""
+        self._is_cut_off = False
+        """True once the coordinator was reported as silent, until it is heard again."""
         self._orphaned = ""
         """The loss of the coordinator in words; empty while the link to it lives."""
         self._node: Node
@@ -157,7 +181,12 @@ class Launcher:
         job = self._job
         write_description(job)
         raise_descriptor_limit()  # first: the recorder inherits the limit, and has 3 to 5 descriptors for each rank
-        self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
+        self._recording = Recording(
+            job, self._started_at, self._clock, has_stamps=bool(job.nodes), quiet=self._quiet, deadlines=self._deadlines
+        )
+        self._clock.report_refused(
+            lambda ahead_s: self._recording.record(trace.ClockRefused(replica=-1, rank=-1, ahead_s=round(ahead_s, 3)))
+        )
         self._recording.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
@@ -170,6 +199,10 @@ class Launcher:
                 level=job.trace_level,
             )  # fmt: skip
         )
+        if job.nodes:
+            self._recording.record(
+                trace.NodeStarted(node=job.node, name=job.nodes[job.node].name, clock=self._recording.clock_base)
+            )
         try:
             if self._wanted is not None:
                 self._monitoring = Monitoring(
@@ -180,7 +213,7 @@ class Launcher:
                 exit_code = self._run()
             reason = self._ending[1] if self._ending else ""
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
-            self._write_status(None, exit_code, reason)
+            self._keep_status(None, exit_code, reason)
             self.is_recorded = self._recording.finish(exit_code, reason)
             if self._monitoring is not None:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
@@ -207,6 +240,11 @@ class Launcher:
         return self._end_request.is_hurried
 
     @property
+    def reason(self) -> str:
+        """Return why the run has ended; empty while it has not."""
+        return self._ending[1] if self._ending else ""
+
+    @property
     def has_begun(self) -> bool:
         """Return whether training has begun: the job has had a generation."""
         return self._generation > 0
@@ -228,10 +266,13 @@ class Launcher:
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
             num_warm=num_ranks + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
         )  # fmt: skip
+        if job.nodes:
+            spanning = frozenset(replica for replica in job.replicas_here if job.spans_nodes(replica))
+            self._others = OtherNodes(self._send, num_members=job.num_replicas, spanning=spanning)
         self._ranks = Watch(
             self._node, deadlines=self._deadlines, log_of=job.log_of,
             record=self._recording.record, says=self._recording.says,
-            at_work=lambda replicas: self._send(NodeAtWork(replicas)),
+            at_work=lambda replicas: self._send(NodeAtWork(replicas)), others=self._others,
         )  # fmt: skip
         try:
             self._join()
@@ -254,6 +295,7 @@ class Launcher:
             self._recording.coordinator_ended()
             self._loop.close()
             os.close(self._sealed_key)
+            os.close(self._clock_memory)
         assert self._ending is not None
         return self._ending[0]
 
@@ -263,7 +305,8 @@ class Launcher:
         """Start a coordinator for this node alone, unless the node has met others."""
         if self._joined is None:
             self._joined = alone(
-                self._key, loop=self._loop, deadlines=self._deadlines, level=self._job.trace_level,
+                self._key, clock=self._clock, clock_memory=self._clock_memory, loop=self._loop,
+                deadlines=self._deadlines, level=self._job.trace_level,
                 slots=self._job.num_ranks_here, run_id=self._job.run_id, ignored=self._job.signals,
             )  # fmt: skip
         if self._joined.events is not None:
@@ -282,6 +325,8 @@ class Launcher:
                 self._leaders, self._stores = dict(leaders), dict(stores)
             case Roster(generation, roster, losses, reason):
                 self._generation = generation
+                if self._others is not None:
+                    self._others.num_members = len(roster)
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
@@ -289,28 +334,34 @@ class Launcher:
                 )
             case FenceReplica(replica):
                 self._fence(replica)
+            case DismissReplica(replica):
+                self._dismiss(replica)
+            case AskPart() | TellKnown() if self._others is not None:
+                self._others.handle(message)
             case JobEnds(exit_code, reason, at_once):
                 self._end(exit_code, reason)
                 if at_once:
                     self._end_by = 0.0
+            case DrainAnswer(request, refused):
+                self._answer(request, "; ".join(f"replica {replica} does not leave: {why}" for replica, why in refused))
             case JobState():
-                self._write_status(message)
+                self._keep_status(message)
             case Idle(reason):
                 self._recording.says(f"{reason}: this node waits for the end of the job")
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
 
-    def _write_status(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
-        """Write the state of the job, on node 0. None: the newest one."""
+    def _keep_status(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
+        """Have the state of the job written, on node 0. None: the newest one."""
         self._state = state = state or self._state
         if state is None or self._job.node:
             return
         account = self._recording.account
-        status.write(
-            self._job.run_dir,
+        self._recording.keep(
             status.Status(
                 at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
                 step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,
+                answers=self._answers,
                 nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
             ),
         )  # fmt: skip
@@ -324,6 +375,28 @@ class Launcher:
             self._end(ExitCode.FAILED, f"{self._orphaned} before training began")
             return
         self._recording.says(f"{self._orphaned}: training goes on to the next save point, and ends there")
+
+    def _look_at_coordinator(self) -> None:
+        """Report a coordinator that is silent, and that it is heard again; end without one at last.
+
+        Without living ranks this node waits only for `JobEnds`: not longer than `deadline_s` for a
+        coordinator of which nothing is heard, and no longer for one that is gone.
+        """
+        if self._ending is not None or self._joined is None:
+            return
+        silent_s = self._joined.membership.silent_s()
+        if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
+            self._is_cut_off = not self._is_cut_off
+            if self._is_cut_off and self._job.nodes:
+                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
+            elif self._job.nodes:
+                self._recording.says("the coordinator is heard again")
+        if self._generation and self._node.num_living() <= len(self._set_aside):
+            if self._orphaned:
+                self._end(ExitCode.NO_REPLICA_LEFT, f"{self._orphaned}, and no rank of this node is left")
+            elif silent_s >= self._deadlines.deadline_s:
+                why = f"nothing was heard of the coordinator for {silent_s:.0f} s, and no rank of this node is left"
+                self._end(ExitCode.NO_REPLICA_LEFT, why)
 
     def _ended_alone(self, end: ProcessEnd) -> None:
         """Handle the end of a rank without a coordinator: nobody can make a generation any more."""
@@ -485,7 +558,7 @@ class Launcher:
     @property
     def _handed_down(self) -> dict[str, int]:
         """Return the descriptors that the dry run and every rank inherit, by name."""
-        return {keys.DESCRIPTOR: self._sealed_key}
+        return {keys.DESCRIPTOR: self._sealed_key, node_clock.DESCRIPTOR: self._clock_memory}
 
     def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
         """Return the variables that a rank's process gets beside the inherited environment.
@@ -504,7 +577,8 @@ class Launcher:
             coordinator=self._joined.membership.address, leader=leader, store=self._stores.get(replica, ""),
             run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
-            numa_binding=job.numa_binding, dry_run=dry_run, address=job.address, ports=job.ports,
+            numa_binding=job.numa_binding, clock_place=node_clock.FIRST_RANK + slot, dry_run=dry_run, address=job.address,
+            ports=job.ports,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:
@@ -540,6 +614,7 @@ class Launcher:
             self._loop.run_once(_POLL_S)
             self._say_if_it_stood_still()
             self._kill_if_late()
+            self._look_at_coordinator()
             self._wake_server()
             self._poll_helpers()
             ends = self._node.poll()
@@ -550,6 +625,8 @@ class Launcher:
             for end in explaining_first(ends):
                 self._ended(end)
             self._look_for_hangs()
+            self._fence_dismissed()
+            self._carry_out_requests()
             for replica, rank in self._thawing.due():
                 if self._node.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
@@ -565,12 +642,18 @@ class Launcher:
         for replica, rank in [each for each in self._set_aside if self._node.has_ended(*each)]:
             self._set_aside.discard((replica, rank))
             self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
+            self._confirm_fence(replica)
         for process in self._node.undying():
             self._give_up(process)
         for replica in [each for each in self._fencing if self._node.is_fenced(each, but=self._set_aside)]:
             self._fencing.discard(replica)
             ranks = tuple(rank for rank in self._job.slots(replica) if (replica, rank) not in self._set_aside)
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
+            self._confirm_fence(replica)
+
+    def _confirm_fence(self, replica: int) -> None:
+        """Confirm a fence once no process of the replica is left here, set-aside ones included."""
+        if replica not in self._fencing and replica not in {each for each, _ in self._set_aside}:
             self._send(FenceDone(replica))
 
     def _give_up(self, process: Undying) -> None:
@@ -628,6 +711,8 @@ class Launcher:
         self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
             return  # the job is ending, or the launcher has killed this rank
+        if end.replica in self._dismissed and end.status == ExitCode.OK:
+            return
         if self._orphaned and end.status in policy.ENDED_TOGETHER:
             self._ended_alone(end)
             return
@@ -647,6 +732,42 @@ class Launcher:
         self._fencing.add(replica)
         self._gone.add(replica)
         self._node.fence(replica)
+        if self._job.nodes and self._gone.issuperset(self._job.replicas_here):
+            self._recording.says("all replicas with ranks on this node are lost: the node waits for the end of the job")
+
+    def _dismiss(self, replica: int) -> None:
+        """Expect that all ranks of a replica end with exit code 0: the replica leaves the job."""
+        self._gone.add(replica)
+        self._dismissed[replica] = self._loop.time() + self._deadlines.end_s
+
+    def _fence_dismissed(self) -> None:
+        """Report the end of replicas that leave; kill those whose ranks have not ended in time."""
+        for replica, end_by in list(self._dismissed.items()):
+            if all(self._node.has_ended(replica, rank) for rank in self._job.slots(replica)):
+                if replica not in self._told_gone:
+                    self._told_gone.add(replica)
+                    self._send(FenceDone(replica))
+            elif self._loop.time() > end_by and replica not in self._fencing:
+                self._fence(replica)
+
+    def _carry_out_requests(self) -> None:
+        """Give the coordinator the requests that were left in the run directory of node 0."""
+        for request in self._recording.requests():
+            replicas = (int(request.drain),) if request.drain.isdecimal() else self._replicas_on(request.drain)
+            if replicas:
+                self._send(DrainAsked(replicas, f"drain {request.drain} of {request.by}", request.id))
+            else:
+                self._answer(request.id, f"the job has no replica and no node {request.drain}")
+
+    def _replicas_on(self, name: str) -> tuple[int, ...]:
+        """Return the members of the roster that have ranks on the node `name`."""
+        state = self._state
+        on_node = {replica for node in state.nodes if node.name == name for replica in node.replicas} if state else set()
+        return tuple(replica for replica in state.roster if replica in on_node) if state else ()
+
+    def _answer(self, request: str, refused: str) -> None:
+        self._answers = (*self._answers, status.Answer(request, refused))[-_ANSWERS:]
+        self._keep_status(None)
 
     def _end(self, exit_code: int, reason: str) -> None:
         if self._ending is not None:

@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_recover.authentication import key as keys
 from megatron_recover.authentication.handshake import Party, Role
-from megatron_recover.config import module_command
+from megatron_recover.config import inherited_environment, module_command
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
@@ -25,6 +25,7 @@ from megatron_recover.control_plane.wire import Link, LinkClosed, Message, liste
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, address_of, host_name
 from megatron_recover.trace import Level, ring
+from megatron_recover.trace.node_clock import NodeClock
 
 _TURN_S = 0.05
 _PAUSE_S = 0.2
@@ -38,8 +39,10 @@ def new_identity() -> int:
 class CoordinatorProcess:
     """The process of the coordinator, which this node has started."""
 
-    def __init__(self, settings: NodesSettings, key: bytes, *, events: int, address: str = ANY_PORT) -> None:
-        """Listen at `address` and start the process. `events`: the descriptor of its ring.
+    def __init__(self, settings: NodesSettings, key: bytes, *, events: int, clock: int, address: str = ANY_PORT) -> None:
+        """Listen at `address` and start the process.
+
+        `events`: the descriptor of its ring. `clock`: that of this node's clock.
 
         Raises OSError if the address cannot be used, or no process can be started.
         """
@@ -47,14 +50,15 @@ class CoordinatorProcess:
             self.address = address_of(listener)
             """Address (host:port) of the coordinator."""
             sealed = keys.sealed(key)
-            descriptors = (sealed, listener.fileno(), events)
+            descriptors = (sealed, listener.fileno(), events, clock)
             command = [
                 *module_command("megatron_recover.cluster.coordinator"), *map(str, descriptors),
                 msgspec.json.encode(settings).decode(),
             ]  # fmt: skip
             try:
                 self.process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=descriptors
+                    command, env=inherited_environment(), stdin=subprocess.DEVNULL, start_new_session=True,
+                    pass_fds=descriptors,
                 )  # fmt: skip
             finally:
                 os.close(sealed)
@@ -76,6 +80,7 @@ class Membership:
         hello: NodeHello,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         deadlines: Deadlines,
         patience_s: float,
@@ -97,7 +102,10 @@ class Membership:
         self._is_handled = False
         self._why = ""
         self._heard_at = loop.time()
-        self._hello, self._key, self._give_up_at = hello, key, loop.time() + patience_s
+        self._hello, self._key, self._clock = hello, key, clock
+        self._patience_s, self._give_up_at = patience_s, loop.time() + patience_s
+        self._is_known = False
+        """True once the coordinator has proven itself."""
         self._link: OutgoingLink | None = None
         self._connect()
         loop.after(deadlines.beat_s, self._beat)
@@ -143,10 +151,13 @@ class Membership:
         try:
             self._link = OutgoingLink(
                 self.address, self._key, Party(Role.AGENT), Party(Role.COORDINATOR),
-                patience_s=self._give_up_at - self._loop.time(),
+                clock=self._clock, patience_s=self._give_up_at - self._loop.time(),
             )  # fmt: skip
         except LinkClosed as closed:
-            self._connect_later(str(closed))
+            if self._is_known:  # refused at once
+                self._lose(self._why)
+            else:
+                self._connect_later(str(closed))
             return
         self._loop.watch(self._link, self._received, self._ended)
         self.send(self._hello)
@@ -169,8 +180,17 @@ class Membership:
             self._waiting.append(message)
 
     def _ended(self, link: Link, why: str) -> None:
-        if self._link is not None and self._link.proven:
-            self._lose(why)
+        """Connect again after the end of a link; give up if nobody listens there any more.
+
+        A connection may break although both ends live. The coordinator has then removed this node,
+        and fences its ranks once the node is back.
+        """
+        assert self._link is not None
+        if self._link.proven:
+            self._why, self._give_up_at, self._is_known = why, self._loop.time() + self._patience_s, True
+            self._connect()
+        elif self._is_known and self._link.is_refused:
+            self._lose(self._why)
         else:
             self._connect_later(why)
 
@@ -193,6 +213,9 @@ class Joined(NamedTuple):
     membership: Membership
     loop: Loop
     key: bytes
+    clock: NodeClock
+    clock_memory: int
+    """Descriptor of the memory of that clock, which the processes of this node share."""
     coordinator: CoordinatorProcess | None = None
     """The coordinator's process, if this node has started it."""
     events: int | None = None
@@ -207,7 +230,16 @@ class Joined(NamedTuple):
 
 
 def alone(
-    key: bytes, *, loop: Loop, deadlines: Deadlines, level: Level, slots: int, run_id: str, ignored: tuple[int, ...]
+    key: bytes,
+    *,
+    clock: NodeClock,
+    clock_memory: int,
+    loop: Loop,
+    deadlines: Deadlines,
+    level: Level,
+    slots: int,
+    run_id: str,
+    ignored: tuple[int, ...],
 ) -> Joined:
     """Start a coordinator for a job of this node alone, and connect to it.
 
@@ -219,9 +251,9 @@ def alone(
         owner=identity, least=1, most=1, join_s=deadlines.deadline_s, last_call_s=0.0, node_silence_s=deadlines.deadline_s,
         deadlines=deadlines, ignored=ignored,
     )  # fmt: skip
-    coordinator = CoordinatorProcess(settings, key, events=events)
+    coordinator = CoordinatorProcess(settings, key, events=events, clock=clock_memory)
     hello = NodeHello(identity, host_name(), slots, run_id=run_id)
     membership = Membership(
-        coordinator.address, hello, key=key, loop=loop, deadlines=deadlines, patience_s=deadlines.leader_s
+        coordinator.address, hello, key=key, clock=clock, loop=loop, deadlines=deadlines, patience_s=deadlines.leader_s
     )  # fmt: skip
-    return Joined(membership, loop, key, coordinator, events)
+    return Joined(membership, loop, key, clock, clock_memory, coordinator, events)

@@ -44,7 +44,7 @@ from megatron_recover.host.addresses import host_name
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.follow.metrics import RunMetrics
 from megatron_recover.observe.follow.notices import KILLED, Notices
-from megatron_recover.observe.follow.tail import Tail
+from megatron_recover.observe.follow.tails import Tails
 
 _INTERVAL_S = 0.25
 """Seconds between two reads of the trace."""
@@ -130,7 +130,7 @@ class Monitor:
         Served earlier, the counters of a monitor that begins anew would go back, and Prometheus
         would count everything twice. Requests wait meanwhile.
         """
-        tail, trouble = Tail(Path(self._settings.run_dir) / trace.EVENTS_FILE), ""
+        tail, trouble = Tails(Path(self._settings.run_dir) / trace.EVENTS_FILE), ""
         is_served = not self._settings.has_metrics
         while not (self._has_read_end.is_set() or self._is_over.is_set()):
             try:

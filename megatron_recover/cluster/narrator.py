@@ -46,8 +46,8 @@ class Narrator:
 
     WANTED = frozenset(
         {
-            "run_started", "generation", "leader_silent", "plan", "committed", "applied", "fault", "waiting", "checkpoint",
-            "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
+            "run_started", "generation", "leave_asked", "leader_silent", "plan", "committed", "applied", "fault", "waiting",
+            "checkpoint", "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
         }
     )  # fmt: skip
     """Names of the events that have an effect here: all that `_event`, `RunProgress.take` or
@@ -160,6 +160,11 @@ class Narrator:
                     yield f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})"
                 else:
                     yield f"generation {event.generation}: replicas {_names(event.roster)}"
+            case trace.LeaveAsked():
+                if event.replicas:
+                    yield f"replicas {_names(event.replicas)} leave after a common step, asked by {event.reason}"
+                for one in event.refused:
+                    yield f"WARNING: replica {one.replica} does not leave, asked by {event.reason}: {one.why}"
             case trace.LeaderSilent(phase="began"):
                 yield f"the leader of replica {event.member} has not answered for {event.seconds:.0f} s"
             case trace.Plan():

@@ -54,13 +54,16 @@ from megatron_recover.cluster.recorder_messages import (
     LinesTold,
     OutputAdded,
     Reply,
+    Requested,
     Ring,
     RingEnded,
     Says,
     Settings,
     Shown,
+    StatusNews,
     ToRecorder,
 )
+from megatron_recover.cluster.status import Request, StatusKeeper
 from megatron_recover.cluster.streams import Tee
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.process_stat import state_of
@@ -119,6 +122,9 @@ class Recorder:
         self._untold: deque[float] = deque()
         """Times of the launcher's lines that are not shown yet, in seconds of the trace's clock."""
         self._finish: FinishRecording | None = None
+        self._requests: deque[Request] = deque()
+        """Requests that the thread `status` has found and the launcher was not sent."""
+        self._status = StatusKeeper(Path(settings.run_dir), self._requests.append) if settings.keeps_status else None
         self._is_orphan = False
         self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, (0, 0, 0, 0)
         self._troubles = dict.fromkeys(_WHAT, "")
@@ -149,6 +155,8 @@ class Recorder:
         self._show_end()
         shown = self._write_logs(until, left)
         is_seen = self._console.close()
+        if self._status is not None:
+            self._status.finish(self._deadlines.store_s)
         if self._finish is not None:
             self._send(msgspec.structs.replace(shown, is_seen=is_seen))
             end = time.monotonic() + self._deadlines.replies_s
@@ -160,6 +168,8 @@ class Recorder:
     def _turn(self) -> bool:
         """Do one turn. Return whether the launcher has sent a message."""
         has_heard = self._receive()
+        while self._requests:
+            self._send(Requested(self._requests.popleft()))
         self._send_unsent()
         self._outputs.make_room()
         now = time.monotonic_ns()
@@ -243,6 +253,9 @@ class Recorder:
             case Says(text, seconds):
                 self._narrator.says(text, seconds)
                 self._untold.append(seconds)
+            case StatusNews(status):
+                if self._status is not None:
+                    self._status.take(status)
             case FinishRecording():
                 self._finish = told
 
@@ -312,7 +325,10 @@ class Recorder:
             return msgspec.json.encode(gap) + b"\n"
         # The process that records leaves the time at 0.0 in `{"event":"voted","v":2,"t":0.0,...`;
         # the stamp has the time.
-        line = item.what.replace(b'"t":0.0', b'"t":%.6f' % seconds, 1) + b"\n"
+        time_of_it = b'"t":%.6f' % seconds
+        if self._settings.clock is not None:
+            time_of_it += b',"h":%d' % (item.hybrid - self._settings.clock)
+        line = item.what.replace(b'"t":0.0', time_of_it, 1) + b"\n"
         if trace.name_in(line) in Narrator.WANTED:
             with contextlib.suppress(msgspec.DecodeError):  # the line is only not shown; `check` will name it
                 self._narrator.take(self._decode_event(line))

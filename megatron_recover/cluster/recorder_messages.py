@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.cluster.status import Request, Status
 from megatron_recover.cluster.streams import Tee
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
@@ -33,6 +34,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_rings: int = 0
     """Number of rings that the launcher is about to send. The recorder drains no ring before it has
     all of these, since the events of all rings have one order."""
+    clock: int | None = None
+    """Stamp of the node's clock from which the stamps in the trace count (`NodeStarted.clock`);
+    None: the trace has no stamps, since the run has one node."""
+    keeps_status: bool = False
+    """True on node 0: the recorder writes the state of the job to its folder."""
     roster: tuple[int, ...] = ()
     """Newest roster, if another recorder has written and shown the run until now; else empty."""
 
@@ -89,6 +95,12 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
     generation: trace.Generation
 
 
+class StatusNews(msgspec.Struct, frozen=True, tag=True):
+    """A message to the recorder of node 0: the state of the job, for its file."""
+
+    status: Status
+
+
 class FinishRecording(msgspec.Struct, frozen=True, tag=True):
     """A message to the recorder: no process records any more.
 
@@ -99,7 +111,7 @@ class FinishRecording(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToRecorder = Ring | OutputAdded | RingEnded | Says | Announced | FinishRecording
+ToRecorder = Ring | OutputAdded | RingEnded | Says | Announced | StatusNews | FinishRecording
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +128,12 @@ class CheckpointNews(msgspec.Struct, frozen=True, tag=True):
 
     loaded: int | None
     saved: int | None
+
+
+class Requested(msgspec.Struct, frozen=True, tag=True):
+    """A message from the recorder of node 0: a request that somebody has left for the job."""
+
+    request: Request
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
@@ -137,4 +155,4 @@ class LinesTold(msgspec.Struct, frozen=True, tag=True):
     num_lines: int
 
 
-Reply = Drained | CheckpointNews | LinesTold | Shown
+Reply = Drained | CheckpointNews | LinesTold | Requested | Shown

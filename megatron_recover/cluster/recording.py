@@ -25,7 +25,9 @@ from megatron_recover.cluster.output import Output, Reader, Who
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.cluster.renewed import Pauses
+from megatron_recover.cluster.status import Request, Status
 from megatron_recover.cluster.streams import Stream, Tee
+from megatron_recover.core import hybrid_clock
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.host.process_stat import cause_of
@@ -33,6 +35,7 @@ from megatron_recover.host.speaker import Speaker
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.files import LOGS
 from megatron_recover.trace import ring
+from megatron_recover.trace.node_clock import NodeClock
 
 _LAUNCHER = -1
 """Replica number of the launcher, and of the coordinator, in the trace."""
@@ -56,9 +59,20 @@ class _Ring(msgspec.Struct):
 class Recording:
     """The trace and the console of one run, as the launcher sees them. One thread uses it."""
 
-    def __init__(self, job: Job, started_at: float, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        started_at: float,
+        clock: NodeClock,
+        *,
+        has_stamps: bool = False,
+        quiet: bool = False,
+        deadlines: Deadlines | None = None,
+    ) -> None:
         """Create the trace, unless it is a FIFO, and start a recorder.
 
+        `clock` is that of this node. `has_stamps`: the run may have several nodes, and so the
+        trace has the clock's stamps, which count from `self.clock_base` (`NodeStarted.clock`).
         A start that fails is tried again by `poll`. Raises OSError if the folder accepts no trace,
         or a ring, an output or a bookmark cannot be created.
         """
@@ -66,10 +80,12 @@ class Recording:
         self._deadlines = deadlines or job.config.deadlines
         self._account = Account(replicas=job.num_replicas, run_dir=str(job.run_dir))
         self._started_at = started_at
+        self.clock_base = hybrid_clock.stamp_at(clock.now_ms)
         self._settings = messages.Settings(
             run_dir=str(job.run_dir), started_at=started_at, account=self._account, quiet=quiet,
             part_bytes=job.trace_file_bytes, output_bytes=output.WAITING_BYTES,
-            deadlines=self._deadlines, ignored=job.signals,
+            deadlines=self._deadlines, ignored=job.signals, clock=self.clock_base if has_stamps else None,
+            keeps_status=job.node == 0,
         )  # fmt: skip
         # The launcher creates the file, too: a folder that accepts no file is refused before
         # anything is started. A FIFO, behind which somebody collects the trace, exists already.
@@ -85,6 +101,7 @@ class Recording:
         self._outbox: deque[messages.ToRecorder] = deque()
         self._untold: deque[messages.Says] = deque()
         """Lines that were sent and perhaps not shown; the next recorder gets them again."""
+        self._requests: list[Request] = []
         self._shown: messages.Shown | None = None
         self._finish: messages.FinishRecording | None = None
         """Message that every recorder gets from the end of the run on: a recorder that has received
@@ -98,7 +115,7 @@ class Recording:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._decode = msgspec.json.Decoder(messages.Reply).decode
-        self._log = ring.RingLog(self._add(_LAUNCHER, 0))
+        self._log = ring.RingLog(self._add(_LAUNCHER, 0), clock)
         self.output(job.run_dir / TRAIN_LOG, shown_of=messages.TRAIN_LOG)
         self.output(job.run_dir / LAUNCHER_LOG, shown_of=messages.LAUNCHER_LOG)
         for stream in job.streams.filters:
@@ -159,6 +176,15 @@ class Recording:
             return of(job.log_of(replica, rank), Stream.OUT | Stream.ERR)
         out = of(job.stdout_log_of(replica, rank), Stream.OUT)
         return msgspec.structs.replace(of(job.log_of(replica, rank), Stream.ERR), stdout=out)
+
+    def keep(self, status: Status) -> None:
+        """Have the state of the job written to its folder, on node 0."""
+        self._outbox.append(messages.StatusNews(status))
+
+    def requests(self) -> list[Request]:
+        """Return the requests for the job that were left in its folder since the last call."""
+        found, self._requests = self._requests, []
+        return found
 
     def coordinator_ended(self) -> None:
         """Note that the coordinator's process has ended."""
@@ -393,6 +419,8 @@ class Recording:
                 case messages.LinesTold(num_lines):
                     for _ in range(num_lines):
                         self._untold.popleft()
+                case messages.Requested(request):
+                    self._requests.append(request)
                 case messages.Shown() as shown:
                     self._shown = shown
 

@@ -1,6 +1,7 @@
 """The state of a job in a file of its run directory, and requests that others leave there for it.
 
-Node 0 writes `status.json` while the job runs, and reads the folder `requests`. So `status` and
+The recorder of node 0 writes `status.json` while the job runs, and reads the folder `requests`, in
+a thread of its own: no disk that stalls holds up anything else. So `status` and
 `drain` work from every host that sees the run directory, without the key and without a connection.
 Whoever may write into the folder may ask the job to give replicas back.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +23,8 @@ from megatron_recover.host.whole_file import replacing
 
 STATUS_FILE = "status.json"
 REQUESTS = "requests"
+_INTERVAL_S = 1.0
+"""Seconds between two looks for requests, and between two writes of the state."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -30,6 +34,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
     name: str
     state: Literal["here", "silent", "lost", "idle"]
     replicas: tuple[int, ...]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The answer of a job to a request."""
+
+    id: str
+    refused: str
+    """Why the request is refused, in whole or in part; empty if it is not."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +60,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     saved: int | None
     """Newest iteration that the job has saved."""
     nodes: tuple[NodeStatus, ...]
+    answers: tuple[Answer, ...] = ()
+    """Answers to the newest requests."""
     exit_code: int | None = None
     """Exit code of the job, once it is over."""
     reason: str = ""
@@ -56,10 +70,44 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request to a running job."""
 
+    id: str
+    """Name of the request, by which its answer is found."""
     drain: str
     """Number of a replica or name of a node that is to be given back."""
     by: str
     """User and host that ask."""
+
+
+class StatusKeeper:
+    """The thread that writes the newest state of a job to its folder, and looks for requests."""
+
+    def __init__(self, run_dir: Path, on_request: Callable[[Request], None]) -> None:
+        """Begin to look for requests. `on_request` is called in this thread."""
+        self._run_dir, self._on_request = run_dir, on_request
+        self._newest: Status | None = None
+        self._written: Status | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+        self._thread.start()
+
+    def take(self, status: Status) -> None:
+        """Have this state written soon."""
+        self._newest = status
+
+    def finish(self, wait_s: float) -> None:
+        """Write the newest state, and end the thread; wait for that for at most `wait_s`."""
+        self._is_over.set()
+        self._thread.join(wait_s)
+
+    def _keep(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._is_over.wait(_INTERVAL_S)
+            if (newest := self._newest) is not self._written and newest is not None:
+                self._written = newest
+                write(self._run_dir, newest)
+            for request in requests(self._run_dir):
+                self._on_request(request)
 
 
 def write(run_dir: Path, status: Status) -> None:
@@ -79,17 +127,16 @@ def read(run_dir: Path) -> Status | None:
         return None
 
 
-def ask(run_dir: Path, request: Request) -> Path:
-    """Leave a request for the job in its run directory; return the file. Raises OSError.
+def ask(run_dir: Path, drain: str, by: str) -> str:
+    """Leave a request for the job in its run directory; return its id. Raises OSError.
 
     The job removes the file once it has read it.
     """
-    folder = run_dir / REQUESTS
+    folder, name = run_dir / REQUESTS, f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir(exist_ok=True)
-    place = folder / f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}.json"
-    with replacing(place) as file:
-        file.write(msgspec.json.encode(request))
-    return place
+    with replacing(folder / f"{name}.json") as file:
+        file.write(msgspec.json.encode(Request(id=name, drain=drain, by=by)))
+    return name
 
 
 def requests(run_dir: Path) -> Iterator[Request]:

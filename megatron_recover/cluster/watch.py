@@ -14,12 +14,14 @@ from pathlib import Path
 
 from megatron_recover import trace
 from megatron_recover.cluster.node import Node, ProcessEnd
+from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
+from megatron_recover.core.detector_state import DetectorState, Limits
 from megatron_recover.core.policy import first_to_die, loss_of, uncharged_abort
 from megatron_recover.core.progress import COMPUTES, WAITS, Phase
 from megatron_recover.core.values import Loss, LossKind, ReplicaFailing
-from megatron_recover.core.verdict import Condemned, Look, Named, SeenAtWork, Sight, Verdict
+from megatron_recover.core.verdict import Condemned, Look, Named, PartSeen, SeenAtWork, Sight, Suspects, Verdict
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.standstills import about_stacks
 
@@ -36,22 +38,21 @@ class Watch:
         record: Callable[[trace.Event], None],
         says: Callable[[str], None],
         at_work: Callable[[tuple[int, ...]], None],
+        others: OtherNodes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Watch `node` within the limits of `deadlines`.
 
         `log_of(replica, rank)` returns the path of a rank's log. `says(line)` shows a line to
         people. `at_work(replicas)` is called with the replicas that are at work of their own, on
-        each change.
+        each change. `others`: the other nodes of the job; None: there are none.
         """
         self._log_of = log_of
         self._node, self._record, self._says, self._clock = node, record, says, clock
-        self._at_work = at_work
+        self._at_work, self._others = at_work, others
         self._deadline_s, self._stacks_s = deadlines.deadline_s, deadlines.stacks_s
-        self._state = detector.DetectorState(
-            detector.Limits(
-                deadlines.deadline_s, deadlines.gap_s, deadlines.stopped_s, deadlines.hung_s, deadlines.after_work_s
-            )
+        self._state = DetectorState(
+            Limits(deadlines.deadline_s, deadlines.gap_s, deadlines.stopped_s, deadlines.hung_s, deadlines.after_work_s)
         )
         self._writing: dict[int, tuple[Condemned, float]] = {}
         """Replicas to fence once their ranks have written their stacks, and the time limit of that
@@ -80,7 +81,8 @@ class Watch:
             if replica in replicas
         )
         before = self._state.ranks
-        self._state, effects = detector.step(self._state, Look(now_s, generation, sights))
+        others = self._others.take() if self._others is not None else None
+        self._state, effects = detector.step(self._state, Look(now_s, generation, sights, others))
         for (replica, rank), watched in self._state.ranks.items():
             if not watched.told and (replica, rank) in before and before[replica, rank].told:
                 self._record(trace.RankMoved(replica=replica, rank=rank, step=watched.progress.step))
@@ -90,6 +92,9 @@ class Watch:
                 self._name(effect, is_waited_for=effect.replica not in condemned | self._writing.keys())
             elif isinstance(effect, SeenAtWork):
                 self._at_work(effect.replicas)
+            elif isinstance(effect, Suspects | PartSeen):
+                assert self._others is not None
+                self._others.report(effect)
             else:
                 self._node.ask_for_stacks(effect.named.replica, of_all_threads=True)
                 self._writing[effect.named.replica] = (effect, now_s + self._stacks_s)

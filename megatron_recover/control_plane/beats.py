@@ -13,6 +13,13 @@ Training needs no coordinator until something fails. From then on the replicas n
 whose process may be stopped (SIGSTOP). A leader then reports what it waits for, and the process id
 and state of the coordinator. The leader waits no longer than the one deadline that the user sets
 (INV-8). Then its replica ends, because nobody could fence a broken replica.
+
+Note [A lost coordinator]. A leader takes the coordinator for lost if its link to the coordinator
+breaks, or after a silence of `node_s` if the process of the coordinator is not seen to live on this
+host. A stopped process is not lost. Without a coordinator training goes on to its next save point
+(`megatron/checkpoint/boundary.py`). Where a replica needs the coordinator before that, it waits for
+`node_s` only. The wait counts anew with every committed step. A link that broke stays broken. A
+silent coordinator may be heard again; it then counts as lost no more.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_recover import trace
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Beat, LeaderBeat, Link, frame
+from megatron_recover.control_plane.wire import Beat, LeaderBeat, Link, encode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import state_of
@@ -32,6 +39,8 @@ _STATES = {
     "Z": "dead", "X": "dead",
 }  # fmt: skip
 """Words for the state letters of a process (proc(5), /proc/PID/stat)."""
+_ENDED = ("", "Z", "X")
+"""States of a process that is not seen to live on this host."""
 
 
 class CoordinatorWatch:
@@ -45,6 +54,7 @@ class CoordinatorWatch:
         deadlines: Deadlines,
         answer: Callable[[], LeaderBeat],
         waits: Callable[[], str],
+        lost: Callable[[bool], None],
         record: Callable[[trace.Event], None],
         give_up: Callable[[str], None],
     ) -> None:
@@ -52,11 +62,16 @@ class CoordinatorWatch:
 
         - `answer()` returns the leader's generation, step and waits.
         - `waits()` returns what the leader needs the coordinator for; empty if nothing.
+        - `lost(True)` is called when the coordinator counts as lost, `lost(False)` when it is heard
+          again.
         - `give_up(reason)` is called once, when the leader has needed a silent coordinator for
-          `Deadlines.deadline_s`.
+          `Deadlines.deadline_s`, or a lost one for `Deadlines.node_s`.
         """
         self._replica, self._loop, self._deadlines = replica, loop, deadlines
-        self._answer, self._waits, self._record, self._give_up = answer, waits, record, give_up
+        self._answer, self._waits, self._lost, self._record, self._give_up = answer, waits, lost, record, give_up
+        self._is_lost = False
+        self._step = 0
+        """Newest step of this replica, which shows progress."""
         self._heard_at = self._waiting_since = loop.time()
         self._waits_for = ""
         self.speaker = Speaker()
@@ -76,33 +91,57 @@ class CoordinatorWatch:
         silent_s, self._heard_at = now - self._heard_at, now
         if beat is not None:
             self._host, self._pid = beat.host, beat.pid
+        if self._is_lost:
+            self._is_lost = False
+            self._lost(False)
         if self._said is not None:
             self._said = None
             self._tell("over", silent_s)
+
+    def link_lost(self, why: str) -> None:
+        """Take the coordinator for lost, for good: the link to it broke."""
+        if not self._is_over:
+            self._take_for_lost(f"the link to it broke: {why}")
 
     def stop(self) -> None:
         """Stop watching: the job is over."""
         self._is_over = True
 
+    def _take_for_lost(self, why: str) -> None:
+        if self._is_lost:
+            return
+        self._is_lost = True
+        self._waiting_since = self._loop.time()
+        where = self._answer()
+        self._record(trace.CoordinatorLost(replica=self._replica, generation=where.generation, step=where.step, reason=why))
+        self.speaker.say(
+            f"megatron-recover: the coordinator ({self._who()}) is lost, {why}; training goes on to the next save point and "
+            "ends there with exit code 15; a failure before that ends it with code 13 at the newest checkpoint"
+        )
+        self._lost(True)
+
     def _look(self) -> None:
         if self._is_over:
             return
         self._loop.after(self._deadlines.beat_s, self._look)
-        now, waits_for = self._loop.time(), self._waits()
-        if bool(waits_for) != bool(self._waits_for):
+        now, waits_for, step = self._loop.time(), self._waits(), self._answer().step
+        if bool(waits_for) != bool(self._waits_for) or step != self._step:
             self._waiting_since = now
+        self._step = step
         self._waits_for = waits_for
         silent_s = now - self._heard_at
-        if silent_s < self._deadlines.silence_s:
-            return
-        if self._said != waits_for:
+        if silent_s >= self._deadlines.silence_s and self._said != waits_for:
             self._said = waits_for
             self._tell("began", silent_s)
+        if self._pid and silent_s >= self._deadlines.node_s and self._state() in _ENDED:
+            self._take_for_lost(f"it was silent for {silent_s:.0f} s")
         waited_s = now - max(self._heard_at, self._waiting_since)
-        if waits_for and waited_s >= self._deadlines.deadline_s:
+        is_silent = self._is_lost or silent_s >= self._deadlines.silence_s
+        if waits_for and is_silent and waited_s >= (self._deadlines.node_s if self._is_lost else self._deadlines.deadline_s):
             self._is_over = True
+            state = "lost" if self._is_lost else "silent all the time"
             self._give_up(
-                f"waited {waited_s:.0f} s for {waits_for}, and the coordinator ({self._who()}) was silent all the time: nobody "
+                f"waited {waited_s:.0f} s for {waits_for}, and the coordinator ({self._who()}) was {state}: nobody "
                 "could fence a broken replica, so this one ends"
             )
 
@@ -201,10 +240,10 @@ class LeaderWatch:
         self._send_to([replica for replica in self._links if replica not in self._unanswered_since])
 
     def _send_to(self, replicas: Sequence[int]) -> None:
-        framed = frame(self._beat())
+        body = encode(self._beat())
         for replica in replicas:
             self._unanswered_since[replica] = self._loop.time()
-            self._loop.put(self._links[replica], framed)
+            self._loop.put(self._links[replica], body)
 
     def _tell(self, replica: int, phase: str, seconds: float) -> None:
         beat = self._newest.get(replica)

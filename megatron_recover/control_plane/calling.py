@@ -1,8 +1,8 @@
 """The dialling end of the control plane: a link that redials until it has proven itself.
 
 An acceptor crowded by strangers may close a connection before its peer has proven itself. No
-message is lost by that: frames are kept until the acceptor has welcomed this end. So a caller sees
-one link, which either works or is closed.
+message is lost by that, since messages are kept until the acceptor has welcomed this end. So a
+caller sees one link, which either works or is closed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply
 from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, dial, largest_body
 from megatron_recover.host.addresses import parse_address
+from megatron_recover.trace.node_clock import NodeClock
 
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
@@ -28,7 +29,7 @@ class OutgoingLink(Link):
     Messages are queued until that party has proven itself and welcomed this end.
     """
 
-    def __init__(self, address: str, key: bytes, me: Party, peer: Party, *, patience_s: float) -> None:
+    def __init__(self, address: str, key: bytes, me: Party, peer: Party, *, clock: NodeClock, patience_s: float) -> None:
         """Begin to dial `address` (host:port).
 
         Raises `LinkClosed` if the connection is refused at once, since nobody listens there.
@@ -49,11 +50,16 @@ class OutgoingLink(Link):
         again all the same."""
         self._is_dialled = False
         """True once there has been a connection."""
-        super().__init__(None, largest_body(peer.role, me.role))
+        super().__init__(None, None, clock, largest_body(peer.role, me.role))
         try:
             self.redial()
         except CannotDial as error:
             print(f"megatron-recover: {error}; this is tried again", file=sys.stderr, flush=True)
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether nobody listens at the address, or the other end has refused this one."""
+        return self._refused
 
     def fileno(self) -> int:
         """Return the descriptor, or -1 while there is no connection."""
@@ -108,14 +114,14 @@ class OutgoingLink(Link):
         self._to_say = self._connector.opening
 
     def close(self) -> None:
-        """Close the socket, if there is one. Queued frames are kept for `redial`."""
+        """Close the socket, if there is one. Queued messages are kept for `redial`."""
         if self._is_dialled:
             super().close()
 
     def _advance(self) -> None:
         """Continue the handshake as far as possible without waiting. Raises `LinkClosed`.
 
-        Once this end is welcomed, also write queued frames.
+        Once this end is welcomed, also write queued messages.
         """
         try:
             self._say()
@@ -140,6 +146,7 @@ class OutgoingLink(Link):
             self._refused = True
             raise LinkClosed(f"refused by the other end ({verdict.name})")
         self.proven = True
+        self._take_keys(self._connector.session_keys)
         super().flush()
 
     def _say(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
@@ -23,7 +23,7 @@ from megatron_recover.control_plane.wire import (
     LeaderHello,
     Link,
     Message,
-    frame,
+    encode,
 )
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
@@ -34,14 +34,14 @@ from megatron_recover.host.addresses import host_name
 def announcements(
     new: values.NewGeneration, peers: Mapping[int, Peer], announced: Collection[int], noticed_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (replica, frame) for each leader of the roster. There are at most two different frames.
+    """Yield (replica, encoded message) for each leader of the roster. At most two are different.
 
     `announced` has the replicas of earlier rosters. Their leaders need the addresses of the new
     replicas only. The leader of a new replica needs the addresses of all.
     """
     fresh = tuple(peers[replica] for replica in new.roster if replica not in announced)
-    to_old = frame(Announcement(new, fresh, noticed_s)) if announced else b""
-    to_new = frame(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
+    to_old = encode(Announcement(new, fresh, noticed_s)) if announced else b""
+    to_new = encode(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
     for replica in new.roster:
         yield replica, to_old if replica in announced else to_new
 
@@ -57,6 +57,7 @@ class CoordinatorDriver:
         timers_s: Mapping[machine.Setting, float],
         record: Callable[[trace.Event], None],
         fence: Callable[[int], None],
+        dismiss: Callable[[int], None],
         on_end: Callable[[int, str], None],
         on_generation: Callable[[values.NewGeneration], None] = lambda new: None,
         deadlines: Deadlines | None = None,
@@ -65,11 +66,14 @@ class CoordinatorDriver:
 
         - `timers_s` has the seconds of every `core.coordinator.Setting`.
         - `fence(replica)` begins to kill a replica.
+        - `dismiss(replica)` notes that the replica leaves: its ranks end, which is no loss, or are
+          killed.
         - `on_end(exit_code, reason)` is called once, after the leaders were sent `Stop`.
         - `on_generation(new)` is called after the leaders were sent a new generation.
         """
+        self._loop, self._timers_s, self._record, self._on_end = loop, timers_s, record, on_end
+        self._fence, self._dismiss = fence, dismiss
         self._on_generation = on_generation
-        self._loop, self._timers_s, self._record, self._fence, self._on_end = loop, timers_s, record, fence, on_end
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
@@ -96,11 +100,17 @@ class CoordinatorDriver:
         self._notice()
         self._step(machine.ReplicaLost(loss))
 
-    def lost_together(self, losses: Sequence[values.Loss]) -> None:
-        """Feed the machine the losses of all replicas of a node."""
+    def node_lost(self, replicas: tuple[int, ...], detail: str) -> None:
+        """Feed the machine the loss of a node, with all replicas that have a rank there, at once.
+
+        `detail` names the node, and what shows that it is lost.
+        """
         self._notice()
-        for loss in losses:
-            self._step(machine.ReplicaLost(loss))
+        self._step(machine.NodeLost(replicas, detail))
+
+    def fence_confirmed(self, replica: int) -> None:
+        """Feed the machine that the agents saw the end of every process of a fenced replica."""
+        self._step(machine.FenceConfirmed(replica))
 
     def failing(self, failing: values.ReplicaFailing) -> None:
         """Feed the machine the microbatches that the agent found in work (a crash or a hang).
@@ -120,6 +130,18 @@ class CoordinatorDriver:
         """
         self._notice()
         self._step(machine.ExitAsked(reason))
+
+    def ask_leave(self, replicas: tuple[int, ...], reason: str) -> dict[int, str]:
+        """Have these replicas leave the job after a common step, while the others go on.
+
+        Returns why each replica that will not leave does not; all others will, unless a loss makes
+        them indispensable before.
+        """
+        effects = self._step(machine.LeaveAsked(replicas, reason))
+        judged = next((effect for effect in effects if isinstance(effect, machine.LeaveJudged)), None)
+        if judged is None:
+            return dict.fromkeys(replicas, "the run has ended")
+        return {refusal.replica: refusal.why for refusal in judged.refused}
 
     def launched(self) -> None:
         """Note that the processes of all replicas were started."""
@@ -164,9 +186,12 @@ class CoordinatorDriver:
                 self._step(machine.Progressed(replica, message.step))
                 if message.request is not None and message.request.replica == replica:
                     self._request(message.request)
-            case values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() if (
-                message.replica == replica
-            ):
+            case values.ReplicaLeaving() if message.replica == replica:
+                self._notice()
+                self._step(message)
+            case (
+                values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() | values.Named()
+            ) if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)
@@ -194,7 +219,7 @@ class CoordinatorDriver:
         if self._noticed is None:
             self._noticed = time.monotonic()
 
-    def _step(self, event: machine.Input) -> None:
+    def _step(self, event: machine.Input) -> tuple[machine.Effect, ...]:
         self._state, effects = machine.step(self._state, event)
         for effect in effects:
             match effect:
@@ -203,13 +228,31 @@ class CoordinatorDriver:
                 case machine.Fence(replica):
                     self._leaders.forget(replica)
                     self._fence(replica)
+                case machine.Ask(replica, requests):
+                    self._loop.send(self._links[replica], values.AddRequests(requests))
+                case machine.LeaveJudged(replicas, refused, reason):
+                    self._record(
+                        trace.LeaveAsked(
+                            replicas=replicas,
+                            reason=reason,
+                            refused=tuple(trace.Refused(replica=each.replica, why=each.why) for each in refused),
+                        )  # fmt: skip
+                    )
+                case machine.Dismiss(replica):
+                    self._leaders.forget(replica)
+                    self._dismiss(replica)
+                    self._loop.send(self._links[replica], values.Stop(int(values.ExitCode.OK), "it leaves the job"))
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
+                case machine.Give(grant):
+                    self._record(trace.Granted(number=grant.number, generation=grant.generation, writer=grant.writer))
+                    self._loop.send(self._links[grant.writer], grant)
                 case machine.Waits(replicas, reason, limit):
                     limit_s = self._timers_s[limit] if limit is not None else None
                     self._record(trace.Waiting(replicas=replicas, reason=reason, limit_s=limit_s))
                 case machine.EndJob(exit_code, reason):
                     self._end(exit_code, reason)
+        return effects
 
     def _announce(self, new: values.NewGeneration) -> None:
         noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
@@ -219,16 +262,25 @@ class CoordinatorDriver:
         gives_up = new.void is not None and new.void.gives_up
         self._record(
             trace.Generation(
-                generation=new.generation, roster=new.roster, losses=losses, reason=new.reason, void=void, gives_up=gives_up
-            )
+                generation=new.generation,
+                roster=new.roster,
+                losses=losses,
+                left=new.left,
+                reason=new.reason,
+                void=void,
+                gives_up=gives_up,
+            )  # fmt: skip
         )
-        for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
-            self._loop.put(self._links[replica], framed)
+        for replica, body in announcements(new, self._peers, self._announced, noticed_s):
+            self._loop.put(self._links[replica], body)
         self._announced |= set(new.roster)
         self._on_generation(new)
 
     def _arm(self, timer: str, seconds: float) -> None:
-        self._loop.after(seconds, lambda: self._step(machine.TimerFired(timer)))
+        def fire() -> None:
+            self._step(machine.TimerFired(timer))
+
+        self._loop.after(seconds, fire)
 
     def _end(self, exit_code: int, reason: str) -> None:
         if exit_code != values.ExitCode.OK:

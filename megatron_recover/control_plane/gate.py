@@ -9,6 +9,7 @@ from megatron_recover.authentication.admission import PAUSE_S, Admission, Report
 from megatron_recover.authentication.handshake import Admits, Party, Reply, Role
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Link, largest_body
+from megatron_recover.trace.node_clock import NodeClock
 
 
 class Gate:
@@ -26,6 +27,7 @@ class Gate:
         admits: Admits,
         on_link: Callable[[Link, Party], None],
         *,
+        clock: NodeClock,
         expects: Callable[[], bool],
         report: ReportStrangers,
     ) -> None:
@@ -34,11 +36,13 @@ class Gate:
         - `me` is this end's role.
         - `admits(peer, wanted)` returns whether that peer may connect to the wanted party.
         - `on_link(link, peer)` is called for each proven peer that is admitted.
+        - `clock` is that of this node.
         - `expects()` returns whether a peer that has not connected yet is needed: see
           `authentication/admission.py`, Note [Whom a listener expects].
         - `report(name, number)` is called when many strangers were disconnected (`Admission`).
         """
         self._loop, self._me, self._admits, self._on_link, self._expects = loop, me, admits, on_link, expects
+        self._clock = clock
         self.admission = Admission(listener, key, me.name.lower(), report, loop.time)
         self._turn_at: float | None = None
         """Time of the next turn if nothing arrives before, by the loop's clock; None if no turn is
@@ -64,7 +68,8 @@ class Gate:
             except OSError:  # the peer is gone; it dials again if it lives
                 unproven.sock.close()
                 continue
-            self._on_link(Link(unproven.sock, largest_body(peer.role, self._me)), peer)
+            keys = unproven.acceptor.session_keys
+            self._on_link(Link(unproven.sock, keys, self._clock, largest_body(peer.role, self._me)), peer)
         if self.admission.is_stuck:
             self._loop.pause_readable(self.admission, PAUSE_S)
         self._turn_later()

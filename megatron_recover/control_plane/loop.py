@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, QueueFull, frame
+from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, QueueFull, encode
 from megatron_recover.deadlines import STILL_S
 
 OnMessage = Callable[[Link, Message], None]
@@ -149,16 +149,16 @@ class Loop:
 
         If the link breaks and cannot dial again, or its queue is full, `on_closed` is called soon.
         On a link that was dropped nothing happens. Raises ValueError for a message that is too
-        large (`frame`).
+        large (`encode`).
         """
-        self.put(link, frame(message))
+        self.put(link, encode(message))
 
-    def put(self, link: Link, framed: bytes) -> None:
-        """Send a frame, like `send`."""
+    def put(self, link: Link, body: bytes) -> None:
+        """Send an encoded message, like `send`."""
         if link not in self._links:
             return
         try:
-            link.put(framed)
+            link.put(body)
         except QueueFull as full:
             why = str(full)
             self.post(lambda: self._over(link, why))
@@ -275,7 +275,7 @@ class Loop:
                     if link not in self._links:  # dropped while its messages were served
                         return
                     self._links[link][0](link, message)
-                self._update(link)  # a link that dialled may have frames to send once it is proven
+                self._update(link)  # a link that dialled may have messages to send once it is proven
         except LinkClosed as closed:
             self._closed(link, str(closed))
 

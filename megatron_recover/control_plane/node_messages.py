@@ -7,6 +7,7 @@ from typing import Literal
 from megatron_recover.core import values
 from megatron_recover.core.coordinator_state import MembershipSettings
 from megatron_recover.core.values import Generation, ReplicaId, Value
+from megatron_recover.core.verdict import Known, Part
 
 # --- From an agent --------------------------------------------------------------------------------
 
@@ -30,6 +31,18 @@ class NodeHello(Value, frozen=True):
     """Named values that have to be equal on all nodes, as (name, value) pairs."""
     address: str = ""
     """Address of the node, at which its processes listen."""
+
+
+class NodeShares(Value, frozen=True):
+    """What a node has found out in one round of the examination of all nodes, before it prepares.
+
+    The coordinator does not read `data`. It waits for that of all nodes.
+    """
+
+    round: int
+    data: bytes
+    is_for_all: bool
+    """True: all nodes get it; False: node 0 alone."""
 
 
 class NodeReady(Value, frozen=True):
@@ -73,10 +86,35 @@ class NodeAtWork(Value, frozen=True):
     replicas: tuple[ReplicaId, ...]
 
 
+class NodeSuspects(Value, frozen=True):
+    """The replicas that the agent suspects of a hang (`core/condemning.py`, `Suspected`)."""
+
+    number: int
+    """Number of the report, from 1."""
+    silent: tuple[ReplicaId, ...]
+    accused: tuple[ReplicaId, ...]
+
+
+class NodePart(Value, frozen=True):
+    """The answer to `AskPart`."""
+
+    question: int
+    part: Part
+
+
 class EndAsked(Value, frozen=True):
     """A signal to an agent requests the end of the job after a common step."""
 
     reason: str
+
+
+class DrainAsked(Value, frozen=True):
+    """A request that these replicas leave the job, while the others go on."""
+
+    replicas: tuple[ReplicaId, ...]
+    reason: str
+    id: str = ""
+    """Name of the request, for its answer."""
 
 
 class KillAsked(Value, frozen=True):
@@ -87,7 +125,7 @@ class KillAsked(Value, frozen=True):
 
 
 class FenceDone(Value, frozen=True):
-    """All ranks of a replica on this node are dead, except those that SIGKILL does not end."""
+    """The end of every rank of a fenced replica on this node was seen."""
 
     replica: ReplicaId
 
@@ -113,6 +151,16 @@ class Met(Value, frozen=True):
     run_id: str
 
 
+class NodesShared(Value, frozen=True):
+    """What all nodes have found out in one round, in the order of their numbers.
+
+    Empty for a node that is to know only that all have ended the round.
+    """
+
+    round: int
+    data: tuple[bytes, ...]
+
+
 class Launch(Value, frozen=True):
     """All nodes are ready: start the ranks."""
 
@@ -136,6 +184,35 @@ class FenceReplica(Value, frozen=True):
     """Kill all ranks of a replica on this node."""
 
     replica: ReplicaId
+
+
+class DismissReplica(Value, frozen=True):
+    """A replica leaves the job: ends of its ranks are no losses. Kill those that do not end."""
+
+    replica: ReplicaId
+
+
+class DrainAnswer(Value, frozen=True):
+    """The answer to `DrainAsked`."""
+
+    id: str
+    refused: tuple[tuple[ReplicaId, str], ...]
+    """(replica, reason) of those that do not leave."""
+
+
+class AskPart(Value, frozen=True):
+    """Report what the ranks of a replica on this node do; another node accuses the replica."""
+
+    question: int
+    replica: ReplicaId
+
+
+class TellKnown(Value, frozen=True):
+    """What is known about a replica that the agent accuses."""
+
+    report: int
+    """Number of the `NodeSuspects` that is answered."""
+    known: Known
 
 
 class JobEnds(Value, frozen=True):
@@ -174,6 +251,32 @@ class Idle(Value, frozen=True):
 
 
 FromAgent = (
-    NodeHello | NodeReady | NodeFailed | NodeLaunched | NodeBeat | ReplicaGone | NodeAtWork | EndAsked | KillAsked | FenceDone
+    NodeHello
+    | NodeShares
+    | NodeReady
+    | NodeFailed
+    | NodeLaunched
+    | NodeBeat
+    | ReplicaGone
+    | NodeAtWork
+    | NodeSuspects
+    | NodePart
+    | EndAsked
+    | DrainAsked
+    | KillAsked
+    | FenceDone
 )
-ToAgent = Met | Launch | Roster | FenceReplica | JobEnds | Idle | JobState
+ToAgent = (
+    Met
+    | NodesShared
+    | Launch
+    | Roster
+    | FenceReplica
+    | DismissReplica
+    | DrainAnswer
+    | AskPart
+    | TellKnown
+    | JobEnds
+    | Idle
+    | JobState
+)

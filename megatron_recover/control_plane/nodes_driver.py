@@ -4,7 +4,8 @@ It runs in the coordinator's process beside `CoordinatorDriver`, on the one port
 agents and leaders connect there. The stages of a job:
 
 1. *Meeting.* Agents send `NodeHello` until enough nodes are there. All get `Met`.
-2. *Preparing.* Each node imports, makes its dry run and sends `NodeReady`. All get `Launch`.
+2. *Preparing.* The nodes examine each other (`NodeShares`). Each node imports, makes its dry run
+   and sends `NodeReady`. All get `Launch`.
 3. *Running.* Agents report what happens to their ranks, and carry out fences.
 4. *Over.* All agents get `JobEnds`, and hang up.
 
@@ -27,6 +28,10 @@ from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
+    AskPart,
+    DismissReplica,
+    DrainAnswer,
+    DrainAsked,
     EndAsked,
     FenceDone,
     FenceReplica,
@@ -41,17 +46,23 @@ from megatron_recover.control_plane.node_messages import (
     NodeFailed,
     NodeHello,
     NodeLaunched,
+    NodePart,
     NodePlace,
     NodeReady,
+    NodeShares,
+    NodesShared,
     NodeState,
+    NodeSuspects,
     ReplicaGone,
     Roster,
+    TellKnown,
 )
 from megatron_recover.control_plane.wire import Link, Message
-from megatron_recover.core import node_silence, values
+from megatron_recover.core import condemning, node_silence, values
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import ExitCode, Loss, LossKind
+from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.trace.node_clock import NodeClock
 
 SEEN_BEATS = 1.5
 """Beats without a message of an agent after which its node is reported as silent."""
@@ -93,6 +104,8 @@ class _Agent:
         self.number = -1
         """Number of the node; -1: the job does not use it."""
         self.heard_at = now
+        self.shared: NodeShares | None = None
+        """What the node has sent in the newest round of the examination."""
         self.ready: NodeReady | None = None
         self.is_launched = False
         self.is_silent = False
@@ -110,24 +123,34 @@ class NodesDriver:
         listener: socket.socket,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         record: Callable[[trace.Event], None],
     ) -> None:
-        """Accept agents and leaders at `listener`. `key` is the job's."""
+        """Accept agents and leaders at `listener`.
+
+        `key` is the job's; `clock` is that of this node.
+        """
         self._settings, self._loop, self._record = settings, loop, record
         self._deadlines = settings.deadlines
         self._agents: list[_Agent] = []
         self._nodes: tuple[NodePlace, ...] = ()
         self._hosts: Mapping[int, tuple[int, ...]] = {}
         """Replica -> numbers of the nodes that have ranks of it."""
+        self._condemning = condemning.CondemningState({})
+        self._fenced: dict[int, set[int]] = {}
+        """Replica -> numbers of the nodes that have confirmed its fence."""
         self._membership: CoordinatorDriver | None = None
         self._stage = Stage.MEETING
         self._exit_reason = ""
         self.was_joined = False
+        self._end: JobEnds | None = None
+        self._removed: dict[int, int] = {}
+        """Identity of the agent of each removed node -> number of the node."""
         self._lost: dict[int, NodeState] = {}
         self._told: JobState | None = None
         self._gate = Gate(
-            loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
+            loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
             expects=lambda: self._membership is None or not self._membership.generation,
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
@@ -139,8 +162,13 @@ class NodesDriver:
 
     @property
     def is_done(self) -> bool:
-        """Return whether nobody needs the coordinator any more."""
-        return self.was_joined and not self._agents
+        """Return whether nobody needs the coordinator any more.
+
+        The link to a node that was lost may never end. Once the job is over, the node is not
+        awaited: the kernel delivers the last message if the node comes back.
+        """
+        awaited = [each for each in self._agents if not (self.has_ended and each.is_lost and not each.link.wants_write)]
+        return self.was_joined and not awaited
 
     @property
     def has_ended(self) -> bool:
@@ -155,9 +183,8 @@ class NodesDriver:
         """Tell all agents that the job is over. Only the first call has an effect."""
         if self._stage is Stage.OVER:
             return
-        self._stage = Stage.OVER
-        for agent in self._agents:
-            self._loop.send(agent.link, JobEnds(exit_code, reason, at_once))
+        self._stage, self._end = Stage.OVER, JobEnds(exit_code, reason, at_once)
+        self._send_to(self._agents, self._end)
 
     # --- Connections ------------------------------------------------------------------------------
 
@@ -178,6 +205,9 @@ class NodesDriver:
             self._loop.drop(link)
             return
         agent = _Agent(link, message, self._loop.time())
+        if (before := self._removed.get(message.identity)) is not None:
+            self._returns(agent, before)
+            return
         self._agents.append(agent)
         self.was_joined = True
         self._loop.watch(
@@ -186,10 +216,23 @@ class NodesDriver:
         self._loop.send(link, NodeBeat())
         if self._stage is Stage.MEETING:
             self._meet(agent)
-        elif self._stage is Stage.OVER:
-            self._loop.send(link, JobEnds(ExitCode.FAILED, "the job is over"))
+        elif self._end is not None:
+            self._loop.send(link, self._end)
         else:
             self._loop.send(link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
+
+    def _returns(self, agent: _Agent, number: int) -> None:
+        """Take the new link of an agent whose node was removed, and have it fence its ranks."""
+        agent.number, agent.is_lost = number, True
+        self._agents.append(agent)
+        self._loop.watch(
+            agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
+        )
+        for replica, nodes in self._hosts.items():
+            if number in nodes:
+                self._loop.send(agent.link, FenceReplica(replica))
+        if self._end is not None:
+            self._loop.send(agent.link, self._end)
 
     # --- Meeting ----------------------------------------------------------------------------------
 
@@ -264,6 +307,17 @@ class NodesDriver:
 
     # --- Preparing --------------------------------------------------------------------------------
 
+    def _share(self, agent: _Agent, newest: NodeShares) -> None:
+        """End a round of the examination once all nodes have sent theirs."""
+        agent.shared = newest
+        used = sorted((each for each in self._agents if each.number >= 0), key=lambda each: each.number)
+        sent = [each.shared for each in used if each.shared is not None and each.shared.round == newest.round]
+        if self._stage is not Stage.PREPARING or len(sent) < len(used):
+            return
+        data = tuple(each.data for each in sent)
+        for each in used:
+            self._loop.send(each.link, NodesShared(newest.round, data if newest.is_for_all or each.number == 0 else ()))
+
     def _is_ready(self, agent: _Agent, ready: NodeReady) -> None:
         agent.ready = ready
         used = [each for each in self._agents if each.number >= 0]
@@ -282,8 +336,9 @@ class NodesDriver:
         self._membership = CoordinatorDriver(
             first.settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
-            fence=self._fence, on_end=self.end, on_generation=self._announced,
+            fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
+        self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
         stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
@@ -303,16 +358,21 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
-            case FenceDone():
-                pass  # the trace of the node has it
+            case FenceDone(replica):
+                self._fence_done(agent, replica)
             case EndAsked(reason):
                 self._ask_exit(reason)
+            case DrainAsked(replicas, reason, request) if self._membership is not None:
+                refused = self._membership.ask_leave(replicas, reason)
+                self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
             case KillAsked(exit_code, reason):
                 self.end(exit_code, self._named(agent, reason), at_once=True)
             case NodeFailed(exit_code, reason):
                 self._failed(agent, exit_code, reason)
             case _ if agent.is_lost or self._stage is Stage.OVER or agent.number < 0:
                 pass  # sent before the agent knew
+            case NodeShares():
+                self._share(agent, message)
             case NodeReady():
                 self._is_ready(agent, message)
             case NodeLaunched():
@@ -324,18 +384,49 @@ class NodesDriver:
             case NodeAtWork(replicas):
                 agent.at_work = replicas
                 self._tell_work()
+            case NodeSuspects(number, silent, accused):
+                self._judge(condemning.Suspected(agent.number, number, frozenset(silent), frozenset(accused)))
+                self._tell_work()
+            case NodePart(question, part):
+                self._judge(condemning.Answered(agent.number, question, part))
             case _:
                 self._loop.drop(agent.link)
                 self._agent_gone(agent, f"sent a {type(message).__name__}")
 
     def _tell_work(self) -> None:
-        """Feed the machine the replicas at work on all nodes.
+        """Feed the machine the replicas at work on all nodes, but none that a node accuses.
 
         Nobody knows what those of a silent node do now.
         """
         if self._membership is not None:
             heard = [agent for agent in self._agents if not agent.is_silent and not agent.is_lost]
-            self._membership.at_work(tuple(sorted({replica for agent in heard for replica in agent.at_work})))
+            at_work = {replica for agent in heard for replica in agent.at_work} - condemning.accused(self._condemning)
+            self._membership.at_work(tuple(sorted(at_work)))
+
+    def _judge(self, event: condemning.Input) -> None:
+        """Feed the machine that decides on hangs, and send what it asks and tells."""
+        self._condemning, effects = condemning.step(self._condemning, event)
+        agents = {agent.number: agent for agent in self._agents}
+        for effect in effects:
+            if (agent := agents.get(effect.node)) is None:
+                continue  # its replicas are lost with it
+            match effect:
+                case condemning.Ask(_, question, replica):
+                    self._loop.send(agent.link, AskPart(question, replica))
+                case condemning.Tell(_, report, known):
+                    self._loop.send(agent.link, TellKnown(report, known))
+
+    def _tell_silence(self) -> None:
+        """Feed the machines which nodes are heard at present."""
+        heard = {agent.number for agent in self._agents if not agent.is_silent and not agent.is_lost}
+        self._judge(condemning.Deaf(frozenset(node.number for node in self._nodes) - heard))
+        self._tell_work()
+
+    def _fence_done(self, agent: _Agent, replica: int) -> None:
+        """Confirm a fence once all nodes that have ranks of the replica have confirmed it."""
+        self._fenced.setdefault(replica, set()).add(agent.number)
+        if self._membership is not None and self._fenced[replica] >= set(self._hosts[replica]):
+            self._membership.fence_confirmed(replica)
 
     def _ask_exit(self, reason: str) -> None:
         """Have the job end after a common step. Before the ranks are launched, end it now."""
@@ -361,10 +452,15 @@ class NodesDriver:
 
     def _announced(self, new: values.NewGeneration) -> None:
         self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
+        self._judge(condemning.Rostered(new.roster))
 
     def _fence(self, replica: int) -> None:
         nodes = self._hosts[replica]
         self._send_to((each for each in self._agents if each.number in nodes), FenceReplica(replica))
+
+    def _dismiss(self, replica: int) -> None:
+        nodes = self._hosts[replica]
+        self._send_to((each for each in self._agents if each.number in nodes), DismissReplica(replica))
 
     def _send_to(self, agents: Iterable[_Agent], message: Message) -> None:
         for agent in list(agents):
@@ -391,13 +487,14 @@ class NodesDriver:
         if agent.is_lost or self._membership is None:
             return
         agent.is_lost = True
-        self._tell_work()
+        self._tell_silence()
         replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
         name = agent.hello.name
+        self._removed[agent.hello.identity] = agent.number
         self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
-        self._membership.lost_together([Loss(replica, LossKind.PROCESS_ENDED, text) for replica in replicas])
+        self._membership.node_lost(replicas, text)
 
     def _tell_state(self) -> None:
         """Send node 0 the state of the job, if it has changed."""
@@ -433,7 +530,7 @@ class NodesDriver:
         if agent.is_silent:
             agent.is_silent = False
             self._tell(agent, "over", silent_s)
-            self._tell_work()
+            self._tell_silence()
 
     def _look_for_silence(self) -> None:
         if self._stage is Stage.OVER:
@@ -446,7 +543,7 @@ class NodesDriver:
             if silent_s[number] >= seen_s and not agent.is_silent:
                 agent.is_silent = True
                 self._tell(agent, "began", silent_s[number])
-                self._tell_work()
+                self._tell_silence()
         if self._stage is Stage.RUNNING and all(agent.is_launched for agent in living.values()):
             # Before, an agent may wait for its fork server; what never starts is late (`start`).
             limit_s = self._settings.node_silence_s

@@ -21,11 +21,13 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
 from megatron_recover.control_plane.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
 from megatron_recover.core.alike import Parts
+from megatron_recover.core.grants import is_last_generation, writer_of
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
@@ -34,6 +36,7 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.host.speaker import Speaker
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trace.node_clock import NodeClock
 
 _RETRY_S = 0.02
 
@@ -65,6 +68,7 @@ class RankDriver:
         endpoint: Endpoint,
         *,
         key: bytes,
+        clock: NodeClock,
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None = None,
         page: ProgressPage | None = None,
@@ -73,7 +77,7 @@ class RankDriver:
     ) -> None:
         """Make the driver of one rank; nothing runs before `join`.
 
-        - `key` is the job's (`key.inherited_key`).
+        - `key` is the job's (`key.inherited_key`); `clock` is that of this node.
         - `page` is the rank's progress page; None: nobody reads a page. The driver writes the step,
           the generation, and the times in which the training thread waits for orders or saves.
         - `end_process(exit_code)` is called in the control thread if the training thread does not
@@ -92,9 +96,15 @@ class RankDriver:
         self.requests: frozenset[str] = frozenset()
         """All requests in the records of the `Apply` orders that the training thread took; equal on
         every replica after the same step."""
+        self.stays = False
+        """True while this replica must not leave the job, even if that is requested: it writes a
+        checkpoint in the background. The trainer sets it; the next `begin` reports that of rank
+        0."""
         self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
+        self._clock = clock
         self._record, self._faults, self._end_process = record, faults, end_process
         self._deadlines = deadlines or config.deadlines
+        self._naming = NamingRight(self._deadlines.lease_s)
         self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())
         """Guards what several threads use below. Notified when the training thread may have
@@ -122,7 +132,31 @@ class RankDriver:
 
         It then logs, saves and writes TensorBoard.
         """
-        return self.replica == min(self.roster)
+        return self.replica == writer_of(self.roster)
+
+    def is_last_generation(self) -> bool:
+        """Return whether a record says that no member has a coordinator any more.
+
+        Equal on every replica after the same step. See `core/grants.py`, Note [Last generation].
+        """
+        return is_last_generation(self.requests, self.roster)
+
+    def naming_refusal(self) -> str:
+        """Return why this replica must not name a checkpoint now; "" if it may (rank 0 only)."""
+        return self._naming.refusal(is_last=self.is_last_generation())
+
+    def begin_naming(self) -> str:
+        """Begin an attempt to name a checkpoint, which uses up the coordinator's grant.
+
+        Return why not, as `naming_refusal` does, or "". Then call `end_naming`. Rank 0 only.
+        """
+        return self._naming.begin(is_last=self.is_last_generation())
+
+    def end_naming(self) -> None:
+        """End the attempt, if one has begun, so that the coordinator gives the next grant."""
+        leader, number = self._leader, self._naming.end()
+        if leader is not None and number is not None:
+            self._loop.post(lambda: leader.named(number))
 
     # --- The life of a training thread, in order -------------------------------------------------
 
@@ -164,7 +198,7 @@ class RankDriver:
             self._unsaid.clear()
             self.step = self._state.step
             self._page.begin_step(self.step, work.label)
-            self._feed(machine.Begin(work, asked, digest))
+            self._feed(machine.Begin(work, asked, digest, self.stays))
             return self.step
 
     def next_order(self) -> Plan | Apply:
@@ -434,8 +468,8 @@ class RankDriver:
         """
         if self.rank == 0:
             self._leader = ReplicaDriver(
-                self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
-                record=self._record, faults=self._faults, deadlines=self._deadlines,
+                self._context, self._config, hello, key=self._key, clock=self._clock, loop=self._loop, deliver=self._deliver,
+                fail=self._fail, record=self._record, faults=self._faults, deadlines=self._deadlines, naming=self._naming,
             )  # fmt: skip
             return
         began = self._loop.time() if since is None else since
@@ -448,7 +482,9 @@ class RankDriver:
 
         try:
             me, leader = Party(Role.RANK, self.replica, self.rank), Party(Role.LEADER, self.replica)
-            self._uplink = OutgoingLink(self._context.leader, self._key, me, leader, patience_s=self._deadlines.leader_s)
+            self._uplink = OutgoingLink(
+                self._context.leader, self._key, me, leader, clock=self._clock, patience_s=self._deadlines.leader_s
+            )  # fmt: skip
         except LinkClosed as closed:
             again(str(closed))
             return

@@ -26,6 +26,7 @@ from megatron_recover import trace
 from megatron_recover.config import RankContext, inherited_descriptor
 from megatron_recover.control_plane.listening import STORE, inherited_listener
 from megatron_recover.host import memory_file
+from megatron_recover.trace.node_clock import NodeClock
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -44,15 +45,17 @@ def create_store() -> int:
     return descriptor
 
 
-def join_store(context: RankContext, key: bytes, timeout: timedelta, record: Callable[[trace.Event], None]) -> Store:
+def join_store(
+    context: RankContext, key: bytes, timeout: timedelta, record: Callable[[trace.Event], None], clock: NodeClock
+) -> Store:
     """Return the store of this rank's replica.
 
     If the replica spans nodes, rank 0 serves the store from now on. Called once. `key` is the
-    job's. `timeout` limits each wait for a key. `record` is called in the server's thread. Keep the
-    store as long as this process has process groups. Raises RuntimeError if this process inherited
-    no store, or as rank 0 no socket to serve it.
+    job's, and `clock` that of this node. `timeout` limits each wait for a key. `record` is called
+    in the server's thread. Keep the store as long as this process has process groups. Raises
+    RuntimeError if this process inherited no store, or as rank 0 no socket to serve it.
     """
-    return _served_store(context, key, timeout, record) if context.store else _inherited_store(timeout)
+    return _served_store(context, key, timeout, record, clock) if context.store else _inherited_store(timeout)
 
 
 def _inherited_store(timeout: timedelta) -> Store:
@@ -70,7 +73,9 @@ def _inherited_store(timeout: timedelta) -> Store:
     return store
 
 
-def _served_store(context: RankContext, key: bytes, timeout: timedelta, record: Callable[[trace.Event], None]) -> Store:
+def _served_store(
+    context: RankContext, key: bytes, timeout: timedelta, record: Callable[[trace.Event], None], clock: NodeClock
+) -> Store:
     """Return the store that rank 0 serves until its process ends."""
     from megatron_recover.control_plane.served_store import ServedStore
     from megatron_recover.control_plane.store_server import StoreServer
@@ -84,9 +89,9 @@ def _served_store(context: RankContext, key: bytes, timeout: timedelta, record: 
                 "start it by `megatron-recover run`"
             )
         StoreServer(
-            listener, key, replica=replica, num_ranks=context.num_ranks,
+            listener, key, replica=replica, num_ranks=context.num_ranks, clock=clock,
             report=lambda name, number: record(
                 trace.Strangers(replica=replica, rank=rank, listener=name, num_connections=number)
             ),
         )  # fmt: skip
-    return ServedStore(context.store, key, replica=replica, rank=rank, timeout=timeout)
+    return ServedStore(context.store, key, replica=replica, rank=rank, clock=clock, timeout=timeout)

@@ -22,6 +22,7 @@ from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.listening import LEADER, inherited_listener
 from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.timing import RecoveryClock
 from megatron_recover.control_plane.wire import (
     STATUSES_A_FRAME,
@@ -36,7 +37,7 @@ from megatron_recover.control_plane.wire import (
     Message,
     PeerHello,
     RankHello,
-    frame,
+    encode,
     listen,
 )
 from megatron_recover.core import replica as machine
@@ -46,6 +47,7 @@ from megatron_recover.core.digest import bare, digest
 from megatron_recover.core.tree import neighbours
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.trace.node_clock import NodeClock
 
 
 def _parts(message: machine.PeerMessage) -> Iterator[machine.PeerMessage]:
@@ -83,23 +85,27 @@ class ReplicaDriver:
         own: RankHello,
         *,
         key: bytes,
+        clock: NodeClock,
         loop: Loop,
         deliver: Deliver,
         fail: Callable[..., None],
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None,
         deadlines: Deadlines,
+        naming: NamingRight,
     ) -> None:
         """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
         - `own`: the hello of rank 0; the other ranks send theirs as messages.
-        - `key` is the job's.
+        - `key` is the job's; `clock` is that of this node.
         - `deliver(message)` delivers a message of the leader to rank 0.
         - `fail(reason)` or `fail(reason, exit_code)` ends rank 0, and so the replica.
+        - `naming` is this replica's right to name checkpoints.
         """
         self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
-        self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above)
+        self._naming = naming
+        self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above, config.min_replicas)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
         self._peers: dict[int, Peer] = {}
@@ -113,32 +119,38 @@ class ReplicaDriver:
         self._vote_digest = b""
         """Digest of the record that this replica voted for."""
         self.clock = RecoveryClock(context.replica, record)
+        self._node_clock = clock
         self._waiting: tuple[object, ...] = ()
         self._key, self._me = key, Party(Role.LEADER, context.replica)
         listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
         self._neighbours: tuple[int, ...] = ()
         """Members of the roster that link to this leader."""
         self._gate = Gate(
-            loop, listener, key, Role.LEADER, self._admits, self._accept, expects=self._expects,
+            loop, listener, key, Role.LEADER, self._admits, self._accept, clock=clock, expects=self._expects,
             report=lambda name, number: record(
                 trace.Strangers(replica=context.replica, rank=own.rank, listener=name, num_connections=number)
             ),
         )  # fmt: skip
         self._coordinator = OutgoingLink(
-            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
+            context.coordinator, key, self._me, Party(Role.COORDINATOR), clock=clock, patience_s=self._deadlines.leader_s
         )  # fmt: skip
         self._request: values.ReplicaBlocked | values.Diverged | values.Miscounted | None = None
         """The last request to the coordinator."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
             context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
-            record=record, give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
+            lost=lambda is_lost: self._feed(machine.CoordinatorLost(is_over=not is_lost)), record=record,
+            give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
         )  # fmt: skip
         self._join_when_complete()
 
     def report(self, report: values.Report) -> None:
         """Feed the machine a report of one of this replica's ranks."""
         self._feed(report)
+
+    def named(self, number: int) -> None:
+        """Confirm to the coordinator that an attempt to name a checkpoint has ended."""
+        self._loop.send(self._coordinator, values.Named(self._context.replica, number))
 
     def see_ranks_off(self) -> None:
         """Let the ranks read `Stop` and close their links, so that no link is reset before.
@@ -202,6 +214,7 @@ class ReplicaDriver:
         self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
         peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
         parts = combined([hello.parts for hello in hellos])
+        self._naming.greets()
         self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
 
     # --- What arrives ----------------------------------------------------------------------------
@@ -230,7 +243,10 @@ class ReplicaDriver:
         self._coordinator_watch.heard(message if isinstance(message, Beat) else None)
         match message:
             case Beat():
+                self._naming.heard()
                 self._loop.send(link, self._where())
+            case values.Grant():
+                self._naming.received(message, self._state.generation)
             case Announcement(new=new):
                 self._peers |= {peer.replica: peer for peer in message.peers}
                 self._neighbours = neighbours(new.roster, self._context.replica, self._config.tree_above)
@@ -238,6 +254,8 @@ class ReplicaDriver:
                     self._loop.drop(self._outgoing.pop(peer))
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
+            case values.AddRequests():
+                self._feed(message)
             case values.Stop():
                 self._coordinator_watch.stop()
                 self._feed(message)
@@ -245,8 +263,11 @@ class ReplicaDriver:
                 self._fail(f"the coordinator sent a {type(message).__name__}")
 
     def _coordinator_lost(self, link: Link, why: str) -> None:
-        if self._state.phase is not machine.ReplicaPhase.STOPPED:
-            self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
+        """Go on without the coordinator; before the first generation, end this replica."""
+        if self._state.generation:
+            self._coordinator_watch.link_lost(why)
+        elif self._state.phase is not machine.ReplicaPhase.STOPPED:
+            self._fail(f"the coordinator is gone ({why}) before training began")
 
     def _where(self) -> LeaderBeat:
         """Return this replica's generation, step, waits and unanswered request."""
@@ -331,12 +352,12 @@ class ReplicaDriver:
         if isinstance(order, values.Promise):
             self._order_to_enter(order)
             return
-        framed = frame(order) if self._ranks else b""
+        body = encode(order) if self._ranks else b""
         for rank in range(self._context.num_ranks):
             if rank == self._context.rank:
                 self._deliver(order)
             elif rank in self._ranks:
-                self._loop.put(self._ranks[rank], framed)
+                self._loop.put(self._ranks[rank], body)
 
     def _order_to_enter(self, order: values.Promise) -> None:
         """Send each rank the order to promise, with the addresses of new members."""
@@ -365,22 +386,22 @@ class ReplicaDriver:
                 point, last = FaultPoint.STATUS, None
             case values.Vote(step=step) | values.Votes(step=step):
                 point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
-        framed = [frame(part) for part in _parts(message)] if peers else []
+        bodies = [encode(part) for part in _parts(message)] if peers else []
         for index, peer in enumerate(peers or (None,)):
             if peer is not None:
-                self._send_to_peer(peer, framed)
+                self._send_to_peer(peer, bodies)
             if index == 0 and self._faults is not None:
                 self._faults.at(point, step=step)
         if last is not None and self._faults is not None:
             self._faults.at(last, step=step)
 
-    def _send_to_peer(self, peer: int, framed: Sequence[bytes]) -> None:
+    def _send_to_peer(self, peer: int, bodies: Sequence[bytes]) -> None:
         link = self._outgoing.get(peer)
         try:
             if link is None:
                 link = self._outgoing[peer] = OutgoingLink(
                     self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
-                    patience_s=self._deadlines.stall_s,
+                    clock=self._node_clock, patience_s=self._deadlines.stall_s,
                 )  # fmt: skip
                 self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
                 self._loop.send(link, PeerHello(self._context.replica))
@@ -388,7 +409,7 @@ class ReplicaDriver:
             why = str(closed)
             self._loop.post(lambda: self._feed(machine.LinkLost(peer, why)))
             return
-        for each in framed:
+        for each in bodies:
             self._loop.put(link, each)
 
     def _unexpected_answer(self, link: Link, message: Message) -> None:

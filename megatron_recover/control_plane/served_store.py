@@ -39,7 +39,8 @@ from megatron_recover.control_plane.store_messages import (
     StoreWait,
 )
 from megatron_recover.control_plane.store_table import MAX_VALUE_BYTES
-from megatron_recover.control_plane.wire import LinkClosed, Message, frame, largest_body
+from megatron_recover.control_plane.wire import LinkClosed, Message, encode, largest_body
+from megatron_recover.trace.node_clock import NodeClock
 
 _MAX_BYTES = largest_body(Role.RANK, Role.STORE)
 _KEYS_SHOWN = 4
@@ -54,14 +55,14 @@ class ServedStore(Store):
     if rank 0 is gone, and `DistStoreError` if the time is over or the store refuses the request.
     """
 
-    def __init__(self, address: str, key: bytes, *, replica: int, rank: int, timeout: timedelta) -> None:
+    def __init__(self, address: str, key: bytes, *, replica: int, rank: int, clock: NodeClock, timeout: timedelta) -> None:
         """Use the store at `address` (host:port) as `rank` of `replica`.
 
-        The first call connects. `key` is the job's.
+        The first call connects. `key` is the job's; `clock` is that of this node.
         """
         super().__init__()
         self.set_timeout(timeout)
-        self._address, self._key, self._replica = address, key, replica
+        self._address, self._key, self._replica, self._clock = address, key, replica, clock
         self._me = Party(Role.RANK, replica, rank)
         self._links: set[OutgoingLink] = set()
         """All open links."""
@@ -141,16 +142,16 @@ class ServedStore(Store):
 
     def _ask(self, request: StoreRequest, timeout: timedelta | None = None) -> StoreAnswer:
         """Send a request and return its answer, within `timeout`; None: within the store's."""
-        framed = frame(request)
-        if len(framed) > _MAX_BYTES:
-            raise DistStoreError(f"a {_named(request)} has {len(framed)} bytes; the store takes at most {_MAX_BYTES}")
+        body = encode(request)
+        if len(body) > _MAX_BYTES:
+            raise DistStoreError(f"a {_named(request)} has {len(body)} bytes; the store takes at most {_MAX_BYTES}")
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         seconds = limit.total_seconds()
         until = time.monotonic() + seconds
         link: OutgoingLink | None = None
         try:
             link = self._free_link() or self._dial(seconds)
-            answer = self._exchange(link, framed, until)
+            answer = self._exchange(link, body, until)
         except BaseException as error:
             if link is not None:
                 self._links.discard(link)
@@ -179,14 +180,14 @@ class ServedStore(Store):
 
     def _dial(self, patience_s: float) -> OutgoingLink:
         link = OutgoingLink(
-            self._address, self._key, self._me, Party(Role.STORE, self._replica), patience_s=patience_s
+            self._address, self._key, self._me, Party(Role.STORE, self._replica), clock=self._clock, patience_s=patience_s
         )  # fmt: skip
         self._links.add(link)
         return link
 
     @staticmethod
-    def _exchange(link: OutgoingLink, framed: bytes, until: float) -> Message:
-        """Send the frame of a request and return the answer.
+    def _exchange(link: OutgoingLink, body: bytes, until: float) -> Message:
+        """Send an encoded request and return the answer.
 
         Raises `LinkClosed`, and TimeoutError after `until`. A link that is closed before rank 0 has
         proven itself dials again.
@@ -200,7 +201,7 @@ class ServedStore(Store):
                     link.flush()
                 else:
                     is_sent = True  # queued, also if the connection ends meanwhile
-                    link.put(framed)
+                    link.put(body)
                 for message in link.receive():
                     return message
             except LinkClosed:

@@ -23,6 +23,7 @@ from megatron_recover.control_plane.store_messages import StoreRequest
 from megatron_recover.control_plane.store_table import StoreTable
 from megatron_recover.control_plane.wire import Link, Message
 from megatron_recover.host.speaker import Speaker
+from megatron_recover.trace.node_clock import NodeClock
 
 MAX_LINKS = 16
 """Links of one rank, at most: one for each of its threads that use the store at the same time."""
@@ -31,11 +32,13 @@ MAX_LINKS = 16
 class StoreServer:
     """Serves one store to the ranks of one replica, in the thread `recover-store`."""
 
-    def __init__(self, listener: socket.socket, key: bytes, *, replica: int, num_ranks: int, report: ReportStrangers) -> None:
+    def __init__(
+        self, listener: socket.socket, key: bytes, *, replica: int, num_ranks: int, clock: NodeClock, report: ReportStrangers
+    ) -> None:
         """Begin to serve at `listener`, which this object then owns.
 
-        `key` is the job's. `report(name, number)` is called in the server's thread when many
-        strangers were disconnected.
+        `key` is the job's; `clock` is that of this node. `report(name, number)` is
+        called in the server's thread when many strangers were disconnected.
         """
         self._replica, self._num_ranks = replica, num_ranks
         self._table: StoreTable[Link] = StoreTable()
@@ -45,7 +48,8 @@ class StoreServer:
         """Ranks that have connected."""
         self._loop = Loop()
         self._gate = Gate(
-            self._loop, listener, key, Role.STORE, self._admits, self._accept, expects=self._expects, report=report
+            self._loop, listener, key, Role.STORE, self._admits, self._accept, clock=clock,
+            expects=self._expects, report=report
         )  # fmt: skip
         self._is_closed = False
         self._speaker = Speaker()

@@ -1,24 +1,33 @@
 """The messages of the control plane, their frames, and the link that carries them.
 
 Ranks, leaders and the coordinator exchange these messages. A frame is a header (magic, format
-version, body length) and one msgpack body: a message of the tagged union `Message`, large ones in
-a packed form (`control_plane/encoding.py`). This module turns bytes into messages and rejects bytes
-that are no message. It never acts on a message and never blocks. It opens a connection only when a
-caller asks for one (`dial`).
+version, body length, and the sender's stamp of `trace/node_clock.py`), a MAC, and one msgpack body:
+a message of the tagged union `Message`, large ones in a packed form (`control_plane/encoding.py`).
+This module turns bytes into messages and rejects bytes that are no message. It never acts on a
+message and never blocks. It opens a connection only when a caller asks for one (`dial`).
+
+Note [Frames]. The MAC of a frame is a keyed hash (BLAKE2b) over the frame's number, its header and
+its body. The key is the session key of the connection and the direction (`handshake.SessionKeys`).
+The number counts the frames of that direction from 0. It is not sent, since both ends count, and it
+is never used twice with one key. So the MAC of a frame that was forged, changed, repeated, left
+out, moved, or taken from another connection is invalid, and the link closes. Before its MAC is
+found valid, nothing of a body is decoded, and the stamp does not move the receiver's clock.
 """
 
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Iterator
+from hashlib import blake2b
 
 import msgspec
 
-from megatron_recover.authentication.handshake import Role
+from megatron_recover.authentication.handshake import Role, SessionKeys
 from megatron_recover.control_plane.encoding import (
     PackedPeers,
     PackedStatus,
@@ -36,16 +45,21 @@ from megatron_recover.control_plane.store_messages import StoreAnswer, StoreRefu
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
 from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address
+from megatron_recover.trace.node_clock import NodeClock
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_BODY_BYTES = 64 * 2**20
 """Largest body of any frame, in bytes. A status, which carries the contributions of every bucket,
 is far smaller at any job size we know of."""
 STATUSES_A_FRAME = 64
 """Statuses in one frame, at most, when a leader forwards several statuses in a tree. A status may
 have an entry for every bucket, and the size of a frame is limited."""
-_HEADER = struct.Struct("!2sHI")
+_HEADER = struct.Struct("!2sHIQ")
+_NUMBER = struct.Struct("!Q")
 _MAGIC = b"mr"
+_MAC_BYTES = 16
+FRAME_BYTES = _HEADER.size + _MAC_BYTES
+"""Bytes of a frame beside its body."""
 _CHUNK_BYTES = 2**18
 _READ_BYTES = 2**20
 """Bytes that a single call reads from a link at most, before the loop serves the other links."""
@@ -179,15 +193,15 @@ class LeaderBeat(Value, frozen=True):
     acts on a repeated request once."""
 
 
-def frame(message: Message) -> bytes:
-    """Return the frame of a message, which is the same for every receiver.
+def encode(message: Message) -> bytes:
+    """Return the body of a message's frames, which is the same for every receiver.
 
     Raises ValueError for a message larger than `MAX_BODY_BYTES`.
     """
     body = msgspec.msgpack.encode(_packed(message))
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the wire's {MAX_BODY_BYTES}")
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, len(body)) + body
+    return body
 
 
 Message = (
@@ -196,7 +210,7 @@ Message = (
     | values.Begun | values.Promised | values.Holds | values.RankBlocked | values.RankFailing | values.RankFinished
     | values.Vote | values.Votes | values.Status | values.Statuses
     | values.Entered | values.ReplicaBlocked | values.ReplicaSaving | values.ReplicaFailing | values.ReplicaFinished
-    | values.Diverged | values.Miscounted
+    | values.Diverged | values.Miscounted | values.AddRequests | values.ReplicaLeaving | values.Grant | values.Named
     | StoreRequest | StoreAnswer | StoreRefusal
 )  # fmt: skip
 _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
@@ -226,22 +240,52 @@ def _unpacked(framed: _Framed, known: list[values.Commitment]) -> Message:
     return framed
 
 
+class _Direction:
+    """One direction of a connection: its session key, and the number of its next frame."""
+
+    def __init__(self, key: bytes) -> None:
+        self._keyed = blake2b(key=key, digest_size=_MAC_BYTES, person=b"mgr frame")
+        self._number = 0
+
+    def mac(self, header: bytes | memoryview, body: bytes | memoryview) -> bytes:
+        """Return the MAC of the next frame, and count the frame (Note [Frames])."""
+        keyed = self._keyed.copy()
+        keyed.update(_NUMBER.pack(self._number) + header)
+        keyed.update(body)
+        self._number += 1
+        return keyed.digest()
+
+
 class Link:
     """One connected, non-blocking stream of messages, used by one thread."""
 
-    def __init__(self, connection: socket.socket | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """Make a link over a connection, or without one.
+    def __init__(
+        self,
+        connection: socket.socket | None,
+        keys: SessionKeys | None,
+        clock: NodeClock,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        """Make a link over a connection with its session keys, or without both.
 
+        Each frame is stamped by `clock` when its first byte is written, and moves the receiver's.
         A frame whose body is longer than `max_body_bytes` closes the link before all of it is read.
-        A link made without a connection (None) has to be connected by `redial` before it is used.
+        A link made without a connection (None) has to be connected by `redial`, and to get its keys
+        (`_take_keys`), before a frame is sent or received.
         """
         if connection is not None:
             self._take_socket(connection)
-        self._max_body_bytes = max_body_bytes
+        if keys is not None:
+            self._take_keys(keys)
+        self._clock, self._max_body_bytes = clock, max_body_bytes
         self._incoming = bytearray()
-        self._outgoing: deque[memoryview] = deque()
+        self._outgoing: deque[bytes] = deque()
+        """Bodies of which no byte was written. A frame is made when its first byte is written,
+        since a link that dials has no key before."""
+        self._begun = memoryview(b"")
+        """Rest of the frame of which a part was written."""
         self._queued = 0
-        """Bytes in `_outgoing`."""
+        """Bytes of all frames in `_outgoing` and of `_begun`."""
         self._has_gap = False
         """True once a message found no room in the queue. No later message may be sent, since the
         receiver would miss the lost one."""
@@ -256,6 +300,9 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
 
+    def _take_keys(self, keys: SessionKeys) -> None:
+        self._sending, self._receiving = _Direction(keys.sending), _Direction(keys.receiving)
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -267,41 +314,46 @@ class Link:
     @property
     def wants_write(self) -> bool:
         """Return whether bytes are queued that the socket has not accepted yet."""
-        return bool(self._outgoing)
+        return bool(self._begun or self._outgoing)
 
     def send(self, message: Message) -> None:
         """Queue a message and write as many queued bytes as the socket accepts now.
 
-        Raises `LinkClosed`, and ValueError for a message that is too large (`frame`).
+        Raises `LinkClosed`, and ValueError for a message that is too large (`encode`).
         """
-        self.put(frame(message))
+        self.put(encode(message))
 
-    def put(self, framed: bytes) -> None:
-        """Queue a frame, like `send`.
+    def put(self, body: bytes) -> None:
+        """Queue an encoded message, like `send`.
 
         Raises `LinkClosed`, and `QueueFull` if the queue has no room for it.
         """
-        if self._has_gap or self._queued + len(framed) > MAX_QUEUED_BYTES:
+        queued = self._queued + FRAME_BYTES + len(body)
+        if self._has_gap or queued > MAX_QUEUED_BYTES:
             self._has_gap = True
-            raise QueueFull(f"the other end does not read: {self._queued + len(framed)} bytes wait for it")
-        self._queued += len(framed)
-        self._outgoing.append(memoryview(framed))
+            raise QueueFull(f"the other end does not read: {queued} bytes wait for it")
+        self._queued = queued
+        self._outgoing.append(body)
         self.flush()
 
     def flush(self) -> None:
         """Write as many queued bytes as the socket accepts now. Raises `LinkClosed`."""
         try:
-            while self._outgoing:
-                taken = self._socket.send(self._outgoing[0])
+            while self.wants_write:
+                if not self._begun:
+                    self._begun = memoryview(self._framed(self._outgoing.popleft()))
+                taken = self._socket.send(self._begun)
                 self._queued -= taken
-                if taken == len(self._outgoing[0]):
-                    self._outgoing.popleft()
-                else:
-                    self._outgoing[0] = self._outgoing[0][taken:]
+                self._begun = self._begun[taken:]
         except BlockingIOError:
             return
         except OSError as error:
             raise LinkClosed(str(error)) from error
+
+    def _framed(self, body: bytes) -> bytes:
+        """Return the next frame of this connection."""
+        header = _HEADER.pack(_MAGIC, FORMAT_VERSION, len(body), self._clock.tick())
+        return header + self._sending.mac(header, body) + body
 
     def receive(self) -> Iterator[Message]:
         """Read a bounded part of what has arrived, and yield every complete message.
@@ -341,25 +393,37 @@ class Link:
     def close(self) -> None:
         """Close the socket.
 
-        Queued frames are kept by a link that can `redial`, and lost otherwise.
+        Queued messages are kept by a link that can `redial`, and lost otherwise.
         """
         self._socket.close()
 
     def _complete(self) -> Iterator[Message]:
-        while len(self._incoming) >= _HEADER.size:
-            magic, version, num_bytes = _HEADER.unpack_from(self._incoming)
+        while len(self._incoming) >= FRAME_BYTES:
+            magic, version, num_bytes, stamp = _HEADER.unpack_from(self._incoming)
             if magic != _MAGIC or version != FORMAT_VERSION or num_bytes > self._max_body_bytes:
                 raise LinkClosed(f"not a frame of format {FORMAT_VERSION}: {magic!r}, format {version}, {num_bytes} bytes")
-            end = _HEADER.size + num_bytes
+            end = FRAME_BYTES + num_bytes
             if len(self._incoming) < end:
                 return
-            try:
-                framed = self._decode(self._incoming[_HEADER.size : end])
-                message = _unpacked(framed, self._known)
-            except (ValueError, RecursionError) as error:  # msgspec raises ValueError; nested arrays RecursionError
-                raise LinkClosed(f"not a message: {error}") from error
+            framed = bytes(memoryview(self._incoming)[:end])
             del self._incoming[:end]
-            yield message
+            yield self._opened(memoryview(framed), stamp)
+
+    def _opened(self, framed: memoryview, stamp: int) -> Message:
+        """Return the message of the next frame, and have the clock see the frame's stamp.
+
+        Raises `LinkClosed` (Note [Frames]).
+        """
+        header, mac, body = framed[: _HEADER.size], framed[_HEADER.size : FRAME_BYTES], framed[FRAME_BYTES:]
+        if not hmac.compare_digest(self._receiving.mac(header, body), mac):
+            raise LinkClosed(
+                "a frame with an invalid MAC: it was forged, changed, repeated or moved, or belongs to another connection"
+            )
+        self._clock.see(stamp)
+        try:
+            return _unpacked(self._decode(body), self._known)
+        except (ValueError, RecursionError) as error:  # msgspec raises ValueError; nested arrays RecursionError
+            raise LinkClosed(f"not a message: {error}") from error
 
 
 def dial(address: str) -> socket.socket:

@@ -12,7 +12,13 @@ Caller's contract
   `ReplicaLost(SUSPECTED)`. If the agent is gone, the run fails.
 * `Announce`: send `NewGeneration`, with the addresses that a leader does not know yet, to all
   leaders of its roster.
-* `Fence`: kill all ranks of the replica, for certain. Never wait for their end.
+* `Fence`: kill all ranks of the replica, for certain. Never wait for their end. Feed
+  `FenceConfirmed` once the end of all of them was seen.
+* `Give`: send the grant to the leader of its writer, behind all announcements before it.
+* `Ask(replica, requests)`: send `AddRequests(requests)` to the leader of that replica.
+* `LeaveJudged`: answer who asked for the leave; with an empty `replicas` also after a loss.
+* `Dismiss`: send `Stop` with exit code 0 to the leader. Ends of the replica's ranks are no losses
+  any more. Kill those that do not end. Feed `FenceConfirmed` as after `Fence`.
 * `Arm(timer, setting)`: feed `TimerFired(timer)` once, after the seconds of the setting. Never
   disarm a timer: the machine ignores stale ones by name.
 * `Waits`: report to the user for which replicas the job waits, why, and for how long at most.
@@ -68,6 +74,8 @@ Note [Timers]
       names nobody. It counts as long as `trouble`. It ends the job after the user's deadline.
     - `save` makes an overdue save evidence against the member. If no other save is in progress, it
       then does what `grace` does for a request that waits.
+    - `lease` starts when the holder of a grant is lost. It ends that grant, so that the next one is
+      given (`core/grants.py`, Note [Lease]). It removes nobody.
     - `start` removes the replicas that sent no `Hello`, if another did and is not lost. Otherwise
       `load` is armed once more.
     - `load` ends the job if no replica is ready. There is no member yet and no training to lose.
@@ -77,25 +85,33 @@ Note [Timers]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
+from megatron_recover.core import grants
 from megatron_recover.core.alike import described, differences
 from megatron_recover.core.blame import culprit, own_deadlines, with_missed_deadline, with_report
 from megatron_recover.core.coordinator_state import (
     Announce,
     Arm,
+    Ask,
     AtWork,
     CoordinatorState,
+    Dismiss,
     Effect,
     EndJob,
     ExitAsked,
     Fence,
+    FenceConfirmed,
+    Give,
     Input,
     Launched,
+    LeaveAsked,
+    LeaveJudged,
     MembershipSettings,
+    NodeLost,
     OpenSave,
     Progressed,
     ReplicaLost,
@@ -112,8 +128,9 @@ from megatron_recover.core.excuses import (
     without_evidence,
     working,
 )  # fmt: skip
+from megatron_recover.core.leaving import free_to_go, judged, kept
 from megatron_recover.core.policy import all_finished, nobody_left, poisoned
-from megatron_recover.core.request import MISCOUNTED, TOO_FEW, exit_for
+from megatron_recover.core.request import MISCOUNTED, TOO_FEW, exit_for, leave_of
 from megatron_recover.core.values import (
     Diverged,
     Entered,
@@ -122,18 +139,22 @@ from megatron_recover.core.values import (
     Loss,
     LossKind,
     Miscounted,
+    Named,
     NewGeneration,
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
+    ReplicaId,
+    ReplicaLeaving,
     ReplicaSaving,
     Void,
 )
 from megatron_recover.core.vote import unite
 
 __all__ = [
-    "Announce", "Arm", "AtWork", "CoordinatorState", "Effect", "EndJob", "ExitAsked", "Fence", "Input", "Launched",
-    "MembershipSettings", "OpenSave", "Progressed", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
+    "Announce", "Arm", "Ask", "AtWork", "CoordinatorState", "Dismiss", "Effect", "EndJob", "ExitAsked", "Fence",
+    "FenceConfirmed", "Give", "Input", "Launched", "LeaveAsked", "LeaveJudged", "MembershipSettings", "NodeLost", "OpenSave",
+    "Progressed", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -194,7 +215,7 @@ def _start_when_complete(state: CoordinatorState) -> Step:
     return _announce(replace(state, roster=tuple(item.replica for item in state.hellos)), state.losses, "start")
 
 
-def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
+def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, left: tuple[ReplicaId, ...] = ()) -> Step:
     """Make the next generation, or end the job if the roster is empty or has finished.
 
     With fewer members than `min_replicas`, the generation requests the exit.
@@ -210,19 +231,53 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         with_waits(state),
         generation=generation,
         entered=(),
+        leaving=(),
         follow=follow,
         all_late=False,
         reason="",
         reason_excused_by=(),
-        excused=bool(losses or state.reason_excused_by) or are_waits_excused(state),
+        excused=bool(losses or left or state.reason_excused_by) or are_waits_excused(state),
     )
-    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void)
-    return state, (Announce(new), Arm(follow, "follow_s"))
+    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void, left)
+    state, gift = _granted(state, state.grants)
+    return state, (Announce(new), Arm(follow, "follow_s"), *gift)
+
+
+def _granted(state: CoordinatorState, ledger: grants.Ledger) -> Step:
+    """Give the writer the next grant if none is open in `ledger`, which the state stores."""
+    after = grants.given(ledger, state.generation, state.roster)
+    given = (Give(after.open),) if after.open is not None and after.num_given != ledger.num_given else ()
+    return replace(state, grants=after), given
+
+
+def _on_named(state: CoordinatorState, named: Named) -> Step:
+    """End the grant under which the replica has named a checkpoint, and give the next one."""
+    return _granted(state, grants.confirmed(state.grants, named.replica, named.number))
+
+
+def _on_fence_confirmed(state: CoordinatorState, confirmed: FenceConfirmed) -> Step:
+    """End the grant of a replica that is gone and can name nothing more; give the next one."""
+    if confirmed.replica not in {loss.replica for loss in state.losses} | {*state.left}:
+        return state, ()
+    return _granted(state, grants.ended(state.grants, confirmed.replica))
+
+
+def _lease_of(state: CoordinatorState, gone: Collection[ReplicaId]) -> tuple[Effect, ...]:
+    """Return the timer for the lease of a grant whose holder is among the replicas that go."""
+    if state.grants.open is None or state.grants.open.writer not in gone:
+        return ()
+    return (Arm(state.grants.lease, "lapse_s"),)
 
 
 def _on_lost(state: CoordinatorState, lost: ReplicaLost) -> Step:
     """Fence a replica not yet lost. Once possible, make a generation without it, or end the job."""
     return _remove(state, (lost.loss,), lost.loss.kind.value)
+
+
+def _on_node_lost(state: CoordinatorState, lost: NodeLost) -> Step:
+    """Do the same for all replicas of a node, in one generation; no microbatch is at fault."""
+    losses = tuple(Loss(replica, LossKind.NODE_LOST, lost.detail) for replica in sorted(set(lost.replicas)))
+    return _remove(state, losses, f"{LossKind.NODE_LOST.value}: {lost.detail}")
 
 
 def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
@@ -231,12 +286,13 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
     Ignore replicas that are lost already. Drop all evidence. Before generation 1, wait until every
     other replica is ready or lost.
     """
-    gone = {loss.replica for loss in state.losses}
+    gone = {loss.replica for loss in state.losses} | {*state.left}
     done = {item.replica for item in state.finished}
     losses = tuple(loss for loss in losses if loss.replica not in gone)
     if not losses:
         return state, ()
     fences: tuple[Effect, ...] = tuple(Fence(loss.replica) for loss in losses)
+    fences += _lease_of(state, {loss.replica for loss in losses})
     state = replace(
         state,
         losses=(*state.losses, *losses),
@@ -248,18 +304,25 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         state, effects = _start_when_complete(state)
         return state, fences + effects
     out = {loss.replica for loss in losses}
-    state = replace(
-        state,
-        roster=tuple(replica for replica in state.roster if replica not in out),
-        saves=tuple(save for save in state.saves if save.replica not in out),
-    )
+    before, state = state, _without(state, out)
     verdict = poisoned(state.failing, state.losses, state.policy.samples)
     if verdict:
         state, effects = _end(state, *verdict)
         return state, fences + effects
+    if stays := kept(before, state):
+        fences += (LeaveJudged((), stays, reason),)
     # A replica that has finished is not announced as a loss: its training is complete.
     state, effects = _announce(state, tuple(loss for loss in losses if loss.replica not in done), reason)
     return state, fences + effects
+
+
+def _without(state: CoordinatorState, out: Collection[ReplicaId]) -> CoordinatorState:
+    """Return the state with these replicas removed from the roster, and their saves forgotten."""
+    return replace(
+        state,
+        roster=tuple(replica for replica in state.roster if replica not in out),
+        saves=tuple(save for save in state.saves if save.replica not in out),
+    )
 
 
 def _on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
@@ -316,6 +379,8 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
         evidence = functools.reduce(with_missed_deadline, (save.replica for save in expired_saves), state.evidence)
         state = replace(state, saves=left, evidence=evidence)
         return _same_roster(state) if state.reason and not left else (state, ())
+    if expired.timer == state.grants.lease:
+        return _granted(state, grants.lapsed(state.grants, expired.timer))
     if expired.timer == state.follow and state.generation:
         return _followed_late(state)
     if expired.timer == state.trouble:
@@ -503,6 +568,31 @@ def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
     return _announce(replace(state, requests=unite((state.requests, (request,)))), (), request)
 
 
+def _on_leave_asked(state: CoordinatorState, asked: LeaveAsked) -> Step:
+    """Report who will leave and who will not; give one leader the requests for the next record."""
+    replicas, refused = judged(state, asked.replicas)
+    answer = LeaveJudged(replicas, refused, asked.reason)
+    if not replicas:
+        return state, (answer,)
+    requests = tuple(leave_of(replica) for replica in replicas)
+    return replace(state, requests=unite((state.requests, requests))), (answer, Ask(replicas[0], requests))
+
+
+def _on_leaving(state: CoordinatorState, leaving: ReplicaLeaving) -> Step:
+    """Once all leavers have reported in this generation, make one without them and dismiss them."""
+    if leaving.generation != state.generation or leaving.replica not in state.roster:
+        return state, ()
+    state = replace(state, leaving=tuple(sorted({*state.leaving, leaving.replica})))
+    if not (left := tuple(sorted(free_to_go(state)))):
+        return state, ()
+    # As after a loss: that they are gone explains all waits.
+    state = after_progress(replace(_without(state, left), left=(*state.left, *left), evidence_from=state.generation + 1))
+    lease = _lease_of(state, left)
+    state, effects = _announce(state, (), f"replicas {', '.join(map(str, left))} leave", left)
+    # The end of the job dismisses everybody.
+    return state, effects if state.over else (*effects, *(Dismiss(replica) for replica in left), *lease)
+
+
 def _end(state: CoordinatorState, exit_code: int, reason: str) -> Step:
     return replace(state, over=True), (EndJob(int(exit_code), reason),)
 
@@ -518,8 +608,13 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Miscounted: _on_miscounted,
     ReplicaFinished: _on_finished,
     ReplicaLost: _on_lost,
+    NodeLost: _on_node_lost,
     TimerFired: _on_expired,
     ExitAsked: _on_exit_asked,
+    LeaveAsked: _on_leave_asked,
+    ReplicaLeaving: _on_leaving,
     Progressed: _on_progressed,
     AtWork: _on_at_work,
+    Named: _on_named,
+    FenceConfirmed: _on_fence_confirmed,
 }

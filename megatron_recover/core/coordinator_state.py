@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_recover.core.blame import Evidence
+from megatron_recover.core.grants import Ledger
 from megatron_recover.core.values import (
     Generation,
+    Grant,
     Hello,
     LeaderMessage,
     Loss,
@@ -49,6 +51,10 @@ class CoordinatorState(Value, frozen=True):
     """Greetings of the replicas that are ready and not lost, by replica."""
     losses: tuple[Loss, ...] = ()
     """All losses of the run, in order; also those of replicas that had finished."""
+    leaving: tuple[ReplicaId, ...] = ()
+    """Members that may leave as of the current generation (`ReplicaLeaving`), ascending."""
+    left: tuple[ReplicaId, ...] = ()
+    """Replicas that have left as requested, in order. They are no losses."""
     entered: tuple[ReplicaId, ...] = ()
     """Members that entered the current generation, ascending."""
     follow: str = ""
@@ -113,6 +119,8 @@ class CoordinatorState(Value, frozen=True):
     """Number of saves that have begun in the run."""
     finished: tuple[ReplicaFinished, ...] = ()
     """Replicas whose training loop is over, by replica, lost ones included."""
+    grants: Ledger = Ledger()
+    """The grants to name checkpoints (`core/grants.py`)."""
     over: bool = False
     """True after `EndJob`: no input has an effect any more."""
 
@@ -130,6 +138,14 @@ class ReplicaLost(Value, frozen=True):
     loss: Loss
 
 
+class NodeLost(Value, frozen=True):
+    """A node is gone or out of reach. All replicas that have a rank there are lost together."""
+
+    replicas: tuple[ReplicaId, ...]
+    detail: str
+    """Text that names the node, and what shows that it is lost."""
+
+
 class TimerFired(Value, frozen=True):
     """A timer that an `Arm` effect started has run out."""
 
@@ -139,6 +155,13 @@ class TimerFired(Value, frozen=True):
 class ExitAsked(Value, frozen=True):
     """A request (signal) to end the whole job after a common step; with `--save` it is saved."""
 
+    reason: str
+
+
+class LeaveAsked(Value, frozen=True):
+    """A request that these replicas, such as all of a node, leave the job, while it goes on."""
+
+    replicas: tuple[ReplicaId, ...]
     reason: str
 
 
@@ -159,7 +182,16 @@ class AtWork(Value, frozen=True):
     """Ascending; the complete list, which replaces the list of the `AtWork` before."""
 
 
-Input = LeaderMessage | Launched | ReplicaLost | TimerFired | ExitAsked | Progressed | AtWork
+class FenceConfirmed(Value, frozen=True):
+    """The agents have seen the end of every process of a replica that was fenced or has left."""
+
+    replica: ReplicaId
+
+
+Input = (
+    LeaderMessage | Launched | ReplicaLost | NodeLost | TimerFired | ExitAsked | LeaveAsked | Progressed | AtWork
+    | FenceConfirmed
+)  # fmt: skip
 
 
 # --- Effects --------------------------------------------------------------------------------------
@@ -177,7 +209,44 @@ class Fence(Value, frozen=True):
     replica: ReplicaId
 
 
-Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s"]
+class Ask(Value, frozen=True):
+    """Send `AddRequests(requests)` to the leader of a replica."""
+
+    replica: ReplicaId
+    requests: tuple[str, ...]
+
+
+class Refusal(Value, frozen=True):
+    """A replica that does not leave although that was requested."""
+
+    replica: ReplicaId
+    why: str
+
+
+class LeaveJudged(Value, frozen=True):
+    """Report which replicas will leave, for `reason`, and which will not."""
+
+    replicas: tuple[ReplicaId, ...]
+    refused: tuple[Refusal, ...]
+    reason: str
+
+
+class Dismiss(Value, frozen=True):
+    """Send `Stop` with exit code 0 to the leader of a replica that leaves.
+
+    Ends of its ranks are no losses from now on. Kill those that do not end.
+    """
+
+    replica: ReplicaId
+
+
+class Give(Value, frozen=True):
+    """Send a grant to the leader of the grant's writer."""
+
+    grant: Grant
+
+
+Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s", "lapse_s"]
 """The name of a timer's length in `deadlines.Deadlines`. The driver knows the seconds."""
 
 
@@ -207,4 +276,4 @@ class EndJob(Value, frozen=True):
     reason: str
 
 
-Effect = Announce | Fence | Arm | Waits | EndJob
+Effect = Announce | Fence | Ask | LeaveJudged | Dismiss | Arm | Give | Waits | EndJob

@@ -51,6 +51,16 @@ Note [At work]
     be idle for an instant. Others may also have requested a generation just before a rank arrives
     at their sum.
 
+Note [A job on several nodes]
+    The detector then sees the ranks of one node (`Look.others`). It reports suspicions on a change
+    (`Suspects`), and condemns only what the coordinator permits (`core/condemning.py`), or what is
+    silent beyond the deadline. The answer counts for one look, and says what the ranks of the
+    replica on other nodes do. A rank that may wait for one of those was kept waiting until that one
+    was last seen in a phase of unknown length; only what came after is its own silence. Until that
+    answer a hang of a replica that spans nodes is not named either. The last replica waits for
+    itself only if all its ranks are on this node. Otherwise the timeout of its collectives ends it,
+    which is the user's deadline.
+
 Note [Ranks that read ahead]
     Another thread of a rank may read samples before they are due. While that thread waits for a
     disk it may hold the interpreter's lock, and then no other thread of the rank runs. So a gap
@@ -70,23 +80,16 @@ Note [Ranks that a tracer holds]
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from statistics import median
-from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from megatron_recover.core import parts
+from megatron_recover.core.detector_state import DetectorState, Figures, Watched
 from megatron_recover.core.label import label_of
-from megatron_recover.core.progress import (
-    AFTER_A_STEP,
-    BOUNDED_BY_NOTHING_SEEN,
-    COMPUTES,
-    EVERY_STEP,
-    WAITS,
-    Phase,
-    Progress,
-)
-from megatron_recover.core.values import Generation, ReplicaFailing, ReplicaId, Value
+from megatron_recover.core.progress import BOUNDED_BY_NOTHING_SEEN, COMPUTES, EVERY_STEP, WAITS, Phase, Progress
+from megatron_recover.core.values import ReplicaFailing, ReplicaId
 from megatron_recover.core.verdict import (
     CANNOT_RUN,
     STOPPED,
@@ -95,8 +98,10 @@ from megatron_recover.core.verdict import (
     Effect,
     Look,
     Named,
+    PartSeen,
     SeenAtWork,
     Sight,
+    Suspects,
     Verdict,
 )
 
@@ -109,76 +114,6 @@ OLDER = 2.0
 _KEPT_STEPS, _ENOUGH_STEPS = 16, 5
 """Step times that are kept, the newest; step times that are needed to know the typical one. Each
 rank's time of a step is one."""
-
-
-class Figures(Value, frozen=True):
-    """The measured durations from which limits are derived, in seconds."""
-
-    steps_s: tuple[float, ...] = ()
-    """The newest times of training steps, at most 16: one for each rank and step."""
-    longest_s: Mapping[Phase, float] = MappingProxyType({})
-    """The longest operation that any rank finished, per phase. `Limits.gap_s` stands for a phase of
-    `EVERY_STEP` that no look saw in a step. The time in which a rank was kept waiting, read ahead
-    or was traced does not count."""
-
-
-class Watched(Value, frozen=True):
-    """Everything known about one rank. Silences are in seconds, since the page last changed."""
-
-    progress: Progress
-    quiet_s: float = 0.0
-    """Silence of the rank's own."""
-    kept_s: float = 0.0
-    """Silence in which another rank of the replica kept the rank waiting."""
-    is_kept: bool = False
-    """True if one does so now (Note [Ranks that wait inside their replica])."""
-    reading_s: float = 0.0
-    """Time for which looks have seen the same reading ahead (Note [Ranks that read ahead])."""
-    stopped_s: float = 0.0
-    traced_s: float = 0.0
-    """Time in which a tracer held the rank."""
-    step_s: float = 0.0
-    """Time since the step began, without the time in which a tracer held a rank of the replica."""
-    told: frozenset[Verdict] = frozenset()
-    """Verdicts that were reported since the page changed."""
-
-    @property
-    def silent_s(self) -> float:
-        """Return the sum of the rank's own silence and that in which it was kept waiting."""
-        return self.quiet_s + self.kept_s
-
-
-class Limits(Value, frozen=True):
-    """The limits of the detector, in seconds. `Deadlines` has the reason for each."""
-
-    deadline_s: float
-    """The user's one deadline."""
-    gap_s: float
-    """The longest time between two looks that counts."""
-    stopped_s: float
-    """The shortest time after which a stopped process is named and may be condemned."""
-    hung_s: float
-    """The shortest silence after which a rank hangs."""
-    after_work_s: float
-    """Time for which a replica counts as at work after it was last seen at work."""
-
-
-class DetectorState(Value, frozen=True):
-    """Everything that the detector knows. Start with `DetectorState(limits)`."""
-
-    limits: Limits
-    now_s: float | None = None
-    generation: Generation = 0
-    ranks: Mapping[tuple[ReplicaId, int], Watched] = MappingProxyType({})
-    figures: Figures = Figures()
-    """Figures of this generation."""
-    older: Figures = Figures()
-    """Figures of the newest generation before this one that had enough steps."""
-    condemned: frozenset[ReplicaId] = frozenset()
-    worked_s: Mapping[ReplicaId, float] = MappingProxyType({})
-    """Time of the look that last saw each replica at work."""
-    at_work: tuple[ReplicaId, ...] = ()
-    """Replicas of the newest `SeenAtWork`."""
 
 
 def typical_step_s(state: DetectorState) -> float | None:
@@ -249,6 +184,8 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
         ranks[key] = watched
     figures = Figures(steps_s, longest_s)
     state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)
+    if look.others is not None:
+        state = parts.with_what_others_see(parts.see_parts(state, shown), look.others)
     return _judge(state, look, shown)
 
 
@@ -279,13 +216,8 @@ def _as_reading(progress: Progress) -> Progress:
 
 def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
     """Return the ranks that are kept waiting (Note [Ranks that wait inside their replica])."""
-    bounded = {*state.figures.longest_s, *state.older.longest_s} - BOUNDED_BY_NOTHING_SEEN - WAITS
-    furthest_back: dict[ReplicaId, tuple[int, bool]] = {}
-    for sight in look.sights:
-        progress = sight.progress
-        if progress is not None and sight.state not in CANNOT_RUN and progress.phase not in bounded | WAITS:
-            place = _place(progress)
-            furthest_back[sight.replica] = min(place, furthest_back.get(sight.replica, place))
+    bounded = parts.bounded(state)
+    furthest_back = parts.furthest_back(state, look)
     if not furthest_back:
         return set()
     known = {key: watched.progress for key, watched in state.ranks.items()}
@@ -293,13 +225,8 @@ def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
     return {
         (replica, rank)
         for (replica, rank), progress in known.items()
-        if progress.phase in bounded and replica in furthest_back and furthest_back[replica] <= _place(progress)
+        if progress.phase in bounded and replica in furthest_back and furthest_back[replica] <= parts.place_of(progress)
     }
-
-
-def _place(progress: Progress) -> tuple[int, bool]:
-    """Return the rank's position, for comparison: of two ranks the larger value is ahead."""
-    return progress.step, progress.phase in AFTER_A_STEP
 
 
 def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float, *, is_kept: bool) -> Watched | None:
@@ -358,6 +285,7 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
     effects: list[Effect] = []
     accused: dict[ReplicaId, Named] = {}
     silent: set[ReplicaId] = set()
+    slow: set[ReplicaId] = set()
     ranks = dict(state.ranks)
     idle_s = _idle_s(state, look)
     for sight in look.sights:
@@ -382,10 +310,11 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
             sight.replica, sight.rank, verdict, watched.progress.phase, seconds,
             limit_s, sight.state, watched.progress.step, watched.progress.label, watched.progress.microbatches, watched.is_kept,
         )  # fmt: skip
-        if verdict not in told:
+        if verdict not in told and not _is_unexplained(look, named, state.limits.deadline_s):
             ranks[key] = replace(ranks[key], told=told | {verdict})
             effects.append(named)
         if verdict is Verdict.SLOW:
+            slow.add(sight.replica)
             continue
         silent.add(sight.replica)
         if _is_evidence(named) or named.seconds >= state.limits.deadline_s:
@@ -395,15 +324,37 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
                 known.seconds,
             ):
                 accused[sight.replica] = named
-    others_live = any(sight.replica not in silent for sight in look.sights)
+    if look.others is None:
+        others_live = any(sight.replica not in silent for sight in look.sights)
+        permitted = {*accused} if others_live else set[ReplicaId]()
+    else:
+        permitted = {known.replica for known in look.others.known if known.may_condemn}
     condemned = tuple(
         Condemned(named, _charge(named))
         for replica, named in accused.items()
-        if replica not in state.condemned and (others_live or named.seconds >= state.limits.deadline_s)
+        if replica not in state.condemned and (replica in permitted or named.seconds >= state.limits.deadline_s)
     )
     gone = state.condemned | {each.named.replica for each in condemned}
     state, work = _see_work(replace(state, ranks=ranks, condemned=gone), shown, accused)
-    return state, (*effects, *condemned, *work)
+    state, reports = _tell_others(state, look, Suspects(frozenset(silent | slow), frozenset(accused)))
+    return state, (*effects, *condemned, *work, *reports)
+
+
+def _is_unexplained(look: Look, named: Named, deadline_s: float) -> bool:
+    """Return whether ranks of other nodes, which are not known, may explain a hang."""
+    others = look.others
+    if others is None or named.verdict is not Verdict.HUNG or named.seconds >= deadline_s:
+        return False
+    return named.replica in others.spanning and all(known.replica != named.replica for known in others.known)
+
+
+def _tell_others(state: DetectorState, look: Look, suspects: Suspects) -> tuple[DetectorState, tuple[Effect, ...]]:
+    """Report suspicions that have changed, and the parts that were asked for, on several nodes."""
+    if look.others is None:
+        return state, ()
+    seen = tuple(PartSeen(replica, parts.part(state, replica, look.now_s)) for replica in look.others.asked)
+    news = () if suspects == state.suspects else (suspects,)
+    return replace(state, suspects=suspects), (*news, *seen)
 
 
 def _idle_s(state: DetectorState, look: Look) -> float:
@@ -411,7 +362,8 @@ def _idle_s(state: DetectorState, look: Look) -> float:
 
     See Note [The last replica waits for itself].
     """
-    if len({sight.replica for sight in look.sights}) != 1:
+    here = {sight.replica for sight in look.sights}
+    if len(here) != 1 or (look.others is not None and (look.others.num_members != 1 or here & look.others.spanning)):
         return 0.0
     idle_s = math.inf
     for sight in look.sights:

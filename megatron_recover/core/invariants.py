@@ -24,9 +24,12 @@ in both. Facts come in an order in which they can have happened: cause before ef
 - INV-5 fencing: a replica plans, holds results, votes and commits only in the newest generation
   that it entered, and enters only newer ones.
 - INV-6 single history: generations are consecutive, with one roster each, and no replica comes
-  back. Only members enter a generation. A commit by votes in the newest generation has the equal
-  votes of all members.
+  back. A replica leaves only if a committed record asks for it, and at least `min_replicas` and one
+  member stay. Only members enter a generation. A commit by votes in the newest generation has the
+  equal votes of all members.
 - INV-7 least work: no microbatch is dealt for a bucket if a member was dealt it for that bucket.
+  None is dealt to a replica that a committed record asks to leave, while enough members stay. A
+  replica leaves with nothing that was dealt to it in a step that nobody has committed.
 - INV-3, INV-4 and INV-7 are not judged for a replica that is not in the newest roster, nor are the
   results and the state digest of its vote, nor the paces that it learned: the history has forgotten
   what that replica was dealt, holds and began with.
@@ -48,6 +51,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core.digest import bare, combined
 from megatron_recover.core.plan import results
+from megatron_recover.core.request import RequestKind, details
 from megatron_recover.core.values import (
     BucketId,
     Entered,
@@ -86,6 +90,8 @@ class Formed(Value, frozen=True):
     void: Void | None = None
     """`NewGeneration.void`: each member drops what it has of the step on entering `since` or later,
     once."""
+    left: tuple[ReplicaId, ...] = ()
+    """`NewGeneration.left`."""
 
 
 class Planned(Value, frozen=True):
@@ -164,7 +170,7 @@ class Applied(Value, frozen=True):
 def formed(new: NewGeneration) -> Formed:
     """Return the fact that an announcement makes."""
     outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
-    return Formed(new.generation, new.roster, outvoted, new.void)
+    return Formed(new.generation, new.roster, outvoted, new.void, new.left)
 
 
 Fact = Formed | Entered | Planned | Read | Held | Digested | Voted | Committed | Applied
@@ -211,6 +217,10 @@ class History(Value, frozen=True):
     committed: tuple[tuple[ReplicaId, int], ...] = ()
     """(replica, number of steps that the replica has committed)."""
     steps: tuple[tuple[int, StepHistory], ...] = ()
+    leaving: tuple[tuple[ReplicaId, int], ...] = ()
+    """(replica, first step whose committed record asks the replica to leave)."""
+    min_replicas: int = 1
+    """Least number of members that stay where others leave."""
 
 
 def check(shape: Shape, facts: Iterable[Fact]) -> History:
@@ -239,6 +249,7 @@ def _on_formed(history: History, fact: Formed) -> History:
         raise InvariantViolation(6, f"generation {fact.generation} follows generation {len(history.rosters)}")
     if history.rosters and not set(fact.roster) <= set(history.rosters[-1]):
         raise InvariantViolation(6, f"roster {fact.roster} has a replica that {history.rosters[-1]} had not")
+    _leave(history, fact)
     members = set(fact.roster)
     steps = {
         number: replace(
@@ -258,6 +269,20 @@ def _on_formed(history: History, fact: Formed) -> History:
     if void is not None and void.gives_up and (history.void is None or history.void.step != void.step):
         raise InvariantViolation(9, f"generation {fact.generation} gives step {void.step} up, which was not computed anew")
     return replace(history, rosters=(*history.rosters, fact.roster), outvoted=outvoted, steps=tuple(steps.items()), void=void)
+
+
+def _leave(history: History, fact: Formed) -> None:
+    """Raise InvariantViolation if a replica leaves unasked, is needed, or holds a microbatch."""
+    for replica in fact.left:
+        who = f"generation {fact.generation} lets replica {replica} leave"
+        if replica not in dict(history.leaving):
+            raise InvariantViolation(6, f"{who}, and no committed record asks for it")
+        if len(fact.roster) < max(1, history.min_replicas):
+            raise InvariantViolation(6, f"{who}, and only {len(fact.roster)} members stay")
+        for number, step in history.steps:
+            dealt = sorted({i for member, _, i in step.dealt if member == replica})
+            if dealt and step.record is None:
+                raise InvariantViolation(7, f"{who}, to which microbatches {dealt} of step {number} were dealt")
 
 
 def _on_entered(history: History, fact: Entered) -> History:
@@ -292,6 +317,9 @@ def _on_planned(history: History, fact: Planned) -> History:
                     detail = f"bucket {bucket} of step {plan.step}, which replica {member} holds in version {version}"
                     raise InvariantViolation(4, f"replica {replica} reduces {detail}")
     fresh = {(replica, bucket, i) for item in plan.computes for bucket in item.into for i in item.microbatches}
+    out = {member for member, since in history.leaving if since < plan.step}
+    if fresh and replica in out and len(set(plan.roster) - out) >= max(1, history.min_replicas):
+        raise InvariantViolation(7, f"replica {replica} computes in step {plan.step}, and was to leave after an earlier step")
     holders = {(bucket, i): member for member, bucket, i in step.dealt if member in plan.roster}
     for _, bucket, i in sorted(fresh):
         if (bucket, i) in holders:
@@ -384,7 +412,8 @@ def _on_committed(history: History, fact: Committed) -> History:
     if other := next((item for item in step.paces if item[1] != paces), None) if fact.replica in history.rosters[-1] else None:
         raise InvariantViolation(2, f"{who} and learns the paces {paces}; replica {other[0]} learned {other[1]}")
     committed = _with(history.committed, fact.replica, done + 1)
-    history = replace(history, committed=committed)
+    asked = {int(number): record.step for number in details(fact.record.requests, RequestKind.LEAVE)}
+    history = replace(history, committed=committed, leaving=tuple(sorted((asked | dict(history.leaving)).items())))
     step = replace(step, record=record, paces=step.paces | _current(history, fact.replica, {(fact.replica, paces)}))
     if all(dict(committed).get(replica, 0) > record.step for replica in history.rosters[-1]):
         # From here on only a lost replica can still commit the step. Ranks of members may apply it.

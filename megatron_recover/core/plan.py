@@ -6,7 +6,7 @@ This module decides nothing that members have to agree on. The quotas of a fresh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from megatron_recover.core.quota import ONE_STAGE, balanced, share
 from megatron_recover.core.recovery import Recovery
@@ -51,12 +51,15 @@ def fresh_plan(
     *,
     speeds: Speeds = UNKNOWN,
     pipeline: Pipeline = ONE_STAGE,
+    leavers: Collection[ReplicaId] = (),
 ) -> Plan:
     """Return the plan of one member for a step of which no member holds anything.
 
-    `speeds` must have learned from all the steps before.
+    `speeds` must have learned from all the steps before. `leavers` get no microbatch.
     """
-    quotas = balanced(work.num_microbatches, paces(speeds, roster), pipeline)
+    stay = tuple(member for member in roster if member not in leavers)
+    share_of = dict(zip(stay, balanced(work.num_microbatches, paces(speeds, stay), pipeline), strict=True))
+    quotas = tuple(share_of.get(member, 0) for member in roster)
     ids = share(quotas, roster, replica)
     computes = (Compute(ids, work.buckets),) if ids else ()
     return Plan(step, generation, tuple(roster), work, quotas, (), computes, work.buckets)

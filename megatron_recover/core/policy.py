@@ -25,6 +25,16 @@ def exit_code(requests: Sequence[str]) -> int:
     return ExitCode.INTERRUPTED if details(requests, RequestKind.EXIT) else ExitCode.OK
 
 
+def about_the_coordinator(node: str, *, saves: bool) -> str:
+    """Return what the loss of the coordinator means, for the user of a job of several nodes.
+
+    `node`: the name of the coordinator's node. `saves`: whether the job has `--save`.
+    """
+    where = "the next save point, and ends there" if saves else "the end of the step, and ends there without a checkpoint"
+    before = "; a failure before that ends the job with code 13 at the newest checkpoint" if saves else ""
+    return f"the coordinator is on node {node}: if that node is lost, training goes on to {where} with exit code 15{before}"
+
+
 ENDED_TOGETHER = frozenset({ExitCode.OK, ExitCode.TOO_FEW_REPLICAS, ExitCode.INTERRUPTED, ExitCode.UNSAVED})
 """Exit codes of a job whose replicas all end after the same step, and of no rank that fails.
 
@@ -140,7 +150,7 @@ def first_to_die(statuses: Sequence[int]) -> int:
 _WITNESSED = frozenset({LossKind.CRASHED, LossKind.HUNG})
 """Kinds of losses that only failures witnessed by the agent explain: other ranks of such a replica
 raise as a consequence."""
-_UNCHARGED = frozenset({LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED})
+_UNCHARGED = frozenset({LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED, LossKind.NODE_LOST})
 """Kinds of losses that are charged to no microbatch."""
 
 
@@ -164,8 +174,9 @@ def poisoned(
     Return None otherwise. `samples`: samples per training step and per microbatch, if they are
     known and do not change (`MembershipSettings.samples`).
 
-    - A loss of kind `PROCESS_ENDED` (such as a signal from outside) or `INVARIANT_VIOLATED` is
-      charged to no microbatch. What other ranks of the replica then raise does not count.
+    - A loss of kind `PROCESS_ENDED` (such as a signal from outside), `INVARIANT_VIOLATED` or
+      `NODE_LOST` is charged to no microbatch. What other ranks of the replica then raise does not
+      count.
     - A loss of kind `CRASHED` or `HUNG` is charged to the microbatches that the progress page
       names. Any other loss is charged to those that a rank named before it ended.
     - Several microbatches may be named (a gradient that is not finite, a device that runs behind).

@@ -123,7 +123,8 @@ class Begin(Value, frozen=True):
     work: Work
     requests: tuple[str, ...] = ()
     digest: int | None = None
-    """The digest of `values.Begun`."""
+    stays: bool = False
+    """`digest` and `stays` are those of `values.Begun`."""
 
 
 class Take(Value, frozen=True):
@@ -229,7 +230,7 @@ def step(state: RankState, message: Input) -> Step:
 
 def may_run(state: RankState, generation: Generation) -> bool:
     """Return whether an operation across the replicas of `generation` may begin or continue."""
-    return generation == state.promised and not (state.queue and isinstance(state.queue[0], Stop))
+    return generation == state.promised and not (state.queue and isinstance(state.queue[-1], Stop))
 
 
 def _on_promise(state: RankState, order: Promise) -> Step:
@@ -246,7 +247,7 @@ def _on_promise(state: RankState, order: Promise) -> Step:
 
 def _on_order(state: RankState, order: Plan | Close | Apply) -> Step:
     """Queue the order, unless `Stop` is queued; an `Apply` must name only results that are held."""
-    if state.queue and isinstance(state.queue[0], Stop):
+    if state.queue and isinstance(state.queue[-1], Stop):
         return state, ()
     if isinstance(order, Apply):
         _check_held(state, order)
@@ -269,15 +270,19 @@ def _check_held(state: RankState, order: Apply) -> None:
 
 
 def _on_stop(state: RankState, order: Stop) -> Step:
-    """Replace all queued orders by `Stop`, and retire all transports."""
-    return replace(state, queue=(order,)), (Retire(state.promised + 1),)
+    """Replace all queued orders by `Stop`, or queue it behind them; retire all transports.
+
+    With exit code 0 `Stop` is queued: training is over, or the replica leaves, and its other ranks
+    may obey the orders before it, together with this one.
+    """
+    return replace(state, queue=(order,) if order.exit_code else (*state.queue, order)), (Retire(state.promised + 1),)
 
 
 def _on_begin(state: RankState, begin: Begin) -> Step:
     """Report the step to the leader; ranks other than 0 only with a request or a digest."""
     if state.rank != 0 and not begin.requests and begin.digest is None:
         return state, ()
-    return state, (ToLeader(Begun(state.rank, state.step, begin.work, begin.requests, begin.digest)),)
+    return state, (ToLeader(Begun(state.rank, state.step, begin.work, begin.requests, begin.digest, begin.stays)),)
 
 
 def _on_take(state: RankState, _: Take) -> Step:

@@ -6,8 +6,8 @@
    a step that nobody has committed, nobody counts as holding a result in which a replica took part
    that was outvoted since.
 3. An undecided bucket is reduced again, whole. Ids that no member's local gradient of that bucket
-   holds are dealt to the members that will finish them first. Their gradient goes into exactly the
-   undecided buckets that miss them.
+   holds are dealt to the members that will finish them first, but never to one that leaves. Their
+   gradient goes into exactly the undecided buckets that miss them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from megatron_recover.core import contribution
 from megatron_recover.core.bucket import Decision, decide
+from megatron_recover.core.leaving import leavers
 from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.quota import ONE_STAGE, deal
 from megatron_recover.core.speed import UNKNOWN, Speeds, learn, paces
@@ -53,13 +54,18 @@ class Recovery(Value, frozen=True):
 
 @newest_kept
 def recover(
-    statuses: Sequence[Status], trusted_from: Generation, *, speeds: Speeds = UNKNOWN, pipeline: Pipeline = ONE_STAGE
+    statuses: Sequence[Status],
+    trusted_from: Generation,
+    *,
+    speeds: Speeds = UNKNOWN,
+    pipeline: Pipeline = ONE_STAGE,
+    min_replicas: int = 1,
 ) -> Recovery | Disagreement:
     """Return the common plan of one generation, or the disagreement that its statuses show.
 
     `statuses` has one of every member. `trusted_from` is that of the generation's announcement.
-    `speeds` must have learned from all steps that this member has committed. Raises ValueError if
-    the steps of two members differ by more than one.
+    `speeds` must have learned from all steps that this member has committed. `min_replicas` is
+    that of `leavers`. Raises ValueError if the steps of two members differ by more than one.
     """
     ordered = sorted(statuses, key=lambda status: status.replica)
     step = max(status.step for status in ordered)
@@ -87,6 +93,9 @@ def recover(
     left = {replica: len(ids - finished[replica]) for replica, ids in loads.items()}
     # A member that is behind has not yet learned from the step that it adopts; the others have.
     pace = paces(learn(speeds, adopt.record) if adopt is not None else speeds, sorted(loads))
+    before = current[0].committed
+    out = leavers(before.record.requests if before is not None else (), tuple(loads), min_replicas)
+    left = {replica: num for replica, num in left.items() if replica not in out}
     owners = deal(missing, left, dict(zip(sorted(loads), pace, strict=True)), pipeline)
     dealt = tuple((owners[microbatch], microbatch, missing[microbatch]) for microbatch in sorted(missing))
     for microbatch, owner in owners.items():

@@ -27,6 +27,7 @@ from megatron_recover.core.bucket import by_version
 from megatron_recover.core.contribution import added
 from megatron_recover.core.digest import commitment, differences, summarize
 from megatron_recover.core.forwarding import direct_peers, forwarded, heard_from, newest_of_each, waiting_for
+from megatron_recover.core.leaving import leavers
 from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
 from megatron_recover.core.policy import exit_code, untrained
@@ -34,6 +35,7 @@ from megatron_recover.core.quota import ticks
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
     Committed,
+    CoordinatorLost,
     Decided,
     Effect,
     Input,
@@ -47,10 +49,11 @@ from megatron_recover.core.replica_state import (
     Voted,
     WaitExpired,
 )
-from megatron_recover.core.request import SAVED
+from megatron_recover.core.request import SAVED, coordinator_lost
 from megatron_recover.core.speed import learn, reported_paces
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
+    AddRequests,
     Apply,
     Begun,
     Close,
@@ -73,6 +76,7 @@ from megatron_recover.core.values import (
     ReplicaFailing,
     ReplicaFinished,
     ReplicaId,
+    ReplicaLeaving,
     ReplicaSaving,
     Status,
     Statuses,
@@ -83,8 +87,8 @@ from megatron_recover.core.values import (
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
 
 __all__ = [
-    "Committed", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState", "ToCoordinator",
-    "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
+    "Committed", "CoordinatorLost", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState",
+    "ToCoordinator", "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -107,8 +111,11 @@ def step(state: ReplicaState, message: Input) -> Step:
 
 
 def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
-    """Leave the older generation for good, and order the ranks to promise the new one."""
-    if new.generation <= state.generation or state.replica not in new.roster:
+    """Leave the older generation for good, and order the ranks to promise the new one.
+
+    Ignore the new one if a vote of this replica has said that it has no coordinator.
+    """
+    if new.generation <= state.generation or state.replica not in new.roster or state.is_last:
         return state, ()
     begun = state.work is not None
     entered = replace(
@@ -193,7 +200,9 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     effects = forwarded(state, before, Statuses(state.replica, state.generation, statuses))
     if waiting_for(state):
         return state, effects
-    recovery = recover(statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline)
+    recovery = recover(
+        statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline, min_replicas=state.min_replicas
+    )  # fmt: skip
     if isinstance(recovery, Disagreement):
         return _diverged(state, recovery, effects)
     state = replace(
@@ -223,7 +232,7 @@ def _on_begun(state: ReplicaState, report: Begun) -> Step:
     if report.digest is not None:
         state = replace(state, digests=tuple(sorted((dict(state.digests) | {report.rank: report.digest}).items())))
     if report.rank == 0 and state.work is None:
-        state = replace(state, work=report.work)
+        state = replace(state, work=report.work, stays=report.stays)
         return _start(state) if state.phase is ReplicaPhase.IDLE else (state, ())
     # This digest may be the last that the vote was waiting for.
     return _vote(state) if state.phase is ReplicaPhase.WORKING else (state, ())
@@ -244,13 +253,15 @@ def _on_pass_timed(state: ReplicaState, report: PassTimed) -> Step:
 def _start(state: ReplicaState) -> Step:
     """Order the waiting plan, or a fresh one, if the step has begun. Needs phase IDLE.
 
-    If the waiting plan is of other work, report that instead. If nothing is missing, also vote.
+    If the waiting plan is of other work, report that instead. If nothing is missing, also vote. A
+    replica that leaves reports so (`core/leaving.py`, Note [Leaving]).
     """
     if state.work is None:
         return state, ()
+    out = leavers(state.committed.requests if state.committed is not None else (), state.roster, state.min_replicas)
     plan = state.plan or fresh_plan(
         state.replica, state.generation, state.roster, state.step, state.work,
-        speeds=state.speeds, pipeline=state.shape.pipeline,
+        speeds=state.speeds, pipeline=state.shape.pipeline, leavers=out,
     )  # fmt: skip
     if plan.work != state.work:
         conflict = Disagreement((), f"replica {state.replica} begins {state.work}, others {plan.work}")
@@ -268,8 +279,10 @@ def _start(state: ReplicaState) -> Step:
             for items in state.held or ((),) * state.shape.num_ranks
         ),
     )
+    may_leave = state.replica in out and plan.work.num_microbatches and not state.contributions and not state.stays
+    leaving = (ToCoordinator(ReplicaLeaving(state.replica, state.generation)),) if may_leave else ()
     state, effects = _vote(state)
-    return state, (ToRanks(plan), *effects)
+    return state, (ToRanks(plan), *leaving, *effects)
 
 
 def _on_holds(state: ReplicaState, report: Holds) -> Step:
@@ -294,6 +307,8 @@ def _vote(state: ReplicaState) -> Step:
     if state.work.digests and len(state.digests) < state.shape.num_ranks:
         return state, ()
     trains = len(state.work.buckets) == len(state.shape.bucket_ranks)
+    if state.is_alone:  # others may rely on this vote, so this replica enters no newer generation
+        state = replace(state, is_last=True, requests=unite((state.requests, (coordinator_lost(state.replica),))))
     paces = reported_paces(state.speeds, state.replica, state.pace_ns if state.contributions else 0) if trains else ()
     record = replace(own_record(state), requests=state.requests, paces=paces)
     summary, before = summarize(record), heard_from(state)
@@ -421,7 +436,27 @@ def _on_finished(state: ReplicaState, report: RankFinished) -> Step:
     if len(state.ended) < state.shape.num_ranks:
         return state, ()
     requests = state.committed.requests if state.committed is not None else ()
-    return state, (ToCoordinator(ReplicaFinished(state.replica, exit_code(requests), SAVED in requests, untrained(requests))),)
+    finished = ReplicaFinished(state.replica, exit_code(requests), SAVED in requests, untrained(requests))
+    state, stop = _ends_alone(state)
+    return state, (ToCoordinator(finished), *stop)
+
+
+def _on_coordinator_lost(state: ReplicaState, lost: CoordinatorLost) -> Step:
+    """Say so in the next vote. If training is over already, end now: no `Stop` will come."""
+    return _ends_alone(replace(state, is_alone=not lost.is_over))
+
+
+def _ends_alone(state: ReplicaState) -> Step:
+    """Order the ranks to stop if they all have ended their training and there is no coordinator."""
+    if not state.is_alone or len(state.ended) < state.shape.num_ranks:
+        return state, ()
+    code = exit_code(state.committed.requests if state.committed is not None else ())
+    return _on_stop(state, Stop(code, "training is over, and there is no coordinator"))
+
+
+def _on_add_requests(state: ReplicaState, asked: AddRequests) -> Step:
+    """Add requests of the coordinator to all votes from now on."""
+    return replace(state, requests=unite((state.requests, asked.requests))), ()
 
 
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:
@@ -462,7 +497,9 @@ def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
         RankFailing: Row(_on_failing, frozenset({phase})),
         RankSaving: Row(_on_saving, frozenset({phase})),
         RankBlocked: Row(_on_blocked, frozenset({phase})),
-        RankFinished: Row(_on_finished, frozenset({phase})),
+        RankFinished: Row(_on_finished, frozenset({phase, ReplicaPhase.STOPPED})),
+        AddRequests: Row(_on_add_requests, frozenset({phase})),
+        CoordinatorLost: Row(_on_coordinator_lost, frozenset({phase, ReplicaPhase.STOPPED})),
         Stop: Row(_on_stop, frozenset({ReplicaPhase.STOPPED})),
     }
     for kind, handler, leads_to in extra:

@@ -7,6 +7,7 @@ import enum
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import (
+    AddRequests,
     Ballot,
     BucketId,
     Contribution,
@@ -63,6 +64,8 @@ class ReplicaState(Value, frozen=True):
 
     All replicas have the same value.
     """
+    min_replicas: int = 1
+    """Least number of members that stay where others leave. All replicas have the same value."""
     phase: ReplicaPhase = ReplicaPhase.JOINING
     generation: Generation = 0
     roster: tuple[ReplicaId, ...] = ()
@@ -70,10 +73,13 @@ class ReplicaState(Value, frozen=True):
     """The step that this replica has not committed yet."""
     work: Work | None = None
     """Work of `step`; None until the training loop has begun the step."""
+    stays: bool = False
+    """`Begun.stays` of the newest step that rank 0 has begun."""
     requests: tuple[str, ...] = ()
     """Requests that all votes carry from now on.
 
-    Sources: ranks (`Begun`), generations (`NewGeneration`), and every record that was committed.
+    Sources: ranks (`Begun`), the coordinator (`NewGeneration`, `AddRequests`), and every record
+    that was committed.
     """
     promised: tuple[int, ...] = ()
     """Ranks that have promised `generation`, ascending."""
@@ -103,6 +109,11 @@ class ReplicaState(Value, frozen=True):
     """`NewGeneration.void` of the newest generation that had one."""
     must_void: bool = False
     """True while the ranks hold something of the void step that no plan has voided yet."""
+    is_alone: bool = False
+    """True while the coordinator counts as lost (`CoordinatorLost`)."""
+    is_last: bool = False
+    """True once a vote of this replica has said that it `is_alone`. It then enters no newer
+    generation (`core/grants.py`, Note [Last generation])."""
     ended: tuple[int, ...] = ()
     """Ranks whose training loop has ended, ascending."""
     pace_ns: int = 0
@@ -113,7 +124,7 @@ class ReplicaState(Value, frozen=True):
     """Journal of `step`, as rank 0 sent it with its last promise."""
 
 
-# --- Inputs: NewGeneration, Stop (coordinator), Report (ranks), PeerMessage (leaders), and: -------
+# --- Inputs: NewGeneration, AddRequests, Stop (coordinator), Report, PeerMessage, and: ------------
 
 
 class LinkLost(Value, frozen=True):
@@ -130,7 +141,16 @@ class WaitExpired(Value, frozen=True):
     step: int
 
 
-Input = NewGeneration | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
+class CoordinatorLost(Value, frozen=True):
+    """The link to the coordinator broke, or the coordinator is silent for too long."""
+
+    is_over: bool = False
+    """True if the coordinator is heard again, after a silence."""
+
+
+Input = (
+    CoordinatorLost | NewGeneration | AddRequests | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
+)
 
 
 # --- Effects --------------------------------------------------------------------------------------

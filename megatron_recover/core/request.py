@@ -24,9 +24,15 @@ class RequestKind(enum.StrEnum):
     """Leave the end of training: a replica has seen that the last checkpoint exists."""
     UNSAVED = "the last checkpoint cannot be written"
     """Leave the end of training without the last checkpoint: the writer has given up."""
+    ALONE = "the coordinator is lost"
+    """The voter has no coordinator any more, and enters no newer generation. The detail is the
+    voter (`core/grants.py`, Note [Last generation])."""
     UNTRAINED = "nothing was trained"
     """Report at the end that training was given up before any state changed, so that nothing had to
     be saved. The detail describes the state."""
+    LEAVE = "leave"
+    """Deal a replica no microbatch from the next step on, so that it can leave the job
+    (`core/leaving.py`). The detail is the replica."""
 
 
 def exit_for(reason: str) -> str:
@@ -44,6 +50,17 @@ def nothing_trained(state: str) -> str:
     return f"{RequestKind.UNTRAINED}: {state}"
 
 
+def leave_of(replica: int) -> str:
+    """Return the request that `replica` leaves the job."""
+    return f"{RequestKind.LEAVE}: {replica}"
+
+
+def coordinator_lost(replica: int) -> str:
+    """Return the request by which `replica` reports that it has no coordinator any more."""
+    return f"{RequestKind.ALONE}: replica {replica}"
+
+
+NO_COORDINATOR = exit_for("the coordinator is lost")
 TOO_FEW = exit_for("too few replicas")
 MISCOUNTED = exit_for("a step was miscounted twice")
 SAVED = RequestKind.SAVED.value

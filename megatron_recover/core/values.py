@@ -37,6 +37,7 @@ time of a pass    `pass_timed`        `TimePass`        `PassTimed`
 result            `hold`              `Hold`            `Holds`
 failed sum        `blocked`           `Block`           `RankBlocked`     `ReplicaBlocked`
 exception         `failing`           `Fail`            `RankFailing`     `ReplicaFailing`
+leave                                                                     `ReplicaLeaving`
 save              `saving`            `Save`            `RankSaving`      `ReplicaSaving`
 end of training   `close`             `Finish`          `RankFinished`    `ReplicaFinished`
 promise                               `Promise`         `Promised`        `Entered`
@@ -340,6 +341,8 @@ class Begun(Value, frozen=True):
     requests: tuple[str, ...] = ()
     digest: int | None = None
     """Digest of all state of this rank as the step begins; None unless `work.digests`."""
+    stays: bool = False
+    """True if the replica must not leave in this step: it writes a checkpoint in the background."""
 
 
 class CloseAsked(Value, frozen=True):
@@ -438,6 +441,8 @@ class LossKind(enum.Enum):
     """A strict majority of the members outvoted the replica (`Diverged`)."""
     INVARIANT_VIOLATED = "invariant violated"
     """A check inside a rank failed, and the rank ended itself (exit code 14)."""
+    NODE_LOST = "node lost"
+    """The node of one of its ranks is gone or out of reach, whatever the rank computed."""
 
 
 class Loss(Value, frozen=True):
@@ -475,6 +480,30 @@ class NewGeneration(Value, frozen=True):
     part in them. 0: all count."""
     void: Void | None = None
     """The newest void step. All later generations repeat it: two may reach a member at once."""
+    left: tuple[ReplicaId, ...] = ()
+    """Members of the previous generation that have left as requested, ascending. They are no losses
+    (`core/leaving.py`)."""
+
+
+class AddRequests(Value, frozen=True):
+    """The coordinator's message to one leader: add job-wide requests to all votes from now on.
+
+    The next record carries them, and no generation is made. Every later `NewGeneration` repeats
+    them, so they are not lost with that leader.
+    """
+
+    requests: tuple[str, ...]
+
+
+class Grant(Value, frozen=True):
+    """The coordinator's permission for one attempt to name a checkpoint (`core/grants.py`)."""
+
+    number: int
+    """Number of the grant in the run, from 1. No number is given twice."""
+    generation: Generation
+    """The generation in which the grant was given."""
+    writer: ReplicaId
+    """The only replica that may use the grant."""
 
 
 # --- From a replica's leader to the coordinator ---------------------------------------------------
@@ -521,6 +550,23 @@ class ReplicaSaving(Value, frozen=True):
     over: bool
 
 
+class ReplicaLeaving(Value, frozen=True):
+    """A replica has begun a step of `generation` without a microbatch, and may leave.
+
+    A committed record asks it to leave, so no member deals it a microbatch in this generation.
+    """
+
+    replica: ReplicaId
+    generation: Generation
+
+
+class Named(Value, frozen=True):
+    """A replica has ended its attempt to name a checkpoint under the grant `number`."""
+
+    replica: ReplicaId
+    number: int
+
+
 class ReplicaFailing(Value, frozen=True):
     """A rank of a replica ends or has ended, by an exception or in a computation."""
 
@@ -564,7 +610,10 @@ class ReplicaFinished(Value, frozen=True):
     """Description of the last state if nothing was trained (`RequestKind.UNTRAINED`)."""
 
 
-LeaderMessage = Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailing | Diverged | Miscounted | ReplicaFinished
+LeaderMessage = (
+    Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaLeaving | ReplicaFailing | Diverged | Miscounted
+    | ReplicaFinished | Named
+)  # fmt: skip
 
 
 class ExitCode(enum.IntEnum):

@@ -24,12 +24,52 @@ class Sight(Value, frozen=True):
     """One letter of /proc/PID/stat; empty if the process is gone."""
 
 
+class Part(Value, frozen=True):
+    """What an agent has seen of its own ranks of a replica that has ranks on other nodes.
+
+    Times are in seconds before the agent's newest look.
+    """
+
+    places: tuple[tuple[tuple[int, bool], float], ...] = ()
+    """The newest places in which a rank was in a phase of unknown length, as (step, whether that
+    step is over), and the time since it was last seen there. Of one look only the place furthest
+    back counts (Note [Ranks that wait inside their replica])."""
+    traced_ago_s: float | None = None
+    """Time since a tracer was last seen to hold a rank; None: never."""
+
+
+class Known(Value, frozen=True):
+    """What the coordinator knows about a replica that this agent accuses."""
+
+    replica: ReplicaId
+    parts: tuple[Part, ...]
+    """Its parts on other nodes."""
+    may_condemn: bool
+    """True if another replica lives."""
+
+
+class Others(Value, frozen=True):
+    """What an agent learns from other nodes between two looks; each fact counts for one look."""
+
+    num_members: int
+    """Members of the job, on all nodes."""
+    known: tuple[Known, ...] = ()
+    """Answers to accusations (`core/condemning.py`)."""
+    asked: tuple[ReplicaId, ...] = ()
+    """Replicas whose part on this node is asked for."""
+    spanning: frozenset[ReplicaId] = frozenset()
+    """Replicas that have ranks here and on other nodes."""
+
+
 class Look(Value, frozen=True):
-    """All ranks of the replicas that are in the job, at one instant."""
+    """The ranks of the replicas that are in the job, at one instant."""
 
     now_s: float
     generation: Generation
     sights: tuple[Sight, ...]
+    """All ranks of the job, or those of one node."""
+    others: Others | None = None
+    """None if the job has one node, whose agent sees all ranks."""
 
 
 class Verdict(enum.Enum):
@@ -96,4 +136,20 @@ class SeenAtWork(Value, frozen=True):
     """Ascending."""
 
 
-Effect = Named | Condemned | SeenAtWork
+class Suspects(Value, frozen=True):
+    """Effect, on several nodes: report suspicions to the coordinator, when they change."""
+
+    silent: frozenset[ReplicaId] = frozenset()
+    """Replicas of which a rank hangs, is stopped, traced or slow: not a sign that others live."""
+    accused: frozenset[ReplicaId] = frozenset()
+    """Those of them that this agent would condemn, if another replica lives."""
+
+
+class PartSeen(Value, frozen=True):
+    """Effect, on several nodes: report the part of a replica that was asked for."""
+
+    replica: ReplicaId
+    part: Part
+
+
+Effect = Named | Condemned | SeenAtWork | Suspects | PartSeen

@@ -64,6 +64,7 @@ from megatron_recover.megatron.launch.batch_schedule import take_default_batch
 from megatron_recover.megatron.launch.device import device_line, other_device, unseen_gpu
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace import ring
+from megatron_recover.trace.node_clock import NodeClock
 
 if TYPE_CHECKING:
     from megatron_recover.control_plane.rank_driver import RankDriver
@@ -264,7 +265,13 @@ class _Training:
 
         self._context, self._key = context, inherited_key()
         self._page = ProgressPage.inherited()
-        self._log = ring.log_of_rank(context)
+        self._clock = NodeClock.inherited(context)
+        self._log = ring.log_of_rank(context, self._clock)
+        self._clock.report_refused(
+            lambda ahead_s: self._log.record(
+                trace.ClockRefused(replica=context.replica, rank=context.rank, ahead_s=round(ahead_s, 3))
+            )
+        )
         self._faults = FaultInjector.of(
             context.faults,
             replica=context.replica,
@@ -320,6 +327,7 @@ class _Training:
         """
         from megatron.training import pretrain, print_rank_0
 
+        from megatron_recover.control_plane.rank_driver import JobStopped
         from megatron_recover.megatron.checkpoint import resuming
 
         if self._context.dry_run:
@@ -329,7 +337,7 @@ class _Training:
         if self._context.rank == 0 and (note := resuming.judge(args, "other")):
             print(f"megatron-recover: {note}", flush=True)
         timeout = timedelta(seconds=config.deadlines.leader_s)
-        store = join_store(self._context, self._key, timeout, self._log.record)
+        store = join_store(self._context, self._key, timeout, self._log.record, self._clock)
         driver = self._driver = self._create_driver(config)
         checkpoints, loop = self._install(args, config, driver)
         try:
@@ -338,6 +346,9 @@ class _Training:
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
             if stop.code not in (None, 0):
                 raise
+            if isinstance(stop, JobStopped):  # as long as the others train, only a replica that leaves is stopped with 0
+                driver.close()
+                return self._ended(ExitCode.OK)
         except InvariantViolation as error:
             traceback.print_exc()
             driver.failing((), error)
@@ -354,11 +365,15 @@ class _Training:
             loop.meet(0)
         try:
             driver.close()
-        finally:
-            # Only now: until the job ends, this replica may save and may become the writer.
-            is_finished = self._wandb.end()
-        code = policy.exit_code(sorted(driver.requests))
-        if not is_finished:
+        except BaseException:
+            self._wandb.end()
+            raise
+        # Only now: until the job ends, this replica may save and may become the writer.
+        return self._ended(policy.exit_code(sorted(driver.requests)))
+
+    def _ended(self, code: int) -> int:
+        """End this rank's run at Weights & Biases, if it has one, and return `code`."""
+        if not self._wandb.end():
             from megatron_recover.megatron import wandb_run
 
             wandb_run.end_process(code)
@@ -418,7 +433,7 @@ class _Training:
             endpoint = _endpoint(config, self._context, self._key, self._log.record)
         return RankDriver(
             self._context, config, endpoint,
-            key=self._key, record=self._log.record, faults=self._faults, page=self._page,
+            key=self._key, clock=self._clock, record=self._log.record, faults=self._faults, page=self._page,
         )  # fmt: skip
 
     def _install(self, args: Namespace, config: RecoverConfig, driver: RankDriver) -> tuple[Checkpoints, CommitLoop]:
@@ -477,7 +492,7 @@ class _Training:
                 "write_checkpoint": checkpoints.write_checkpoint,
                 "checkpoint_name": checkpoints.checkpoint_name,
                 "schedule_save": checkpoints.schedule_save,
-                "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming),
+                "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming, checkpoints.after_naming),
                 "write_results": write_results,
                 "exit": boundary.decide,
             }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,7 @@ from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import value_of
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER
+from megatron_recover.observe import stop_mark
 
 KILLED = -1
 """Key in `ENDINGS` for all exit codes above 128."""
@@ -84,7 +86,8 @@ ENDINGS: Mapping[int, Ending] = {
         "not deterministic (three replicas or more remove the one that differs)",
     ),
     ExitCode.NO_REPLICA_LEFT: Ending(
-        "all replicas died before any of them had finished",
+        "all replicas died before any of them had finished; or the coordinator was lost, and a failure came before the next "
+        "save point: the newest checkpoint stands",
         "correct what ended the last replicas, which the message names; then resume",
     ),
     ExitCode.INVARIANT_VIOLATED: Ending(
@@ -98,8 +101,9 @@ ENDINGS: Mapping[int, Ending] = {
         "resume",
     ),
     ExitCode.INTERRUPTED: Ending(
-        "a signal or a time limit ended all replicas at a common step, with a checkpoint if `--save` is set; before training "
-        "has begun the run only ends, and the run directory is removed, or emptied if it was there before",
+        "a signal, a time limit or the loss of the coordinator ended all replicas at a common step, with a checkpoint if "
+        "`--save` is set; before training has begun the run only ends, and the run directory is removed, or emptied if it was "
+        "there before",
         "resume when there is time for more",
     ),
     ExitCode.UNSAVED: Ending(
@@ -116,12 +120,27 @@ ENDINGS: Mapping[int, Ending] = {
 """Endings by exit code, in the order of the table."""
 
 
+Word = Literal["finished", "requeue", "stop"]
+"""What a batch system is to do after a run: nothing more, start the job again, or wait for a
+person."""
+STOPS = frozenset({ExitCode.BAD_INPUT, ExitCode.POISONED_MICROBATCH, ExitCode.DIVERGED, ExitCode.INVARIANT_VIOLATED})
+"""Exit codes after which the next start would end alike, or would hide a defect."""
+
+
+def word(exit_code: int) -> Word:
+    """Return what a batch system is to do after a run that ended with `exit_code`."""
+    if exit_code == ExitCode.OK:
+        return "finished"
+    return "stop" if exit_code in STOPS else "requeue"
+
+
 def table() -> list[str]:
     """Return the rows of the table of docs/reference/exit_codes.md."""
-    rows = ["| code | name | meaning | do next |", "|---:|---|---|---|"]
+    rows = ["| code | name | verdict | meaning | do next |", "|---:|---|---|---|---|"]
     for code, ending in ENDINGS.items():
         number, name = ("128 + signal", "") if code == KILLED else (str(int(code)), f"`{ExitCode(code).name}`")
-        rows.append(f"| {number} | {name} | {ending.meaning} | {ending.next} |")
+        verdict = "" if code == ExitCode.UNFINISHED else word(code)
+        rows.append(f"| {number} | {name} | {verdict} | {ending.meaning} | {ending.next} |")
     return rows
 
 
@@ -138,6 +157,8 @@ class Account(msgspec.Struct):
     finetunes: bool = False
     has_begun: bool = False
     lost: set[int] = msgspec.field(default_factory=set)
+    left: set[int] = msgspec.field(default_factory=set)
+    """Replicas that have left as requested."""
     failed: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Ranks (replica, rank) that have failed since the last recovery, the first of them first."""
     saved: int | None = None
@@ -154,13 +175,14 @@ class Account(msgspec.Struct):
             case trace.RunStarted(argv=argv):
                 self.finetunes = "--finetune" in argv
                 self.save, self.load = value_of(argv, "--save"), None if self.finetunes else value_of(argv, "--load")
-            case trace.Generation(losses=losses):
+            case trace.Generation(losses=losses, left=left):
                 self.has_begun = True
                 self.lost |= {one.replica for one in losses}
-            case trace.Failure(replica=replica, rank=rank) if replica >= 0:
+                self.left |= {*left}
+            case trace.Failure(replica=replica, rank=rank) if replica >= 0 and replica not in self.left:
                 self.lost.add(replica)
                 self.failed.append((replica, rank))
-            case trace.Fenced(replica=replica) if replica >= 0:
+            case trace.Fenced(replica=replica) if replica >= 0 and replica not in self.left:
                 self.lost.add(replica)
             case trace.Recovery(phase="commit"):
                 self.failed.clear()
@@ -185,8 +207,9 @@ class Account(msgspec.Struct):
         lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
         if not self.has_begun and (exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED) or exit_code not in ENDINGS):
             return lines  # nothing was trained, and the folder is as it was
-        left, num_lost = self.replicas - len(self.lost), len(self.lost)
+        left, num_lost = self.replicas - len(self.lost | self.left), len(self.lost)
         losses = f"{num_lost or 'no'} {'loss' if num_lost == 1 else 'losses'}"
+        losses += f", {len(self.left)} asked to leave" if self.left else ""
         lines.append(
             f"{left} of {self.replicas} replicas left, {losses}; {self._checkpoint()}; trace and logs are in {self.run_dir}"
         )
@@ -194,7 +217,7 @@ class Account(msgspec.Struct):
         if exit_code != ExitCode.OK:
             todo = _OTHER_SCHEDULE if _SCHEDULE in reason else ending.next
             todo = todo.replace("`RUN_DIR`", self.run_dir).replace("RUN_DIR", shlex.quote(self.run_dir))
-            lines.append(f"next: {todo}" + (f". {self._resume()}" if ending.can_go_on else ""))
+            lines.append(f"next: {todo}" + (f". {self._resume(exit_code)}" if ending.can_go_on else ""))
         return lines
 
     @property
@@ -218,11 +241,13 @@ class Account(msgspec.Struct):
             return "no checkpoint: --save was not set"
         return f"no checkpoint: nothing was saved to {self.save} yet"
 
-    def _resume(self) -> str:
-        """Return one sentence on what the same command would do now."""
-        again = "To resume, give the same command with a new --run-dir"
+    def _resume(self, exit_code: int) -> str:
+        """Return what the same command would do now, behind the command that removes the mark."""
+        is_marked = exit_code in STOPS and self.save is not None
+        first = f"First remove the mark: {stop_mark.remedy(Path(self.save or ''))}. " if is_marked else ""
+        again = f"{first}To resume, give the same command with a new --run-dir"
         if self.newest is None and self._unknown is None:
-            return "Without a checkpoint the same command, with a new --run-dir, begins anew"
+            return f"{first}Without a checkpoint the same command, with a new --run-dir, begins anew"
         folder = self.newest[1] if self.newest is not None else self._unknown
         if folder is not None and (self.load is None or Path(folder) != Path(self.load)):
             again += f" and --load {shlex.quote(folder)}"

@@ -10,6 +10,9 @@ A gap (`trace.Gap`) names the writer of the missing events and a period. It touc
 - for a gap of the launcher, also the step before each step that was under way, and all steps with
   an event that names a generation whose announcement is missing.
 
+A gap of the agent of another node than node 0 touches no step, since agents record no step. A node
+whose trace is absent or cut short has a gap for each of its ranks, until the loss of the replica.
+
 The missing events can concern no other step. A trace with a gap and without any `joined` has all
 steps touched.
 """
@@ -22,10 +25,15 @@ from megatron_recover import trace
 from megatron_recover.observe.history import History
 
 LAUNCHER = -1
-"""Replica number of a gap in the events of launcher, coordinator and agent."""
+"""Replica number of a gap in the events of launcher, coordinator and agent. In a merged trace, the
+rank is negative for the agent of another node than node 0."""
 _ABOUT_A_RANK = (trace.Fault, trace.RankSilent, trace.RankMoved)
 """Events that do not show which of its events a rank has recorded: faults, and those that the agent
 writes about a rank."""
+
+
+def _is_of_launcher(gap: trace.Gap) -> bool:
+    return gap.replica == LAUNCHER and gap.rank >= 0
 
 
 class Gaps:
@@ -37,10 +45,12 @@ class Gaps:
         self.hides_later = False
         """True if steps after the last one in the trace may be missing: a rank of a replica that
         was not lost names no step after its gap."""
+        self.of_launcher = any(_is_of_launcher(event) for event in self.events)
+        """True if announcements, losses, fences or the end of the run may be missing."""
+        self.of_agents = any(event.replica == LAUNCHER and event.rank < 0 for event in self.events)
+        """True if failures and fences on other nodes than node 0 may be missing."""
         self.touched: frozenset[int] = frozenset(self._touched()) if self.events else frozenset()
         """Steps of which events are missing or may be missing."""
-        self.of_launcher = any(event.replica == LAUNCHER for event in self.events)
-        """True if announcements, losses, fences or the end of the run may be missing."""
 
     def __bool__(self) -> bool:
         return bool(self.events)
@@ -49,7 +59,8 @@ class Gaps:
         history, found = self._history, set[int]()
         if history.first(trace.Joined) is None:  # without bucket_ranks nothing shows which rank holds which bucket
             return set(history.steps)
-        for gap in self.events:
+        about_steps = [gap for gap in self.events if gap.replica != LAUNCHER or _is_of_launcher(gap)]
+        for gap in about_steps:
             under_way = {number for number, facts in history.steps.items() if facts.begin <= gap.t and facts.end >= gap.since}
             found |= under_way
             # A lost announcement may name an outvoted replica, whose parameters before the step
@@ -58,8 +69,8 @@ class Gaps:
                 found |= {number - 1 for number in under_way} & history.steps.keys()
         before: dict[tuple[int, int], int] = {}
         open_since: dict[tuple[int, int], int | None] = {}
-        places = {(gap.replica, gap.rank) for gap in self.events}
-        announced, launcher = history.generations, any(gap.replica == LAUNCHER for gap in self.events)
+        places = {(gap.replica, gap.rank) for gap in about_steps}
+        announced, launcher = history.generations, self.of_launcher
         for _, event in history.events:
             if isinstance(event, trace.Gap):
                 open_since.setdefault((event.replica, event.rank), before.get((event.replica, event.rank)))
@@ -115,8 +126,11 @@ class Gaps:
         return bool(self.events) and all(number in self.touched for number in range(first, last + 1))
 
     def by_rank(self) -> dict[tuple[int, int], int]:
-        """Return the number of missing events by (replica, rank), in that order."""
+        """Return the number of missing events by (replica, rank), in that order.
+
+        Events that are missing with the trace of a node are left out.
+        """
         found: dict[tuple[int, int], int] = defaultdict(int)
-        for gap in self.events:
+        for gap in (event for event in self.events if event.num_events):
             found[gap.replica, gap.rank] += gap.num_events
         return dict(sorted(found.items()))

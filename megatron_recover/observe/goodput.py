@@ -87,7 +87,7 @@ class Goodput:
             replicas, is_disturbed = len(roster), False
             while passed < len(announced) and announced[passed].t <= record.t:
                 newer, passed = announced[passed], passed + 1
-                is_disturbed |= newer.request is None
+                is_disturbed |= newer.is_recovery
                 roster = newer.roster
             found.append(StepTime(step, record.label, begin, record.t, replicas, microbatches, is_disturbed))
         return tuple(found)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast, get_args
 
 import msgspec
@@ -32,7 +33,9 @@ from megatron_recover import trace
 from megatron_recover.core.label import label_of
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import FaultKind
+from megatron_recover.observe import nodes
 from megatron_recover.trace import event_files
+from megatron_recover.trace.merging import MARGIN_S, MergedTrace
 
 Line = int
 Numbered = tuple[Line, trace.AnyEvent]
@@ -138,9 +141,13 @@ class History:
     """The facts of a run, and its events. Treat a history as frozen."""
 
     def __init__(
-        self, events: Iterable[Numbered], cuts: Iterable[tuple[Line, str]] = (), path: str = "", *, file: _File | None = None
-    ) -> None:
-        """Collect the facts of events that are in memory. `read` does so for a file."""
+        self, events: Iterable[Numbered], cuts: Iterable[tuple[Line, str]] = (), path: str = "",
+        *, file: _File | MergedTrace | None = None, names: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Collect the facts of events that are in memory. `read` does so for the files of a run.
+
+        `names` has the names of nodes, by number.
+        """
         self.path = path
         self.cuts = list(cuts)
         """(line, fragment) of events whose writer was killed in the middle of the write."""
@@ -179,6 +186,16 @@ class History:
         self._newest_plan: dict[int, int] = {}
         first_pass = self.events if file is None else file.first_pass(lambda line, fragment: self.cuts.append((line, fragment)))
         self._collect(first_pass)
+        self.is_merged = isinstance(file, MergedTrace)
+        """True if the events are those of several nodes."""
+        self.node_troubles: list[str] = []
+        """A sentence on each node whose trace is absent, cut short or damaged."""
+        if isinstance(file, MergedTrace):
+            self._bound_gaps(file)
+            self.node_troubles += [
+                f"the trace of node {node}{f' ({names[node]})' if node in names else ''} {trouble}"
+                for node, trouble in file.troubles.items()
+            ]
 
     @classmethod
     def read(cls, run_dir: str | Path) -> History:
@@ -190,7 +207,8 @@ class History:
         path = Path(run_dir)
         with event_files.reading(path):
             path = path / trace.EVENTS_FILE if path.is_dir() else path
-        return cls((), path=str(path), file=_File(path))
+        merged = nodes.merged(path.parent) if path.name == trace.EVENTS_FILE else None
+        return cls((), path=str(path), file=merged or _File(path), names=nodes.listed(path.parent) if merged else {})
 
     # --- The first pass ---------------------------------------------------------------------------
 
@@ -296,6 +314,28 @@ class History:
     def _reduced(self, line: Line, event: trace.Reduced) -> None:
         self.num_spans += 1
 
+    @property
+    def is_unordered(self) -> bool:
+        """Return whether the order of events of different nodes is unknown: a clock was refused."""
+        return self.is_merged and bool(self.of(trace.ClockRefused))
+
+    def _bound_gaps(self, merged: MergedTrace) -> None:
+        """Have the gaps of nodes whose traces are not whole end where their replicas were lost.
+
+        Other such gaps end with the trace.
+        """
+        started = self.first(trace.RunStarted)
+        ranks = range(started.layout.num_ranks if started else 0)
+        all_places = ((replica, rank) for replica in range(started.replicas if started else 0) for rank in ranks)
+        gaps = self._by_type[trace.Gap]
+        gaps += [(0, gap) for gap in merged.lay_on_unread(all_places)]
+        for index, (line, gap) in enumerate(gaps):
+            assert isinstance(gap, trace.Gap)
+            if not gap.num_events:
+                lost = self.lost_at.get(gap.replica)
+                until = (lost[1].t if lost else max(self.seconds, gap.t)) + MARGIN_S
+                gaps[index] = line, msgspec.structs.replace(gap, t=until)
+
     # --- The facts --------------------------------------------------------------------------------
 
     def of[E](self, kind: type[E]) -> list[tuple[Line, E]]:
@@ -382,6 +422,12 @@ class History:
             for lost in event.losses:
                 found.setdefault(lost.replica, (line, event))
         return found
+
+    @cached_property
+    def gone_at(self) -> dict[int, tuple[Line, trace.Generation]]:
+        """Return the same as `lost_at`, also for the replicas that have left as requested."""
+        left = {replica: (line, event) for line, event in self.of(trace.Generation) for replica in event.left}
+        return left | self.lost_at
 
     @cached_property
     def strikes(self) -> list[trace.Fault]:

@@ -21,6 +21,7 @@ from megatron_recover.observe.compare import Comparison
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.leaves import LeaveSummary, leaves
 from megatron_recover.observe.replay import Taker, replay
 from megatron_recover.observe.standstills import Standstill, standstills
 from megatron_recover.observe.step import Step
@@ -120,6 +121,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     faults: tuple[FaultSummary, ...]
     recoveries: tuple[RecoverySummary, ...]
+    leaves: tuple[LeaveSummary, ...] = ()
+    """Replicas that were asked to leave, and what became of each."""
     standstills: tuple[Standstill, ...]
     """Periods in which a rank, a leader, the coordinator or the job showed no progress."""
     microbatches_lost: int
@@ -361,6 +364,7 @@ def summarize(
             _recovery(history, one, strikes.get(one.generation), accounts.computing.get(one.generation, {}))
             for one in list(history.generations.values())[1:]
         ),
+        leaves=leaves(history, work.lost),
         microbatches_lost=len(work.lost),
         microbatches_redone=len(work.redone),
         microbatches_redone_in_schedule=sum(each.in_schedule for each in work.redone),

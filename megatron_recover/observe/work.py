@@ -43,13 +43,15 @@ class Redone:
 def lost_in(history: History, step: Step) -> list[Lost]:
     """Return the microbatches that were lost with replicas whose last planned step is `step`.
 
+    A replica that leaves as requested must lose none.
+
     A microbatch may be lost, dealt again, and lost again with the next replica. It is listed again
     only if that replica had finished it.
     """
     found: list[Lost] = []
     gone: set[int] = set()
     here = [
-        (replica, event) for replica, (_, event) in history.lost_at.items() if history.last_planned.get(replica) == step.number
+        (replica, event) for replica, (_, event) in history.gone_at.items() if history.last_planned.get(replica) == step.number
     ]
     versions = {result.bucket: result.version for result in step.record[1].versions} if step.record else {}
     for replica, announced in sorted(here, key=lambda one: one[1].generation):

@@ -23,14 +23,15 @@ from megatron_recover.trace.event_files import EVENTS_FILE, TraceError
 
 # fmt: off
 from megatron_recover.trace.run import (
-    Checkpoint, Entered, Gap, Generation, Joined, Layout, Level, Loss, RunFinished, RunStarted, Stopping,
+    Checkpoint, ClockRefused, Entered, Gap, Generation, Granted, Joined, Layout, LeaveAsked, Level, Loss, NodeStarted, Refused,
+    RunFinished, RunStarted, Stopping,
 )
 from megatron_recover.trace.step import (
     Applied, BucketPassed, Committed, Compute, Contribution, Decided, Disagreed, Extended, MicrobatchFinished,
     MicrobatchStarted, Miscounted, Plan, Reduced, ReductionFailed, Result, StateDigested, Status, Transfer, Transferred, Voted,
 )
 from megatron_recover.trace.standstill import (
-    CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting, WaitingRank,
+    CoordinatorLost, CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting, WaitingRank,
 )
 from megatron_recover.trace.node import NodeLost, NodePlace, NodeSilent, NodesMet
 from megatron_recover.trace.failure import Failure, Fault, Fenced, MAX_REASON, Phase, Recovery, SetAside, Thawed, reason_of

@@ -7,8 +7,30 @@ from typing import get_args
 from megatron_recover.trace.event import Event, snake_case
 from megatron_recover.trace.failure import Failure, Fault, Fenced, Recovery, SetAside, Thawed
 from megatron_recover.trace.node import NodeLost, NodeSilent, NodesMet
-from megatron_recover.trace.run import Checkpoint, Entered, Gap, Generation, Joined, Level, RunFinished, RunStarted, Stopping
-from megatron_recover.trace.standstill import CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting
+from megatron_recover.trace.run import (
+    Checkpoint,
+    ClockRefused,
+    Entered,
+    Gap,
+    Generation,
+    Granted,
+    Joined,
+    LeaveAsked,
+    Level,
+    NodeStarted,
+    RunFinished,
+    RunStarted,
+    Stopping,
+)  # fmt: skip
+from megatron_recover.trace.standstill import (
+    CoordinatorLost,
+    CoordinatorSilent,
+    LeaderSilent,
+    RankMoved,
+    RankSilent,
+    Strangers,
+    Waiting,
+)
 from megatron_recover.trace.step import (
     Applied,
     BucketPassed,
@@ -28,12 +50,13 @@ from megatron_recover.trace.step import (
 )
 
 AnyEvent = (
-    RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Checkpoint | Gap
+    RunStarted | NodeStarted | ClockRefused
+    | Joined | Generation | Granted | LeaveAsked | Entered | Stopping | RunFinished | Checkpoint | Gap
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery
     | NodesMet | NodeSilent | NodeLost
-    | RankSilent | RankMoved | LeaderSilent | CoordinatorSilent | Waiting | Strangers
+    | RankSilent | RankMoved | LeaderSilent | CoordinatorSilent | CoordinatorLost | Waiting | Strangers
 )  # fmt: skip
 """Every event of a log."""
 

@@ -22,6 +22,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=sn
     t: float = 0.0
     """Seconds since the start of the run (CLOCK_MONOTONIC of the launcher's host). Set by
     `EventLog.record`, or by the recorder from the stamp in the ring."""
+    h: int | msgspec.UnsetType = msgspec.UNSET
+    """Stamp of the node's clock (`core/hybrid_clock.py`), less `NodeStarted.clock` of the file. Set
+    by the recorder in a run of several nodes, for the merge of their traces."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,11 @@ returned. The exception is an event whose writer is stopped for too long (`Merge
 that is recorded before another one is begun has the smaller stamp. So the merged order is one in
 which the run can have happened.
 
+Note [Stamps]. An event also has a stamp of the node's clock (`node_clock.py`), by which the traces
+of several nodes are merged. The clock ticks before the time is read. So if an event has the larger
+time, the clock of its node was past the other event's stamp before any frame that the event's
+process sends later.
+
 Note [Visibility]. A writer uses no memory barrier, since Python has none that is not a system call.
 The reader waits instead. It reads the sequence numbers `_SETTLE_S` after N, the positions
 `_SETTLE_S` after that, and the events `_SETTLE_S` after that. A store leaves a core's store buffer
@@ -40,6 +45,7 @@ from megatron_recover import trace
 from megatron_recover.config import RankContext, inherited_descriptor
 from megatron_recover.deadlines import STUCK_S
 from megatron_recover.host import memory_file
+from megatron_recover.trace.node_clock import NodeClock
 
 RING_BYTES = 4 * 2**20
 """Bytes for the events of one process: some 20,000 of the most common ones. They are allocated at
@@ -48,16 +54,16 @@ DESCRIPTOR = "events"
 """Name under which a rank inherits its ring."""
 
 _HEADER_BYTES = mmap.PAGESIZE
-_MAGIC = 0x6D72_7269_6E67_0001
+_MAGIC = 0x6D72_7269_6E67_0002
 """Magic number; its last digits are the version of the layout."""
 # Indices of 8-byte words in the header. The writer's words and the reader's words are in different
 # cache lines.
 _KIND, _CAPACITY, _LEVEL = 0, 1, 2
 _SEQUENCE, _WRITTEN, _DROPPED, _DROPPED_FIRST, _DROPPED_LAST = 8, 9, 10, 11, 12
 _READ, _TOLD = 16, 17
-_RECORD = struct.Struct("<qq")
-"""Header of an event: its stamp, and its length in bytes. The length `_SKIP` means that the rest of
-the ring is unused."""
+_RECORD = struct.Struct("<qqq")
+"""Header of an event: its stamp, the node's clock, and its length in bytes. The length `_SKIP`
+means that the rest of the ring is unused."""
 _SKIP = -1
 _SETTLE_S = 0.0005
 
@@ -114,13 +120,13 @@ class RingLog(_Ring):
     no room is dropped and counted.
     """
 
-    def __init__(self, descriptor: int, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, descriptor: int, node_clock: NodeClock, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Map the ring of `descriptor`, which must have no other living writer.
 
         `clock` returns nanoseconds of CLOCK_MONOTONIC.
         """
         super().__init__(descriptor)
-        self._clock = clock
+        self._clock, self._node_clock = clock, node_clock
         self._left_out = trace.LEFT_OUT[trace.LEVELS[self._words[_LEVEL]]]
         self._encode = msgspec.json.Encoder().encode
         self._lock = threading.Lock()
@@ -144,12 +150,13 @@ class RingLog(_Ring):
         with self._lock:
             words[_SEQUENCE] = self._sequence + 1
             try:
-                self._publish(self._clock(), line)
+                hybrid = self._node_clock.tick()  # first: Note [Stamps]
+                self._publish(self._clock(), hybrid, line)
             finally:
                 self._sequence += 2
                 words[_SEQUENCE] = self._sequence
 
-    def _publish(self, stamp: int, line: bytes | None) -> None:
+    def _publish(self, stamp: int, hybrid: int, line: bytes | None) -> None:
         words, capacity, written = self._words, self.capacity, self._written
         length = len(line) if line is not None else capacity
         size = _RECORD.size + _aligned(length)
@@ -162,13 +169,13 @@ class RingLog(_Ring):
             words[_DROPPED] += 1
             return
         if unused:
-            # Positions are multiples of 8. If the rest has no room for a header either, the rest is
-            # 8 bytes, without a mark.
+            # Positions are multiples of 8. If the rest has no room for a header either, it gets no
+            # mark.
             if unused >= _RECORD.size:
-                _RECORD.pack_into(self._memory, _HEADER_BYTES + start, stamp, _SKIP)
+                _RECORD.pack_into(self._memory, _HEADER_BYTES + start, stamp, hybrid, _SKIP)
             start = 0
         begin = _HEADER_BYTES + start
-        _RECORD.pack_into(self._memory, begin, stamp, length)
+        _RECORD.pack_into(self._memory, begin, stamp, hybrid, length)
         begin += _RECORD.size
         self._memory[begin : begin + length] = line
         self._written = written + unused + size
@@ -182,7 +189,7 @@ class _Nothing:
         """Ignore the event."""
 
 
-def log_of_rank(context: RankContext) -> trace.Log:
+def log_of_rank(context: RankContext, node_clock: NodeClock) -> trace.Log:
     """Return the log of this rank: the inherited ring, or the trace file if there is no recorder.
 
     Called once in a process, since it closes the inherited descriptor. A dry run is no part of the
@@ -192,7 +199,7 @@ def log_of_rank(context: RankContext) -> trace.Log:
         return _Nothing()
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is not None:
-        log = RingLog(descriptor)
+        log = RingLog(descriptor, node_clock)
         os.close(descriptor)  # the mapping keeps the memory
         return log
     return trace.EventLog(os.path.join(context.run_dir, trace.EVENTS_FILE), context.started_at)
@@ -220,6 +227,8 @@ class Item(msgspec.Struct, frozen=True):
     stored."""
     told: int
     """Number of dropped events of the ring that were reported, this item included."""
+    hybrid: int = 0
+    """Stamp of the node's clock; 0 for a count of missing events."""
 
 
 class RingReader(_Ring):
@@ -266,7 +275,7 @@ class RingReader(_Ring):
         # While events are being dropped, their report waits: its place is that of the last of them.
         lost = Dropped(total - self._told, first) if total != self._told and last < stamp else None
         while (record := self._next()) is not None:
-            at, begin, length, position = record
+            at, hybrid, begin, length, position = record
             if lost is not None and (at > last or at >= stamp):
                 self._told = total
                 yield Item(last, source, lost, self._position, total)
@@ -275,27 +284,30 @@ class RingReader(_Ring):
                 return
             line = self._memory[begin : begin + length] if length else Dropped(1, at)
             self._position, self._last = position, at
-            yield Item(at, source, line, position, self._told)
+            yield Item(at, source, line, position, self._told, hybrid if length else 0)
         if lost is not None:
             self._told = total
             yield Item(last, source, lost, self._position, total)
 
-    def _next(self) -> tuple[int, int, int, int] | None:
-        """Return stamp, offset, length and next position of the next record; None if there is none.
+    def _next(self) -> tuple[int, int, int, int, int] | None:
+        """Return stamp, clock, offset, length and next position of the next record.
+
+        None if there is none.
 
         A malformed record has length 0, and stands for all that was published after it.
         """
         while self._position < self._end:
             start = self._position % self.capacity
             unused = self.capacity - start
-            stamp, length = _RECORD.unpack_from(self._memory, _HEADER_BYTES + start) if unused >= _RECORD.size else (0, _SKIP)
+            header = _RECORD.unpack_from(self._memory, _HEADER_BYTES + start) if unused >= _RECORD.size else (0, 0, _SKIP)
+            stamp, hybrid, length = header
             if length == _SKIP:
                 self._position += unused
                 continue
             size = _RECORD.size + _aligned(length)
             if length <= 0 or size > min(unused, self._end - self._position) or stamp < self._last:
-                return self._last, 0, 0, self._end
-            return stamp, _HEADER_BYTES + start + _RECORD.size, length, self._position + size
+                return self._last, 0, 0, 0, self._end
+            return stamp, hybrid, _HEADER_BYTES + start + _RECORD.size, length, self._position + size
         return None
 
 

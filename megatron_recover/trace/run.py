@@ -57,6 +57,29 @@ class RunStarted(Event, frozen=True, kw_only=True):
     """Level of the trace, which lacks the events in `LEFT_OUT` of this level."""
 
 
+class NodeStarted(Event, frozen=True, kw_only=True):
+    """Agent, in a run of several nodes: once, when it knows the number of its node."""
+
+    node: int
+    """Number of the node, as in `run.json`; node 0 has the coordinator."""
+    name: str
+    clock: int
+    """Stamp of the node's clock from which the stamps `h` in its file count."""
+
+
+class ClockRefused(Event, frozen=True, kw_only=True):
+    """Rank, coordinator or agent: the stamp of a frame was too far ahead of this node's clock.
+
+    The node's clock was not moved. So the order of the events of this node and of the sender's is
+    unknown.
+    """
+
+    replica: int
+    """Replica of the rank; -1: the agent or the coordinator."""
+    rank: int
+    ahead_s: float
+
+
 class Joined(Event, frozen=True, kw_only=True):
     """Leader: its replica is ready for the first generation."""
 
@@ -74,6 +97,8 @@ class Generation(Event, frozen=True, kw_only=True):
     roster: tuple[int, ...]
     losses: tuple[Loss, ...] = ()
     """Losses since the previous generation."""
+    left: tuple[int, ...] = ()
+    """Replicas that have left as requested since the previous generation. They are no losses."""
     reason: str = ""
     void: tuple[int, int] | None = None
     """(step, generation): contributions and results of that step from generations before this one
@@ -84,11 +109,44 @@ class Generation(Event, frozen=True, kw_only=True):
 
     @property
     def request(self) -> str | None:
-        """Return why the run is to end, or None if the generation has another purpose.
-
-        A generation that was made only to carry that request is no recovery.
-        """
+        """Return why the run is to end, or None if the generation has another purpose."""
         return None if self.losses else next(iter(details((self.reason,), RequestKind.EXIT)), None)
+
+    @property
+    def is_recovery(self) -> bool:
+        """Return whether the generation follows from a fault.
+
+        The first one does not, nor one that only carries a request or lets replicas leave.
+        """
+        return self.generation > 1 and self.request is None and not self.left
+
+
+class Refused(Part, frozen=True, kw_only=True):
+    """A replica that does not leave although that was requested."""
+
+    replica: int
+    why: str
+
+
+class LeaveAsked(Event, frozen=True, kw_only=True):
+    """Coordinator: it has judged a request that replicas leave the job, or judged one again."""
+
+    replicas: tuple[int, ...]
+    """Replicas that will leave; a later generation names them in `left`. They stay if a loss makes
+    them indispensable, which another event of this kind reports, or if the run ends before."""
+    reason: str
+    """Name of what requested it, or of the loss since which a replica is indispensable."""
+    refused: tuple[Refused, ...] = ()
+
+
+class Granted(Event, frozen=True, kw_only=True):
+    """Coordinator: it permits the writer to name a checkpoint (`core/grants.py`)."""
+
+    number: int
+    """Number of the grant in the run, from 1."""
+    generation: int
+    writer: int
+    """The only replica that may use the grant."""
 
 
 class Entered(Event, frozen=True, kw_only=True):
@@ -108,7 +166,7 @@ class Stopping(Event, frozen=True, kw_only=True):
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
-    """Launcher: the last event of a run."""
+    """Launcher: the last event of a run, on each node. It shows that the node's trace is whole."""
 
     exit_code: int
     reason: str = ""
@@ -120,12 +178,14 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     replica: int
     rank: int
     iteration: int
-    phase: Literal["loaded", "started", "finished", "failed", "removed_partial"]
-    """Phase of a save of `iteration`. `removed_partial`: an incomplete checkpoint of `iteration`
+    phase: Literal["loaded", "started", "unnamed", "finished", "failed", "removed_partial"]
+    """Phase of a save of `iteration`. `unnamed`: all is written, and the name waits for a grant of
+    the coordinator. `removed_partial`: an incomplete checkpoint of `iteration`
     was removed. `loaded`, with `--load` and without `--finetune`: training begins after
     `iteration`, which is 0 if nothing was loaded."""
     detail: str = ""
-    """Reason, folder and remedy of a failed save; the folder of `loaded`."""
+    """Reason, folder and remedy of a failed save; the reason of `unnamed`; the folder of
+    `loaded`."""
 
 
 class Gap(Event, frozen=True, kw_only=True):
@@ -138,8 +198,10 @@ class Gap(Event, frozen=True, kw_only=True):
     replica: int
     """Replica of the rank; -1: the launcher."""
     rank: int
+    """Rank; 0 for the launcher. In a merged trace, -k for the agent of node k."""
     num_events: int
-    """Number of lost events; all events of a damaged part of a ring count as one."""
+    """Number of lost events; all events of a damaged part of a ring count as one. 0: unknown, since
+    the trace of the node is absent or cut short (`trace/merging.py`)."""
     since: float
     """No lost event is older than this time, in seconds as `Event.t`. All may be younger, if an
     earlier gap of the rank was not yet stored when the first of them was lost."""

@@ -93,6 +93,19 @@ class CoordinatorSilent(Event, frozen=True, kw_only=True):
     """State letter of that process in /proc (`T`: stopped); empty if it cannot be read."""
 
 
+class CoordinatorLost(Event, frozen=True, kw_only=True):
+    """Leader: it takes the coordinator for lost.
+
+    Training goes on to its next save point and ends there, unless a failure ends it before.
+    """
+
+    replica: int
+    generation: int
+    step: int
+    """The first step that this replica has not committed."""
+    reason: str
+
+
 class Strangers(Event, frozen=True, kw_only=True):
     """Coordinator, leader or rank: connections to it that had not proven themselves were closed.
 

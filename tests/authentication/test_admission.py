@@ -24,8 +24,9 @@ from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, LinkClosed, PeerHello, listen
 from megatron_recover.host.addresses import address_of
+from megatron_recover.trace.node_clock import NodeClock
 from tests.cluster.strangers import raise_descriptor_limit
-from tests.control_plane.partners import KEY, PATIENCE_S, call
+from tests.control_plane.partners import KEY, KEYS, PATIENCE_S, call
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -48,7 +49,7 @@ class House:
         """What was reported of strangers."""
         self.gate = Gate(
             self.loop, self.listener, KEY, Role.LEADER, lambda peer, wanted: wanted == ME, self._proven,
-            expects=lambda: self.expects, report=lambda name, number: self.told.append(number),
+            clock=NodeClock(None), expects=lambda: self.expects, report=lambda name, number: self.told.append(number),
         )  # fmt: skip
         self.strangers: list[socket.socket] = []
 
@@ -163,7 +164,7 @@ def test_a_stranger_costs_no_more_than_a_few_hundred_bytes_however_much_it_sends
 def test_one_call_reads_a_bounded_part_of_a_link() -> None:
     """A11, of a proven peer: the others are served in between, and a header is looked at before its body is read."""
     ours, theirs = socket.socketpair()
-    link = Link(ours, 2**20)
+    link = Link(ours, KEYS, NodeClock(None), 2**20)
     flooding = threading.Thread(target=_flood, args=(theirs,), daemon=True)
     flooding.start()
     with pytest.raises(LinkClosed, match="not a frame"):
@@ -179,7 +180,7 @@ def test_one_call_reads_a_bounded_part_of_a_link() -> None:
 
 def _flood(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        sock.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, 2**20 + 1))
+        sock.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, 2**20 + 1) + bytes(24))
         for _ in range(2000):
             sock.sendall(bytes(2**16))
 
@@ -187,8 +188,9 @@ def _flood(sock: socket.socket) -> None:
 def test_a_body_is_bounded_by_the_senders_role(house: House) -> None:
     assert wire.largest_body(Role.LEADER, Role.COORDINATOR) < wire.largest_body(Role.LEADER, Role.LEADER)
     ours, theirs = socket.socketpair()
-    link = Link(ours, wire.largest_body(Role.LEADER, Role.COORDINATOR))
-    theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, wire.largest_body(Role.LEADER, Role.COORDINATOR) + 1))
+    largest = wire.largest_body(Role.LEADER, Role.COORDINATOR)
+    link = Link(ours, KEYS, NodeClock(None), largest)
+    theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, largest + 1) + bytes(24))
     with pytest.raises(LinkClosed, match="not a frame"):
         list(link.receive())
     link.close()
@@ -198,7 +200,7 @@ def test_a_body_is_bounded_by_the_senders_role(house: House) -> None:
 def test_a_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_QUEUED_BYTES", 2**22)
     ours, theirs = socket.socketpair()
-    link = Link(ours)
+    link = Link(ours, KEYS, NodeClock(None))
     with pytest.raises(LinkClosed, match="does not read"):
         for _ in range(100):
             link.put(bytes(2**20))
@@ -366,7 +368,7 @@ def test_a_replayed_recording_gets_nobody_in(house: House) -> None:
 
             outer._socket = Tapped(fileno=connection.detach())
 
-    client = house.watch(Recording(house.address, KEY, PEER, ME, patience_s=5))
+    client = house.watch(Recording(house.address, KEY, PEER, ME, clock=NodeClock(None), patience_s=5))
     house.loop.send(client, PeerHello(1))
     house.until(lambda: house.seen)
     assert len(tape) >= 3 and house.seen == [PeerHello(1)]

@@ -60,6 +60,30 @@ def test_both_ends_learn_who_the_other_is_however_the_stream_is_cut(
     assert (out.verdict, out.generation, out.wanted) == (verdict, 9, 0)
 
 
+def test_both_ends_have_the_keys_of_their_connection_and_nobody_else_has() -> None:
+    seen = set()
+    for key, me, port in ((KEY, ME, 7), (KEY, ME, 7), (KEY, Party(Role.LEADER, 3), 7), (KEY, ME, 8), (OTHER_KEY, ME, 7)):
+        out, into = connector(key, me, port=port), acceptor(key, port=port)
+        shake(out, into)
+        assert out.session_keys == into.session_keys.of_other_end
+        seen |= {out.session_keys.sending, out.session_keys.receiving}
+    assert len(seen) == 10, "every direction of every connection has a key of its own"
+
+
+@pytest.mark.parametrize("end", ["connector", "acceptor"])
+def test_each_nonce_makes_other_keys(end: str) -> None:
+    """An end whose nonce repeats, since its machine was copied, has other keys as long as the other end's is fresh."""
+    nonces = [fresh() for _ in range(3)]
+    found = []
+    for mine, theirs in ((nonces[0], nonces[1]), (nonces[0], nonces[2])):
+        pair = (mine, theirs) if end == "connector" else (theirs, mine)
+        out = Connector(KEY, ME, PEER, port=7, nonce=pair[0])
+        into = Acceptor(KEY, lambda peer, wanted: True, port=7, nonce=pair[1])
+        shake(out, into)
+        found.append(out.session_keys)
+    assert set(found[0]).isdisjoint(found[1])
+
+
 def test_neither_end_believes_one_without_the_key() -> None:
     out, into = connector(), acceptor(OTHER_KEY)
     with pytest.raises(Refused, match="key"):

@@ -21,9 +21,7 @@ def main() -> None:
     node, host, ports, ahead_s, need = int(sys.argv[1]), sys.argv[2], [*map(int, sys.argv[3].split(","))], *sys.argv[4:]
     offset = round(float(ahead_s) * 1e9)
     needed = msgspec.structs.replace(msgspec.json.decode(need, type=Need), address=host)
-    session = Session(
-        node, f"n{node}", needed, KEY, ports=ports, parts={"flags": "--lr 1"}, now_ns=lambda: time.time_ns() + offset
-    )  # fmt: skip
+    session = Session(node, f"n{node}", needed, KEY, ports=ports, now_ns=lambda: time.time_ns() + offset)
     print(msgspec.json.encode(session.opened).decode(), flush=True)
     for line in sys.stdin:
         report = session.report(msgspec.json.decode(line, type=list[Opened]))

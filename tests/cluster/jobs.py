@@ -25,7 +25,7 @@ from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.config import RecoverConfig
-from megatron_recover.control_plane.node_messages import ReplicaGone
+from megatron_recover.control_plane.node_messages import DrainAsked, ReplicaGone
 from megatron_recover.core.placement import place
 from megatron_recover.core.values import Loss, LossKind
 from megatron_recover.deadlines import Deadlines
@@ -78,6 +78,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shutdown_s: int | None = None
     on_event: tuple[str, ...] = ()
     """Words of the command that gets notices; empty: the job has no monitor."""
+    drains: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(step, replicas that are asked to leave once that step is begun), in the order of the steps."""
     meeting: Meeting | None = None
     """How its nodes meet; None: it has one. `replicas x ranks` is the size of the whole job."""
     slots: int = 0
@@ -194,6 +196,25 @@ class _Hasty(Launcher):
         self._overdue.clear()
 
 
+class _Draining(Launcher):
+    """Asks replicas to leave at given steps."""
+
+    drains: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def _spawn_all(self) -> None:
+        super()._spawn_all()
+        self._news = Tail(self._job.run_dir / trace.EVENTS_FILE)
+        self._look()
+
+    def _look(self) -> None:
+        for line in self._news.lines():
+            event, _ = trace.parse(line)
+            while isinstance(event, trace.Plan) and self.drains and event.step >= self.drains[0][0]:
+                (_, replicas), *self.drains = self.drains
+                self._send(DrainAsked(replicas, "drain"))
+        self._loop.after(0.01, self._look)
+
+
 def main() -> int:
     """Run the job in this process."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
@@ -219,7 +240,12 @@ def main() -> int:
         preload=("torch", "megatron_recover.data_plane.direct", "megatron_recover.control_plane.rank_driver"),
     )  # fmt: skip
     wanted = Wanted(on_event=spec.on_event) if spec.on_event else None
-    return (_Hasty if spec.hasty else Launcher)(job, deadlines=deadlines, wanted=wanted, joined=joined).run()
+    launcher = (_Hasty if spec.hasty else _Draining if spec.drains else Launcher)(
+        job, deadlines=deadlines, wanted=wanted, joined=joined
+    )
+    if isinstance(launcher, _Draining):
+        launcher.drains = spec.drains
+    return launcher.run()
 
 
 def _joined(spec: Spec, deadlines: Deadlines) -> tuple[Joined | None, dict[str, Any]]:

@@ -27,6 +27,7 @@ from megatron_recover.data_plane.transport import Revoked, Transport, TransportE
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace import ring
+from megatron_recover.trace.node_clock import NodeClock
 
 ELEMENTS = 1000
 
@@ -58,7 +59,8 @@ class Toy:
         self.deadlines = msgspec.structs.replace(config.deadlines, **deadlines)
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
-        self.log = ring.log_of_rank(context)
+        clock = NodeClock.inherited(context)
+        self.log = ring.log_of_rank(context, clock)
         self.faults = FaultInjector.of(
             context.faults,
             replica=context.replica,
@@ -73,7 +75,7 @@ class Toy:
                 context.address, key=key, rank=context.rank, deadlines=self.deadlines, report=self.report_strangers,
                 ports=context.ports,
             ),
-            key=key, record=self.log.record, faults=self.faults, page=self.page, deadlines=self.deadlines,
+            key=key, clock=clock, record=self.log.record, faults=self.faults, page=self.page, deadlines=self.deadlines,
         )  # fmt: skip
         all_of_them = tuple(range(context.num_ranks))
         self.shape = Shape(context.num_ranks, ((0,), all_of_them, (context.num_ranks - 1,)))

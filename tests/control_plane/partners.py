@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from megatron_recover.authentication.handshake import KEY_BYTES, Party, Role
+from megatron_recover.authentication.handshake import KEY_BYTES, Party, Role, SessionKeys
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Link, Message, listen
+from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, Message, _Direction, listen
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
+from megatron_recover.trace.node_clock import NodeClock
 
 KEY = b"k" * KEY_BYTES
 """The job's key in tests that start no launcher."""
 PATIENCE_S = 60.0
+KEYS = SessionKeys(b"a" * KEY_BYTES, b"b" * KEY_BYTES)
+"""Session keys of connections that begin without a handshake, as the end under test uses them."""
+
+
+def connected() -> tuple[Link, Link]:
+    """Both ends of a connection that began without a handshake."""
+    ours, theirs = socket.socketpair()
+    return Link(ours, KEYS, NodeClock(None)), Link(theirs, KEYS.of_other_end, NodeClock(None))
+
+
+def framed(*bodies: bytes) -> bytes:
+    """The first frames that the other end sends, with these bodies, whatever they are."""
+    sending, frames = _Direction(KEYS.receiving), b""
+    for body in bodies:
+        header = struct.pack("!2sHIQ", b"mr", FORMAT_VERSION, len(body), 0)
+        frames += header + sending.mac(header, body) + body
+    return frames
 
 
 def call(address: str, me: Party, peer: Party, key: bytes = KEY, patience_s: float = 10.0) -> OutgoingLink:
     """A link that proves itself as `me` to `peer`."""
-    return OutgoingLink(address, key, me, peer, patience_s=patience_s)
+    return OutgoingLink(address, key, me, peer, clock=NodeClock(None), patience_s=patience_s)
 
 
 def gate_of(driver: CoordinatorDriver, loop: Loop) -> tuple[Gate, str]:
@@ -32,7 +52,7 @@ def gate_of(driver: CoordinatorDriver, loop: Loop) -> tuple[Gate, str]:
     gate = Gate(
         loop, listener, KEY, Role.COORDINATOR,
         lambda peer, wanted: driver.admits(peer) and wanted == Party(Role.COORDINATOR), driver.accept,
-        expects=lambda: not driver.generation, report=lambda name, number: None,
+        clock=NodeClock(None), expects=lambda: not driver.generation, report=lambda name, number: None,
     )  # fmt: skip
     return gate, address_of(listener)
 
@@ -87,6 +107,7 @@ class Partner:
             Role.LEADER,
             lambda peer, wanted: True,
             self._accepted,
+            clock=NodeClock(None),
             expects=lambda: True,
             report=lambda name, number: None,
         )

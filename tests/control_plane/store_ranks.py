@@ -19,6 +19,7 @@ from megatron_recover.config import RankContext, add_to_environment, describe_de
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.wire import listen
 from megatron_recover.host.addresses import address_of
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY
 from tests.forks import CONTEXT
 
@@ -41,7 +42,9 @@ def context_of(rank: int, num_ranks: int, store: str, replica: int = 0) -> RankC
 def join(rank: int, num_ranks: int, store: str, descriptors: dict[str, int], seconds: float = ANSWER_S) -> dist.Store:
     """Join the store as a rank does that the launcher has started."""
     add_to_environment(describe_descriptors(descriptors))
-    return rendezvous.join_store(context_of(rank, num_ranks, store), KEY, timedelta(seconds=seconds), lambda event: None)
+    return rendezvous.join_store(
+        context_of(rank, num_ranks, store), KEY, timedelta(seconds=seconds), lambda event: None, NodeClock(None)
+    )
 
 
 def run(num_ranks: int, work: Work, *, is_served: bool = True, enter: Sequence[str] = ()) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import typing
@@ -19,14 +18,14 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.beats import CoordinatorWatch, LeaderWatch
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer
+from megatron_recover.control_plane.wire import Announcement, Beat, LeaderBeat, LeaderHello, Message, Peer
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello, Loss, ReplicaBlocked
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import state_of
-from tests.control_plane.partners import PATIENCE_S, call, gate_of
+from tests.control_plane.partners import PATIENCE_S, call, connected, gate_of
 
 pytestmark = pytest.mark.timeout(150)
 DEADLINES = Deadlines.of()
@@ -66,10 +65,10 @@ class Watched(Clocked):
 
     def __init__(self, deadline_s: float = 20.0) -> None:
         super().__init__()
-        self.waits, self.given_up = "", list[str]()
+        self.waits, self.given_up, self.lost, self.step = "", list[str](), list[bool](), 7
         self.watch = CoordinatorWatch(
-            0, loop=self.loop, deadlines=replace(DEADLINES, deadline_s=deadline_s), answer=lambda: LeaderBeat(0, 1, 7, (2,)),
-            waits=lambda: self.waits,
+            0, loop=self.loop, deadlines=replace(DEADLINES, deadline_s=deadline_s),
+            answer=lambda: LeaderBeat(0, 1, self.step, (2,)), waits=lambda: self.waits, lost=self.lost.append,
             record=self.events.append, give_up=self.given_up.append,
         )  # fmt: skip
 
@@ -111,6 +110,47 @@ def test_inv_8_a_silent_coordinator_is_waited_for_until_the_deadline(watched: Wa
     assert reason.startswith("waited 20 s for a new generation, and the coordinator (not heard since the start)")
     watched.run(50.0)
     assert len(watched.given_up) == 1
+
+
+NOWHERE = 2**22 + 1
+"""No process has this id: Linux gives lower ones."""
+
+
+def test_a_silent_coordinator_that_is_not_seen_to_live_here_counts_as_lost_until_it_is_heard(watched: Watched) -> None:
+    watched.run(2 * DEADLINES.node_s)
+    assert watched.lost == [], "no beat has come yet"
+    watched.watch.heard(Beat(host_name(), NOWHERE, 1, 7, ()))
+    watched.run(DEADLINES.node_s - BEAT_S)
+    assert watched.lost == []
+    watched.run(5 * BEAT_S)
+    assert watched.lost == [True]
+    assert [each for each in watched.events if isinstance(each, trace.CoordinatorLost)] == [
+        trace.CoordinatorLost(replica=0, generation=1, step=7, reason="it was silent for 10 s")
+    ]
+    watched.watch.heard()
+    assert watched.lost == [True, False]
+
+
+def test_a_stopped_coordinator_of_this_host_is_not_lost(watched: Watched) -> None:
+    watched.watch.heard(Beat(host_name(), os.getpid(), 1, 7, ()))  # a process that is seen to live
+    watched.run(10 * DEADLINES.node_s)
+    assert watched.lost == []
+
+
+def test_inv_8_what_only_a_lost_coordinator_could_give_is_awaited_for_a_short_time_without_progress(watched: Watched) -> None:
+    watched.watch.link_lost("closed by the other end")
+    watched.watch.link_lost("a second time")
+    assert watched.lost == [True]
+    watched.run(100.0)
+    assert watched.given_up == [], "training goes on"
+    watched.waits = "a new generation"
+    for _ in range(10):
+        watched.run(DEADLINES.node_s - 2 * BEAT_S)
+        watched.step += 1
+    assert watched.given_up == [], "steps are committed"
+    watched.run(DEADLINES.node_s + 2 * BEAT_S)
+    [reason] = watched.given_up
+    assert reason.startswith("waited 10 s for a new generation, and the coordinator")
 
 
 def test_a_coordinator_that_is_heard_is_waited_for_by_its_own_deadlines(watched: Watched) -> None:
@@ -158,8 +198,7 @@ def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capfd: py
 def test_a_leader_that_does_not_answer_has_one_beat_waiting_and_is_named_once(clocked: Clocked) -> None:
     beat = Beat("h", 1, 4, 9, (1,))
     watch = LeaderWatch(loop=clocked.loop, deadlines=DEADLINES, beat=lambda: beat, record=clocked.events.append)
-    ours, theirs = socket.socketpair()
-    link, leader = Link(ours), Link(theirs)
+    link, leader = connected()
     clocked.loop.watch(link, lambda link, message: None, lambda link, why: None)
     watch.watch(1, link)
     assert list(leader.receive()) == [Beat("h", 1, 4, 9, (1,))]
@@ -185,7 +224,8 @@ class Leaders:
         timers_s = dict.fromkeys(typing.get_args(Setting), 1000.0)
         self.membership = CoordinatorDriver(
             MembershipSettings(num_replicas=2), loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
-            record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
+            record=self.events.append, fence=lambda replica: None, dismiss=lambda replica: None,
+            on_end=lambda code, reason: None,
         )  # fmt: skip
         self.received: list[tuple[int, Message]] = []
         coordinator = Party(Role.COORDINATOR)

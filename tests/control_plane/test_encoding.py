@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import struct
 import types
 import typing
 from typing import Any
@@ -30,7 +29,7 @@ from megatron_recover.control_plane.encoding import (
     unpacked_status,
     unpacked_statuses,
 )
-from megatron_recover.control_plane.wire import FORMAT_VERSION, Announcement, Link, LinkClosed, Message, frame
+from megatron_recover.control_plane.wire import Announcement, LinkClosed, Message, encode
 from megatron_recover.core.digest import commitment
 from megatron_recover.core.values import (
     Contribution,
@@ -42,6 +41,7 @@ from megatron_recover.core.values import (
     Statuses,
     Work,
 )
+from tests.control_plane.partners import connected, framed
 from tests.control_plane.test_wire import pair
 
 sequences = st.one_of(
@@ -138,7 +138,7 @@ def whole(hint: Any, default: object = msgspec.NODEFAULT) -> st.SearchStrategy[A
 def test_every_field_of_every_message_arrives(kind: type, data: st.DataObject) -> None:
     """Also one that is added later: forms that are packed by hand lost `Work.digests`, which ended a healthy run."""
     sent = data.draw(whole(kind))
-    assert _decoded(frame(sent)) == sent
+    assert _decoded(encode(sent)) == sent
 
 
 @pytest.mark.parametrize("bad", [(3,), (3, 0), (3, -1), (0, MAX_IDS + 1), (0, MAX_IDS, 0, 1), (0, 2**62)], ids=str)
@@ -147,7 +147,7 @@ def test_runs_that_are_none_or_too_many_end_the_link_before_they_take_memory(bad
     for message in (packed, PackedStatuses(1, 3, (), ((packed, None),))):
         body = msgspec.msgpack.encode(message)
         link, theirs = pair()
-        theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body)
+        theirs.sendall(framed(body))
         with pytest.raises(LinkClosed, match="runs of"):
             list(link.receive())
         link.close()
@@ -189,7 +189,7 @@ def test_a_status_of_401_buckets_that_are_alike_is_small() -> None:
     status = Status(
         63, 3, 7, work, (Contribution(work.buckets, ids),), (HeldVersion(3, tuple(range(200))),), record, Journal(ids, ids[:99])
     )
-    assert len(frame(status)) < 1500
+    assert len(encode(status)) < 1500
 
 
 def _job(num_replicas: int, num_ranks: int) -> dict[int, Peer]:
@@ -218,10 +218,9 @@ def test_an_announcement_is_encoded_once_for_all_and_later_ones_have_what_is_new
     assert _decoded(third[19]).peers == (peers[2], peers[3], peers[19])
 
 
-def _decoded(framed: bytes) -> Any:
-    link, theirs = pair()
-    receiving = Link(theirs)
-    link.put(framed)
+def _decoded(body: bytes) -> Any:
+    link, receiving = connected()
+    link.put(body)
     [message] = receiving.receive()
     link.close()
     receiving.close()

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_recover.control_plane.loop import STILL_S, Loop
-from megatron_recover.control_plane.wire import Link, PeerHello
+from megatron_recover.control_plane.wire import PeerHello
+from tests.control_plane.partners import connected
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -23,9 +24,8 @@ class Stopped:
         self.now = self.cpu_s = 0.0
         self.loop = Loop(clock=lambda: self.now, cpu_clock=lambda: self.cpu_s)
         self.seen: list[object] = []
-        ours, theirs = socket.socketpair()
-        self.other = Link(theirs)
-        self.loop.watch(Link(ours), lambda link, message: self.seen.append(message), lambda link, why: None)
+        link, self.other = connected()
+        self.loop.watch(link, lambda link, message: self.seen.append(message), lambda link, why: None)
         self.loop.run_once(0.0)
 
     def stop(self, seconds: float) -> None:

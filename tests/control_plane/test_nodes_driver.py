@@ -322,7 +322,8 @@ def test_node_0_gets_the_state_of_the_job_when_it_changes(make_town: Make) -> No
     agents = town.start([[0], [1], [2]])
     town.until(lambda: agents[0].of(JobState))
     agents[2].hang_up()
-    town.until(lambda: agents[0].of(JobState)[-1].roster == (0, 1))
+    town.run(0.3, agents[0], agents[1])
+    assert agents[0].of(JobState)[-1].roster == (0, 1)
     assert [(node.name, node.state, node.replicas) for node in agents[0].of(JobState)[-1].nodes] == [
         ("n0", "here", (0,)), ("n1", "here", (1,)), ("n2", "lost", (2,)),
     ]  # fmt: skip
@@ -339,4 +340,20 @@ def test_the_coordinator_is_done_when_all_have_hung_up(make_town: Make) -> None:
         assert not town.nodes.is_done
         agent.hang_up()
         town.run(0.05)
+    assert town.nodes.is_done
+
+
+def test_a_removed_node_whose_link_had_only_broken_comes_back_to_be_fenced(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[2].hang_up()
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    again = Agent(town, 2)
+    town.until(lambda: again.received)
+    assert again.received == [FenceReplica(2)] and not again.of(Met)
+    town.nodes.end(0, "training finished")
+    town.until(lambda: again.of(JobEnds))
+    for agent in (agents[0], agents[1], again):
+        agent.hang_up()
+    town.run(0.1)
     assert town.nodes.is_done

@@ -16,7 +16,8 @@ from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
-from megatron_recover.control_plane.wire import Announcement, Enter, Heard, LeaderHello, RankHello
+from megatron_recover.control_plane.wire import Announcement, Beat, Enter, Heard, LeaderHello, RankHello
+from megatron_recover.core.request import NO_COORDINATOR, coordinator_lost
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -24,9 +25,11 @@ from megatron_recover.core.values import (
     Compute,
     Entered,
     ExitCode,
+    Grant,
     Held,
     Holds,
     Journal,
+    Named,
     NewGeneration,
     Plan,
     Promise,
@@ -44,6 +47,7 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, PeerLost, Revoked, TransportError
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY, FakeEndpoint, Partner
 
 pytestmark = pytest.mark.timeout(150)
@@ -63,7 +67,7 @@ class Follower:
             replica=1, rank=1, num_ranks=2, num_replicas=2, coordinator="", leader=leader.address, run_dir="", started_at=0.0
         )  # fmt: skip
         self.member = RankDriver(
-            context, RecoverConfig(), FakeEndpoint(self.seen), key=KEY, record=lambda event: None,
+            context, RecoverConfig(), FakeEndpoint(self.seen), key=KEY, clock=NodeClock(None), record=lambda event: None,
             end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), **deadlines),
         )  # fmt: skip
         self.leader = leader
@@ -342,7 +346,7 @@ class Alone:
             started_at=0.0,
         )  # fmt: skip
         self.member = RankDriver(
-            context, RecoverConfig(), FakeEndpoint([]), key=KEY, record=self.events.append,
+            context, RecoverConfig(), FakeEndpoint([]), key=KEY, clock=NodeClock(None), record=self.events.append,
             end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), follow_s=0.05),
         )  # fmt: skip
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), "print"))
@@ -424,17 +428,75 @@ def test_a_save_that_ends_by_an_exception_is_not_said_to_be_over(partner: Partne
         alone.member.close()
 
 
-def test_a_lost_coordinator_ends_the_replica(partner: Partner, free: str) -> None:
+def trained(member: RankDriver, iteration: int) -> None:
+    """The only rank of the only replica trains a step."""
+    member.begin(Work(f"train {iteration}", 2, (0,)))
+    plan = member.next_order()
+    assert member.hold(Held(0, plan.generation, iteration))
+    assert isinstance(member.next_order(), Apply)
+
+
+def test_without_its_coordinator_a_replica_trains_on_names_one_checkpoint_and_ends_by_itself(
+    partner: Partner, free: str
+) -> None:
     alone = Alone(partner, free)
+    member = alone.member
+    assert partner.link is not None
+    partner.send(Grant(1, 1, 0))
+    partner.wait(lambda: member._naming._holding.grant)
+    assert "has lapsed" in member.naming_refusal() and not member.is_last_generation(), "no beat has come"
+    partner.loop.drop(partner.link)
+    partner.wait(lambda: member._leader is not None and member._leader._state.is_alone)
+    trained(member, 1)
+    assert member.is_last_generation() and member.requests == {coordinator_lost(0)}
+    assert member.begin_naming() == "", "the grant that was given ahead"
+    assert "next grant" in member.naming_refusal()
+    member.end_naming()
+    assert "next grant" in member.begin_naming(), "a grant names one checkpoint"
+    member.request(NO_COORDINATOR)
+    trained(member, 2)
+    with pytest.raises(JobStopped, match="training is over, and there is no coordinator") as stopped:
+        member.close()
+    assert stopped.value.exit_code == ExitCode.INTERRUPTED and not alone.ended
+
+
+def test_a_coordinator_that_is_lost_before_training_ends_the_replica(partner: Partner, free: str) -> None:
+    context = RankContext(
+        replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator=partner.address, leader=free, run_dir="", started_at=0.0
+    )  # fmt: skip
+    member = RankDriver(
+        context, RecoverConfig(), FakeEndpoint([]), key=KEY, record=lambda event: None, end_process=lambda code: None
+    )  # fmt: skip
+
+    def joins() -> None:
+        with contextlib.suppress(JobStopped):
+            member.join(Shape(1, ((0,),)), "")
+
+    joining = threading.Thread(target=joins)
+    joining.start()
+    partner.wait(lambda: partner.received)
     assert partner.link is not None
     partner.loop.drop(partner.link)
-    with pytest.raises(JobStopped, match="the coordinator is gone"):
-        alone.member.begin(Work("train 1", 2, (0,)))
-        while True:
-            alone.member.next_order()
-    partner.wait(lambda: alone.ended)
-    with pytest.raises(JobStopped):
-        alone.member.close()
+    joining.join(60)
+    with pytest.raises(JobStopped, match="the coordinator is gone .* before training began"):
+        member.close()
+
+
+def test_a_grant_is_used_once_confirmed_and_renewed_by_the_answers_to_beats(partner: Partner, free: str) -> None:
+    alone = Alone(partner, free)
+    member = alone.member
+    partner.send(Grant(1, 1, 0), Beat("host", 1, 1, 0, ()))
+    partner.wait(lambda: not member.naming_refusal())
+    partner.received.clear()
+    assert member.begin_naming() == ""
+    assert "next grant" in member.begin_naming()
+    member.end_naming()
+    member.end_naming()
+    partner.expect(Named(0, 1))
+    partner.send(Grant(1, 1, 0), Grant(2, 1, 0))
+    partner.wait(lambda: not member.naming_refusal())
+    partner.send(Stop(0, "over"))
+    member.close()
 
 
 def test_strangers_at_the_leaders_door_are_shown_out(partner: Partner, free: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_recover.config import describe_descriptors
 from megatron_recover.control_plane.rendezvous import DESCRIPTOR, create_store, join_store
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.store_ranks import context_of
 
 pytestmark = pytest.mark.timeout(240)
@@ -24,9 +25,10 @@ NOBODY = 65534
 """A user that owns no process of a job."""
 OTHER_RANK = """
 import datetime, sys
+from megatron_recover.trace.node_clock import NodeClock
 from megatron_recover.control_plane.rendezvous import join_store
 from tests.control_plane.store_ranks import context_of
-store = join_store(context_of(1, 2, ""), b"", datetime.timedelta(seconds=120), print)
+store = join_store(context_of(1, 2, ""), b"", datetime.timedelta(seconds=120), print, NodeClock(None))
 assert store.get("said by rank 0") == b"hello"
 store.set("said by rank 1", "welcome")
 """
@@ -34,7 +36,7 @@ store.set("said by rank 1", "welcome")
 
 def joined(timeout: timedelta = TIMEOUT) -> dist.Store:
     """The store of this process, as rank 0 of a replica on one node."""
-    return join_store(context_of(0, 2, ""), b"", timeout, lambda event: None)
+    return join_store(context_of(0, 2, ""), b"", timeout, lambda event: None, NodeClock(None))
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ from megatron_recover.core.values import (
 from megatron_recover.data_plane.transport import TransportError
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY, FakeEndpoint, Partner, call
 
 pytestmark = pytest.mark.timeout(150)
@@ -79,6 +80,7 @@ class Leading:
             RecoverConfig(**config),
             FakeEndpoint([]),
             key=KEY,
+            clock=NodeClock(None),
             record=self.events.append,
             end_process=lambda code: None,
             deadlines=replace(Deadlines.of(), stall_s=stall_s) if stall_s is not None else None,
@@ -274,7 +276,8 @@ def test_inv_5_a_rank_reports_for_the_rank_that_it_proved_and_for_no_other(
         replica=0, rank=0, num_ranks=3, num_replicas=1, coordinator=partner.address, leader=free, run_dir="", started_at=0.0
     )  # fmt: skip
     member = RankDriver(
-        context, RecoverConfig(), FakeEndpoint([]), key=KEY, record=lambda event: None, end_process=lambda code: None
+        context, RecoverConfig(), FakeEndpoint([]), key=KEY, clock=NodeClock(None), record=lambda event: None,
+        end_process=lambda code: None,
     )  # fmt: skip
     shape = Shape(3, ((0,), (1,), (2,)))
     joining = threading.Thread(target=lambda: member.join(shape, ""))

@@ -30,6 +30,7 @@ from megatron_recover.control_plane.store_server import StoreServer
 from megatron_recover.control_plane.store_table import MAX_VALUE_BYTES
 from megatron_recover.control_plane.wire import Heard, LinkClosed, listen
 from megatron_recover.host.addresses import address_of
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY, call
 from tests.control_plane.store_ranks import context_of, namespace_host, run
 
@@ -47,11 +48,16 @@ class Served:
         listener = listen("127.0.0.1:0")
         self.address = address_of(listener)
         self.server = StoreServer(
-            listener, KEY, replica=REPLICA, num_ranks=NUM_RANKS, report=lambda *told: self.strangers.append(told)
+            listener,
+            KEY,
+            replica=REPLICA,
+            num_ranks=NUM_RANKS,
+            clock=NodeClock(None),
+            report=lambda *told: self.strangers.append(told),
         )
 
     def store(self, rank: int = 1, timeout: timedelta = LONG) -> ServedStore:
-        return ServedStore(self.address, KEY, replica=REPLICA, rank=rank, timeout=timeout)
+        return ServedStore(self.address, KEY, replica=REPLICA, rank=rank, clock=NodeClock(None), timeout=timeout)
 
     def link(self, me: Party, wanted: Party | None = None, key: bytes = KEY) -> OutgoingLink:
         return call(self.address, me, wanted or Party(Role.STORE, REPLICA), key, patience_s=0.0)
@@ -221,7 +227,7 @@ def test_the_timeout_that_torch_sets_is_the_one_that_counts(served: Served) -> N
 def test_a_leader_that_is_stopped_or_cut_off_is_waited_for_no_longer_than_was_said() -> None:
     """Nobody accepts the connection, or answers on it: no end of a connection tells of that."""
     with listen("127.0.0.1:0") as silent:
-        store = ServedStore(address_of(silent), KEY, replica=REPLICA, rank=1, timeout=SHORT)
+        store = ServedStore(address_of(silent), KEY, replica=REPLICA, rank=1, clock=NodeClock(None), timeout=SHORT)
         for request in (lambda: store.set("k", "v"), lambda: store.add("n", 1), lambda: store.get("k"), store.num_keys):
             with pytest.raises(dist.DistStoreError, match="timeout after 0.2 s"):
                 request()
@@ -300,7 +306,7 @@ def test_a_leader_that_dies_ends_every_wait_at_once_with_a_message_that_names_it
 def test_a_leader_that_dies_before_it_has_proven_itself_is_not_dialled_for_ever() -> None:
     with listen("127.0.0.1:0") as listener:
         address = address_of(listener)
-    store = ServedStore(address, KEY, replica=REPLICA, rank=1, timeout=LONG)
+    store = ServedStore(address, KEY, replica=REPLICA, rank=1, clock=NodeClock(None), timeout=LONG)
     began = time.monotonic()
     with pytest.raises(dist.DistNetworkError, match=rf"rank 0 of replica {REPLICA} is gone.*{address}.*refused"):
         store.get("k")
@@ -310,14 +316,14 @@ def test_a_leader_that_dies_before_it_has_proven_itself_is_not_dialled_for_ever(
 def test_a_connection_that_is_closed_unproven_is_made_anew(served: Served) -> None:
     """Strangers may crowd a rank out of the listener (`authentication/admission.py`)."""
     listener = listen("127.0.0.1:0")
-    store = ServedStore(address_of(listener), KEY, replica=REPLICA, rank=1, timeout=LONG)
+    store = ServedStore(address_of(listener), KEY, replica=REPLICA, rank=1, clock=NodeClock(None), timeout=LONG)
     result: list[int] = []
     thread = threading.Thread(target=lambda: result.append(store.add("n", 7)))
     thread.start()
     listener.setblocking(True)
     for _ in range(3):
         listener.accept()[0].close()
-    server = StoreServer(listener, KEY, replica=REPLICA, num_ranks=NUM_RANKS, report=lambda *_: None)
+    server = StoreServer(listener, KEY, replica=REPLICA, num_ranks=NUM_RANKS, clock=NodeClock(None), report=lambda *_: None)
     thread.join(30)
     server.close()
     assert result == [7]
@@ -328,14 +334,14 @@ def test_a_killed_leader_is_missed_though_a_process_that_it_forked_lives_on() ->
     reading, writing = os.pipe()
     if (leader := os.fork()) == 0:
         os.close(writing)
-        StoreServer(listener, KEY, replica=REPLICA, num_ranks=NUM_RANKS, report=lambda *_: None)
+        StoreServer(listener, KEY, replica=REPLICA, num_ranks=NUM_RANKS, clock=NodeClock(None), report=lambda *_: None)
         os.read(reading, 1)  # a rank has connected
         if os.fork() == 0:  # a process of a data set
             os.read(reading, 1)  # until the test is over
             os._exit(0)
         time.sleep(60)
         os._exit(0)
-    store = ServedStore(address_of(listener), KEY, replica=REPLICA, rank=1, timeout=LONG)
+    store = ServedStore(address_of(listener), KEY, replica=REPLICA, rank=1, clock=NodeClock(None), timeout=LONG)
     listener.close()
     try:
         store.set("k", "v")
@@ -501,12 +507,12 @@ def test_rank_0_serves_at_the_socket_that_it_inherits_and_needs_one(hand_down: C
     address = address_of(listener)
     hand_down(**{listening.STORE: listener.detach()})
     events: list[object] = []
-    store = join_store(context_of(0, 2, address, REPLICA), KEY, LONG, events.append)
-    other = join_store(context_of(1, 2, address, REPLICA), KEY, LONG, events.append)
+    store = join_store(context_of(0, 2, address, REPLICA), KEY, LONG, events.append, NodeClock(None))
+    other = join_store(context_of(1, 2, address, REPLICA), KEY, LONG, events.append, NodeClock(None))
     store.set("k", "v")
     assert isinstance(store, ServedStore) and other.get("k") == b"v"
     hand_down(other=0)
     with pytest.raises(
         RuntimeError, match=f"no socket to serve the store of replica {REPLICA} at {address}.*megatron-recover run"
     ):
-        join_store(context_of(0, 2, address, REPLICA), KEY, LONG, events.append)
+        join_store(context_of(0, 2, address, REPLICA), KEY, LONG, events.append, NodeClock(None))

@@ -14,17 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from megatron_recover.authentication.handshake import KEY_BYTES, SessionKeys
 from megatron_recover.control_plane.encoding import PackedStatuses, packed_status
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import (
     FORMAT_VERSION,
+    FRAME_BYTES,
     MAX_BODY_BYTES,
     Enter,
     Link,
     LinkClosed,
     Message,
     RankHello,
-    frame,
+    encode,
 )
 from megatron_recover.core.digest import commitment
 from megatron_recover.core.values import (
@@ -42,6 +44,8 @@ from megatron_recover.core.values import (
     Votes,
     Work,
 )
+from megatron_recover.trace.node_clock import NodeClock
+from tests.control_plane.partners import KEYS, framed
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -62,19 +66,12 @@ MESSAGES: tuple[Message, ...] = (
 
 def pair() -> tuple[Link, socket.socket]:
     ours, theirs = socket.socketpair()
-    return Link(ours), theirs
+    return Link(ours, KEYS, NodeClock(None)), theirs
 
 
 def frames(*messages: Message) -> bytes:
-    link, theirs = pair()
-    for message in messages:
-        link.send(message)
-    link.close()
-    text = b""
-    while chunk := theirs.recv(2**16):
-        text += chunk
-    theirs.close()
-    return text
+    """What the other end of a connection sends first."""
+    return framed(*(encode(message) for message in messages))
 
 
 @given(cuts=st.lists(st.integers(0, 600), max_size=12))
@@ -93,11 +90,11 @@ def test_messages_arrive_equal_and_in_order_however_the_stream_is_cut(cuts: list
 @pytest.mark.parametrize(
     "text",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack("!2sHI", b"mr", FORMAT_VERSION + 1, 1) + b"\x80",
-        struct.pack("!2sHI", b"mr", FORMAT_VERSION, MAX_BODY_BYTES + 1),
-        struct.pack("!2sHI", b"mr", FORMAT_VERSION, 3) + b"\xc1\xc1\xc1",
-        struct.pack("!2sHI", b"mr", FORMAT_VERSION, 6) + b"\x81\xa4type",
+        b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
+        struct.pack("!2sHI", b"mr", FORMAT_VERSION + 1, 1) + bytes(25),
+        struct.pack("!2sHI", b"mr", FORMAT_VERSION, MAX_BODY_BYTES + 1) + bytes(24),
+        framed(b"\xc1\xc1\xc1"),
+        framed(b"\x81\xa4type"),
     ],
     ids=["stranger", "other version", "too long", "no msgpack", "no message"],
 )
@@ -110,7 +107,9 @@ def test_what_is_no_message_closes_the_link(text: bytes) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("rest", [b"mr", b"GET / HTTP/1.1\r\n\r\n"], ids=["end of the stream", "malformed frame"])
+@pytest.mark.parametrize(
+    "rest", [b"mr", b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n"], ids=["end of the stream", "malformed frame"]
+)
 def test_complete_messages_come_before_what_closes_the_link(rest: bytes) -> None:
     link, theirs = pair()
     theirs.sendall(frames(*MESSAGES) + rest)
@@ -129,7 +128,7 @@ def test_sending_never_blocks_on_a_peer_that_does_not_read() -> None:
     for _ in range(3):
         link.send(large)
     assert link.wants_write
-    received = Link(theirs)
+    received = Link(theirs, KEYS.of_other_end, NodeClock(None))
     arrived: list[Message] = []
     while len(arrived) < 3:
         arrived += received.receive()
@@ -153,20 +152,19 @@ def test_timers_and_posted_calls_are_made_in_order() -> None:
 def test_a_record_that_many_members_have_committed_travels_once() -> None:
     record = commitment(Record(6, "train 7", (), paces=tuple((replica, 10**8 + replica) for replica in range(3000))))
     statuses = [Status(replica, 3, 7, None, (), (), record) for replica in range(51)]
-    one, many = (frame(Statuses(0, 3, tuple(statuses[:num]))) for num in (1, 51))
+    one, many = (encode(Statuses(0, 3, tuple(statuses[:num]))) for num in (1, 51))
     assert len(many) - len(one) < 50 * 200 < len(one)
     # Equal ones as well, and what comes in two frames shares one in memory.
     copies = tuple(replace(each, committed=replace(record)) for each in statuses)
-    assert len(frame(Statuses(0, 3, copies))) == len(many)
+    assert len(encode(Statuses(0, 3, copies))) == len(many)
     link, theirs = pair()
     theirs.setblocking(False)
     found: list[Message] = []
-    for text in (one, many):
-        left = memoryview(text)
-        while left:
-            with contextlib.suppress(BlockingIOError):
-                left = left[theirs.send(left) :]
-            found += link.receive()
+    left = memoryview(framed(one, many))
+    while left:
+        with contextlib.suppress(BlockingIOError):
+            left = left[theirs.send(left) :]
+        found += link.receive()
     assert [len(each.statuses) for each in found if isinstance(each, Statuses)] == [1, 51]
     assert len({id(status.committed) for each in found if isinstance(each, Statuses) for status in each.statuses}) == 1
     link.close()
@@ -177,7 +175,7 @@ def test_a_record_that_many_members_have_committed_travels_once() -> None:
 def test_a_status_whose_record_is_missing_ends_the_link(position: int) -> None:
     body = msgspec.msgpack.encode(PackedStatuses(1, 3, (), ((packed_status(Status(1, 3, 7, None, (), (), None)), position),)))
     link, theirs = pair()
-    theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body)
+    theirs.sendall(framed(body))
     with pytest.raises(LinkClosed, match=f"record {position} of 0"):
         list(link.receive())
     link.close()
@@ -210,7 +208,7 @@ def test_arbitrary_bytes_close_the_link_and_do_nothing_else(text: bytes) -> None
 
 @given(body=st.binary(max_size=400))
 def test_arbitrary_bodies_are_messages_or_close_the_link(body: bytes) -> None:
-    received(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body)
+    received(framed(body))
 
 
 @given(message=st.sampled_from(MESSAGES), end=st.integers(0, 2**16))
@@ -219,13 +217,58 @@ def test_a_message_that_is_cut_is_no_message(message: Message, end: int) -> None
     assert received(text[: end % len(text)]) == []
 
 
-@given(message=st.sampled_from(MESSAGES), changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1))
-def test_a_message_that_was_changed_is_a_message_or_closes_the_link(message: Message, changes: list[tuple[int, int]]) -> None:
+@given(message=st.sampled_from(MESSAGES), position=st.integers(0, 2**16), change=st.integers(1, 255))
+def test_no_byte_of_a_frame_can_be_changed_unnoticed(message: Message, position: int, change: int) -> None:
     text = bytearray(frames(message))
-    for position, value in changes:
-        text[position % len(text)] = value
-    for each in received(bytes(text)):
-        assert isinstance(each, Message)
+    text[position % len(text)] ^= change
+    assert received(bytes(text)) == []
+
+
+BODIES = [encode(message) for message in MESSAGES]
+CUT = [frames(*MESSAGES[:end])[len(frames(*MESSAGES[: end - 1])) :] for end in range(1, len(MESSAGES) + 1)]
+"""The frames of `MESSAGES` one by one, each with its MAC."""
+
+
+@given(picks=st.lists(st.integers(0, len(MESSAGES) - 1), max_size=8))
+def test_a_frame_that_is_repeated_moved_or_left_out_closes_the_link(picks: list[int]) -> None:
+    """Only the frames that stand where they were sent arrive."""
+    kept = next((at for at, pick in enumerate(picks) if at != pick), len(picks))
+    assert received(b"".join(CUT[pick] for pick in picks)) == list(MESSAGES[:kept])
+
+
+@pytest.mark.parametrize("keys", [KEYS, SessionKeys(KEYS.sending, b"c" * KEY_BYTES)], ids=["reflected", "another connection"])
+def test_a_frame_of_another_connection_or_direction_closes_the_link_with_a_reason(keys: SessionKeys) -> None:
+    theirs, ours = socket.socketpair()
+    elsewhere, link = Link(theirs, keys, NodeClock(None)), Link(ours, KEYS, NodeClock(None))
+    elsewhere.send(MESSAGES[0])
+    with pytest.raises(LinkClosed, match="another connection"):
+        list(link.receive())
+    link.close()
+    elsewhere.close()
+
+
+def test_a_body_is_not_decoded_before_its_mac_is_found_valid() -> None:
+    link, theirs = pair()
+    link._decode = lambda body: pytest.fail("it was decoded")  # type: ignore[assignment]
+    theirs.sendall(frames(MESSAGES[0])[:-1] + b"x")
+    with pytest.raises(LinkClosed, match="MAC"):
+        list(link.receive())
+    link.close()
+    theirs.close()
+
+
+def test_a_body_is_encoded_once_and_authenticated_for_each_receiver() -> None:
+    sent = []
+    for keys in (KEYS, SessionKeys(b"c" * KEY_BYTES, KEYS.receiving)):
+        ours, theirs = socket.socketpair()
+        link = Link(ours, keys, NodeClock(None))
+        for _ in range(2):
+            link.put(BODIES[0])
+        sent.append(theirs.recv(2**16))
+        link.close()
+        theirs.close()
+    halves = [text[part:][: len(text) // 2] for text in sent for part in (0, len(text) // 2)]
+    assert len(set(halves)) == 4 and len({half[FRAME_BYTES:] for half in halves}) == 1
 
 
 @pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1x"], ids=["arrays", "maps"])
@@ -233,7 +276,7 @@ def test_deep_nesting_closes_the_link(nested: bytes) -> None:
     """A RecursionError came out of the decoder, and ended the control thread."""
     body = b"\x82\xa1x" + nested * 200_000 + b"\xc0\xa4type\xa9PeerHello"
     link, theirs = pair()
-    writing = threading.Thread(target=theirs.sendall, args=(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body,))
+    writing = threading.Thread(target=theirs.sendall, args=(framed(body),))
     writing.start()
     with pytest.raises(LinkClosed, match="not a message"):
         for _ in range(10_000):

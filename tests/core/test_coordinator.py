@@ -21,6 +21,8 @@ from megatron_recover.core.coordinator import (
     EndJob,
     ExitAsked,
     Fence,
+    FenceConfirmed,
+    Give,
     Launched,
     MembershipSettings,
     Progressed,
@@ -33,10 +35,12 @@ from megatron_recover.core.values import (
     Diverged,
     Entered,
     ExitCode,
+    Grant,
     Hello,
     Loss,
     LossKind,
     Miscounted,
+    Named,
     NewGeneration,
     ReplicaBlocked,
     ReplicaFailing,
@@ -87,7 +91,8 @@ def test_generation_1_waits_for_all_replicas() -> None:
     state, effects = feed(CoordinatorState(MembershipSettings(2)), Hello(1, "same"), Hello(1, "same"))
     assert effects == [Arm("start", "start_s")]
     _, effects = feed(state, Hello(0, "same"))
-    assert effects == [Announce(NewGeneration(1, (0, 1), (), "start")), Arm("follow 1", "follow_s")]
+    first = Give(Grant(1, 1, 0))
+    assert effects == [Announce(NewGeneration(1, (0, 1), (), "start")), Arm("follow 1", "follow_s"), first]
 
 
 def test_a_replica_that_dies_before_it_joined_is_not_waited_for() -> None:
@@ -1146,3 +1151,42 @@ def test_inv_9_timers_alone_never_remove_the_last_members(
         assert not state.over or finished >= set(state.roster) or is_deadline, f"{timer} ended the job of {before.roster}"
         if state.over:
             return
+
+
+# --- Grants --------------------------------------------------------------------------------------------------------------
+
+
+def gifts(effects: list[coordinator.Effect]) -> list[Grant]:
+    return [effect.grant for effect in effects if isinstance(effect, Give)]
+
+
+def test_the_writer_has_one_grant_ahead_and_gets_the_next_when_it_has_confirmed() -> None:
+    state = started()
+    state, effects = feed(state, Named(1, 1), Named(0, 2), Named(0, 0))
+    assert gifts(effects) == [], "another replica, and grants that it does not hold"
+    state, effects = feed(state, Named(0, 1), Named(0, 1))
+    assert gifts(effects) == [Grant(2, 1, 0)], "a repeated confirmation counts once"
+    state, effects = feed(state, died(2))
+    assert gifts(effects) == [], "the writer and its grant stay"
+
+
+@pytest.mark.parametrize("end", [FenceConfirmed(0), Named(0, 1), TimerFired("lease 1")], ids=lambda end: type(end).__name__)
+def test_after_the_loss_of_the_writer_the_next_grant_waits_for_its_end(end: coordinator.Input) -> None:
+    state, effects = feed(started(), FenceConfirmed(0))
+    assert gifts(effects) == [], "it lives"
+    state, effects = feed(state, died(0))
+    assert gifts(effects) == [] and Arm("lease 1", "lapse_s") in effects
+    state, effects = feed(state, FenceConfirmed(1), TimerFired("lease 2"))
+    assert gifts(effects) == [], "of another replica, and stale"
+    state, effects = feed(state, end)
+    assert gifts(effects) == [Grant(2, 2, 1)]
+    state, effects = feed(state, Named(0, 1), FenceConfirmed(0), TimerFired("lease 1"))
+    assert gifts(effects) == [], "what comes later ends nothing of the next writer"
+
+
+def test_the_loss_of_a_writer_that_holds_nothing_arms_no_lease() -> None:
+    state, _ = feed(started(), died(0))  # its grant stays open, for replica 1 nothing was given
+    state, effects = feed(state, died(1))
+    assert [effect for effect in effects if isinstance(effect, Arm) and effect.setting == "lapse_s"] == []
+    _, effects = feed(state, FenceConfirmed(0))
+    assert gifts(effects) == [Grant(2, 3, 2)]

@@ -206,6 +206,22 @@ def test_a_timeout_that_removes_the_last_members_is_caught(monkeypatch: pytest.M
     caught(explore(replicas=2, microbatches=2, crashes=1, late=1), 9)
 
 
+def test_a_replica_that_waits_for_the_end_of_a_job_without_a_coordinator_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_ends_alone", lambda state: (state, ()))
+    caught(explore(replicas=2, microbatches=2, steps=1, coordinator_dies=True), 9)
+
+
+def test_a_replica_that_stops_training_without_a_coordinator_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must vote on, or nobody gets to the next save point."""
+    original = replica._vote
+
+    def silent(state: replica.ReplicaState) -> replica.Step:
+        return (state, ()) if state.is_alone else original(state)
+
+    monkeypatch.setattr(replica, "_vote", silent)
+    caught(explore(replicas=2, microbatches=2, steps=1, coordinator_dies=True), 9)
+
+
 MISCOUNT: dict[str, Any] = {"replicas": 2, "microbatches": 2, "steps": 1, "miscounts": 1}
 TWICE: dict[str, Any] = MISCOUNT | {"miscounts": 2}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recover.core.request import SAVED, UNSAVED, exit_for
+from megatron_recover.core.request import NO_COORDINATOR, SAVED, UNSAVED, exit_for
 from megatron_recover.megatron.checkpoint.boundary import Boundary
 
 
@@ -20,6 +20,11 @@ class Driver:
     def __init__(self) -> None:
         self.requests: frozenset[str] = frozenset()
         self.requested: list[str] = []
+        self.is_last = False
+        """No member has a coordinator any more."""
+
+    def is_last_generation(self) -> bool:
+        return self.is_last
 
     def request(self, request: str) -> None:
         self.requested.append(request)
@@ -38,7 +43,10 @@ class Saves:
 @pytest.fixture
 def args() -> Iterator[Namespace]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    yield Namespace(exit_duration_in_mins=None, exit_signal_handler=False, exit_signal=signal.SIGTERM, exit_interval=None)
+    yield Namespace(
+        exit_duration_in_mins=None, exit_signal_handler=False, exit_signal=signal.SIGTERM, exit_interval=None,
+        save=None, save_interval=None,
+    )  # fmt: skip
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -95,6 +103,28 @@ def test_a_request_that_is_no_exit_ends_nothing(args: Namespace) -> None:
     driver.requests = frozenset({SAVED, UNSAVED})
     assert not decide(boundary, 3) and args.exit_interval is None
     assert driver.requested == []
+
+
+def test_without_a_coordinator_all_end_at_the_next_save_point(args: Namespace) -> None:
+    """The record of the step before the save point carries the request, so the save is the last one."""
+    args.save, args.save_interval = "folder", 4
+    driver = Driver()
+    boundary = boundary_of(driver, args)
+    assert not decide(boundary, 3) and driver.requested == [], "there is a coordinator"
+    driver.is_last = True
+    assert not any(decide(boundary, iteration) for iteration in (4, 5, 6)) and driver.requested == []
+    assert not decide(boundary, 7) and driver.requested == [NO_COORDINATOR]
+    driver.requests = frozenset(driver.requested)
+    assert decide(boundary, 8)
+
+
+def test_without_a_coordinator_and_without_a_place_to_save_all_end_after_the_next_step(args: Namespace) -> None:
+    driver = Driver()
+    driver.is_last = True
+    boundary = boundary_of(driver, args)
+    assert not decide(boundary, 5) and driver.requested == [NO_COORDINATOR]
+    driver.requests = frozenset(driver.requested)
+    assert decide(boundary, 6)
 
 
 def test_what_is_owed_is_made_up_for_before_megatron_saves_and_leaves(args: Namespace) -> None:

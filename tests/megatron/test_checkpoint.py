@@ -8,9 +8,11 @@ import itertools
 import json
 import operator
 import os
+import re
 import shutil
 import signal
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,10 +28,13 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.policy import untrained
 from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.process_stat import state_of
+from megatron_recover.megatron.checkpoint import checkpoints as module
 from megatron_recover.megatron.checkpoint import save_folder
 from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder, samples_of
 from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
+from megatron_recover.trainer.state_window import StateWindow
 from tests.forks import CONTEXT
 
 
@@ -92,12 +97,15 @@ class Replica:
 
     def __init__(self, number: int, folder: Path, log: trace.EventLog, writer: Callable[[], int]) -> None:
         self.replica, self.rank, self.step, self.requests = number, 0, 0, frozenset()
+        self.stays = False
         self.loaded = 0
         """The iteration that Megatron has loaded."""
         self.ckpt_step: int | None = None
         self._writer, self._folder, self._log = writer, folder, log
         self.error: BaseException | None = None
         """What happens behind the first file of a save."""
+        self.refused, self.is_last, self.used = "", False, list[str]()
+        """Why it must not name a checkpoint, and its attempts to do so."""
         self.num_saving, self.is_saving, self.asked = 0, False, []
         self.agreed: list[int] = []
         self.disagrees = False
@@ -127,6 +135,20 @@ class Replica:
     def is_writer(self) -> bool:
         return self._writer() == self.replica
 
+    def is_last_generation(self) -> bool:
+        return self.is_last
+
+    def naming_refusal(self) -> str:
+        return self.refused
+
+    def begin_naming(self) -> str:
+        if not self.refused:
+            self.used.append("began")
+        return self.refused
+
+    def end_naming(self) -> None:
+        self.used.append("ended")
+
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         self.num_saving, self.is_saving = self.num_saving + 1, True
@@ -154,7 +176,8 @@ class Replica:
             raise self.error
         (target / "deeper").mkdir()
         (target / "deeper" / "b").write_text(f"{self.replica}")
-        with TrackerFile(Files(), self.checkpoints.before_naming).open(str(self._folder / TRACKER), "w") as file:
+        names = TrackerFile(Files(), self.checkpoints.before_naming, self.checkpoints.after_naming)
+        with names.open(str(self._folder / TRACKER), "w") as file:
             file.write(str(iteration))
         self.after_save()
 
@@ -245,6 +268,125 @@ def content(checkpoint: Path) -> str:
 @pytest.fixture
 def job(world: None, tmp_path: Path) -> Job:
     return Job(tmp_path)
+
+
+# --- Grants --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_a_grant_is_written_and_gets_its_name_when_the_grant_comes(job: Job) -> None:
+    job.save(10)
+    job.first.refused = "no grant"
+    job.save(20)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000010": "0"}, "10", ["iter_0000020"])
+    job.make_up(21)
+    assert job.named() == "10" and job.first.asked == [], "it is asked for no second save"
+    job.first.refused = ""
+    job.make_up(22)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000010": "0", "iter_0000020": "0"}, "20", [])
+    assert job.first.num_saving == 3, "nothing was written a second time"
+    assert [phase for _, _, phase in job.phases()] == ["started", "finished", "started", "unnamed", "finished"]
+    assert job.first.used == ["began", "ended", "ended", "began", "ended"], "one grant a name, and each attempt is confirmed"
+    job.make_up(23)
+    assert job.first.asked == []
+
+
+def test_the_next_save_point_replaces_a_checkpoint_without_a_name(job: Job) -> None:
+    job.first.refused = "no grant"
+    job.save(20)
+    job.make_up(21)
+    job.save(30)
+    assert job.partial() == ["iter_0000030"] and job.first.agreed == [20, 30]
+    job.first.refused = ""
+    job.make_up(31)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000030": "0"}, "30", [])
+
+
+def test_a_writer_without_a_grant_that_dies_is_made_up_for(job: Job) -> None:
+    job.first.refused = "no grant"
+    job.save(20)
+    job.first.checkpoints._lock.close()  # as the kernel does at its death
+    job.alive.remove(0)
+    job.make_up(21, 22)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000022": "1"}, "22", [])
+
+
+def test_the_end_of_training_waits_for_a_grant_and_gives_up_as_for_a_full_disk(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.first.refused = "no grant"
+    job.first.checkpoints._deadlines = replace(job.first.checkpoints._deadlines, save_s=30.0)
+    job.save(20)
+    monkeypatch.setattr("time.sleep", lambda _: setattr(job.first, "refused", ""))
+    job.first.checkpoints.settle(job.meet)
+    assert job.named() == "20" and SAVED in job.first.requests
+    monkeypatch.undo()
+    job.first.checkpoints._deadlines = replace(job.first.checkpoints._deadlines, save_s=0.0)
+    job.first.refused, job.first.requests, job.first.asked = "no grant", frozenset(), []
+    job.save(30)
+    job.first.checkpoints.settle(job.meet)
+    assert job.named() == "20" and UNSAVED in job.first.requests
+
+
+def test_without_a_coordinator_nobody_waits_for_a_grant_that_cannot_come(job: Job) -> None:
+    job.first.refused, job.first.is_last = "no grant", True
+    job.first.checkpoints._deadlines = replace(job.first.checkpoints._deadlines, save_s=1000.0)
+    job.save(20)
+    job.first.checkpoints.settle(job.meet)
+    assert UNSAVED in job.first.requests
+
+
+def test_a_writer_that_lost_its_right_while_it_published_moves_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.save(10)
+    publish = SaveFolder.publish
+
+    def slowly(folder: SaveFolder) -> None:
+        publish(folder)
+        job.first.refused = "its lease has lapsed"
+
+    monkeypatch.setattr(SaveFolder, "publish", slowly)
+    job.save(20)
+    assert job.named() == "10" and job.phases()[-1] == (0, 20, "unnamed")
+
+
+def test_a_writer_that_wakes_under_a_grant_does_not_name_what_is_older_than_the_newest(job: Job) -> None:
+    job.save(10)
+    job.first.refused = "no grant"
+    job.save(20)
+    (job.folder / TRACKER).unlink()
+    (job.folder / TRACKER).write_text("30")  # another writer's, on a host with locks of its own
+    job.first.refused = ""
+    job.make_up(21)
+    assert job.named() == "30" and job.phases()[-1] == (0, 20, "failed")
+
+
+def name_and_stop(tracker: Path, text: str, stops: bool) -> None:
+    """Name a checkpoint with every right, but stand still behind the last check, just before the rename."""
+    files = TrackerFile(Files(), (lambda: os.kill(os.getpid(), signal.SIGSTOP)) if stops else lambda: None)
+    with files.open(str(tracker), "w") as file:
+        file.write(text)
+
+
+@pytest.mark.timeout(90)
+def test_a_writer_that_stood_still_between_check_and_rename_moves_nothing_back(tmp_path: Path) -> None:
+    """Two processes, and no lock between them, as on two hosts of a file system whose locks do not work."""
+    tracker = tmp_path / TRACKER
+    tracker.write_text("10")
+    frozen = CONTEXT.Process(target=name_and_stop, args=(tracker, "20", True))
+    frozen.start()
+    assert frozen.pid is not None
+    while state_of(frozen.pid) != "T":
+        assert frozen.is_alive()
+        time.sleep(0.02)
+    [unfinished] = tmp_path.glob("*.partial")
+    assert unfinished.read_text() == "20"
+    other = CONTEXT.Process(target=name_and_stop, args=(tracker, "30", False))
+    other.start()
+    other.join(60)
+    assert (other.exitcode, tracker.read_text()) == (0, "30")
+    os.kill(frozen.pid, signal.SIGCONT)
+    frozen.join(60)
+    assert frozen.exitcode == 1, "its rename finds no file"
+    assert tracker.read_text() == "30" and not list(tmp_path.glob("*.partial"))
 
 
 def test_one_replica_saves_and_says_so(job: Job) -> None:
@@ -586,7 +728,10 @@ def test_order_on_the_disk_survives_a_power_failure(job: Job, monkeypatch: pytes
     job.older(10, named=10)
     instants = Instants(monkeypatch)
     job.first.checkpoints.save_checkpoint_and_time(20)
-    relative = [(name, path.removeprefix(f"{job.folder}").lstrip("/")) for name, path in instants.done]
+    relative = [
+        (name, re.sub(r"\.[0-9a-f]{16}\.partial", ".partial", path.removeprefix(f"{job.folder}").lstrip("/")))
+        for name, path in instants.done
+    ]
     partial = ".partial/iter_0000020"
     assert relative == [
         ("fsync", f"{TRACKER}.partial"),
@@ -615,6 +760,48 @@ def test_two_writers_exclude_each_other(job: Job) -> None:
     assert "does another job save there" in job.events()[-1]["detail"]
     job.first.checkpoints.save_checkpoint_and_time(11)
     assert job.named() == "11"
+
+
+@pytest.mark.parametrize("newest", [10, 12])
+def test_a_writer_that_left_and_wakes_up_late_moves_nothing_back(job: Job, newest: int) -> None:
+    """The first has left the job, and not yet heard of it: it still takes itself for the writer of 10."""
+    job.alive.remove(0)
+    for iteration in {10, newest}:
+        job.second.checkpoints.save_checkpoint_and_time(iteration)
+    job.alive.insert(0, 0)
+    before, phases = job.saves(), job.phases()
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    assert (job.saves(), job.named(), job.phases()) == (before, str(newest), phases)
+    job.first.checkpoints.save_checkpoint_and_time(13)
+    assert job.named() == "13", "it has given the lock back"
+
+
+def test_a_writer_that_saves_in_the_background_stays_until_the_checkpoint_has_its_name(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Background:
+        is_written, failure = False, ""
+
+        def __init__(self, request: Any, window: Any) -> None: ...
+
+        def wait(self) -> None: ...
+
+        def complete(self) -> None:
+            Replica.write(job.first, 10)
+
+    monkeypatch.setattr(module, "BackgroundSave", Background)
+    arguments: Any = Namespace(async_save=False, iteration=0, load=None, ckpt_format="torch_dist")
+    job.first.args = lambda: arguments  # type: ignore[method-assign]
+    job.first.save = lambda iteration, *_: job.first.checkpoints.schedule_save(None)  # type: ignore[method-assign]
+    job.first.start()
+    job.first.checkpoints._window = StateWindow.__new__(StateWindow)
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    assert job.first.stays
+    job.first.checkpoints.make_up(11)
+    assert job.first.stays and not (job.folder / TRACKER).exists()
+    Background.is_written = True
+    job.first.checkpoints.make_up(12)
+    assert not job.first.stays and job.named() == "10"
 
 
 def test_writer_without_the_lock_removes_nothing(job: Job) -> None:

@@ -36,7 +36,9 @@ def merge(run_dir: Path, sums: Path, into: Path) -> Path:
             if "since" in event:
                 event["since"] += max(offsets)
         if of_node[-1]["event"] != "run_finished":
-            of_node += [_gap(now, *place) for place in {(event["replica"], event["rank"]) for event in applied}]
+            places = {(event["replica"], event["rank"]) for event in applied}
+            ended = max(when for (replica, rank, _), when in at.items() if (replica, rank) in places)
+            of_node += [_gap(now, max(now, ended), *place) for place in sorted(places)]
         events += [event for event in of_node if folder == run_dir or event["event"] not in _OF_ONE]
     into.mkdir()
     first = min(event["t"] for event in events)
@@ -47,8 +49,8 @@ def merge(run_dir: Path, sums: Path, into: Path) -> Path:
     return into
 
 
-def _gap(now: float, replica: int, rank: int) -> dict[str, Any]:
-    return {"event": "gap", "v": 2, "t": now, "replica": replica, "rank": rank, "num_events": 1, "since": now}
+def _gap(since: float, until: float, replica: int, rank: int) -> dict[str, Any]:
+    return {"event": "gap", "v": 2, "t": until, "replica": replica, "rank": rank, "num_events": 1, "since": since}
 
 
 def _key(event: dict) -> tuple[int, int, int]:

@@ -284,9 +284,9 @@ def attempt(cage: Cage, folder: Path, seed: int, keep: Path) -> tuple[bool, str]
     if passed := verdict == "passed":
         shutil.rmtree(run.network.folder)
     else:
+        print(f"{run.job.output()}\nrun again with: python -m tests.nodes.nemesis --runs 1 --seed {seed}", flush=True)
         keep.mkdir(parents=True, exist_ok=True)
         shutil.move(run.network.folder, keep / f"nemesis-{seed}-{int(time.time())}")
-        print(f"{run.job.output()}\nrun again with: python -m tests.nodes.nemesis --runs 1 --seed {seed}", flush=True)
     return passed, row
 
 

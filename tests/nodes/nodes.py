@@ -453,7 +453,7 @@ def configure(pid: int, *commands: str) -> None:
 def _command(*words: str, text: str = "") -> str:
     done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
-        missing = "Cannot find device" in done.stderr
+        missing = "Cannot find device" in done.stderr or "No such device" in done.stderr
         raise (NoSuchDevice if missing else OSError)(f"{' '.join(words)}: {done.stderr.strip()}\n{text}")
     return done.stdout
 

@@ -25,6 +25,8 @@ KILL_WAIT_S = 10
 CREDENTIAL_S = 5
 CPUS = 8
 """Of each node, as Slurm believes."""
+_DISK = "/run/disk"
+"""A short name of the folder of a node that outlives a power loss: slurmstepd has a socket there, whose path has a limit."""
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _CONFIGURATION = """\
 ClusterName=test
@@ -40,8 +42,8 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SwitchType=switch/none
-StateSaveLocation={local}/slurmctld
-SlurmdSpoolDir={local}/slurmd
+StateSaveLocation={disk}/slurmctld
+SlurmdSpoolDir={disk}/slurmd
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile={shared}/slurmctld.log
@@ -80,7 +82,7 @@ class Slurm:
         (network.shared / "slurm.conf").write_text(
             _CONFIGURATION.format(
                 controller=self.controller.name, address=self.controller.address, credential_s=CREDENTIAL_S,
-                local=network.local, shared=network.shared, timeout_s=TIMEOUT_S, kill_wait_s=KILL_WAIT_S,
+                disk=_DISK, shared=network.shared, timeout_s=TIMEOUT_S, kill_wait_s=KILL_WAIT_S,
                 nodes=",".join(each.name for each in self.nodes), cpus=CPUS,
             )
         )  # fmt: skip
@@ -89,7 +91,12 @@ class Slurm:
         self._start(self.controller, "slurmctld", "-D", "-c")
         for node in self.nodes:
             self.start_node(node)
-        self.until(lambda: set(self.states().values()) == {"IDLE"}, "all nodes are idle")
+        self.until(self._are_idle, "all nodes are idle")
+
+    def _are_idle(self) -> bool:
+        with contextlib.suppress(OSError):  # slurmctld may not listen yet
+            return set(self.states().values()) == {"IDLE"}
+        return False
 
     def start_node(self, node: Node, *, rebooted: bool = False) -> None:
         """Start the daemons of a node that is on. `rebooted`: slurmd reports that."""
@@ -98,9 +105,9 @@ class Slurm:
 
     def _start_munge(self, node: Node) -> None:
         words = (
-            f"mkdir -m 0755 /run/munge && exec munged --force --foreground --key-file={self._key} --pid-file=/run/munged.pid"
+            f"ln -s {self.network.local} {_DISK} && mkdir -m 0755 /run/munge && exec munged --force --foreground"
+            f" --key-file={self._key} --pid-file=/run/munged.pid --log-file=/run/munged.log --seed-file=/run/munged.seed"
         )
-        words += " --log-file=/run/munged.log --seed-file=/run/munged.seed"
         self._start(node, "munged", shell=words)
         socket = Path(f"/proc/{node.pid}/root/run/munge/munge.socket.2")
         self.until(socket.exists, f"munge of {node.name}")

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tests.nodes import nodes
 from tests.nodes.nodes import ROOT, Node
 from tests.nodes.slurm import KILL_WAIT_S, TIMEOUT_S, Slurm
@@ -173,7 +175,8 @@ def _until_down(case: Case) -> None:
 def _srun(case: Case, number: int) -> None:
     batch_host = next(node for node in case.slurm.nodes if case.slurm.processes(node, "srun "))
     for process in case.slurm.processes(batch_host, "srun ", f"--nodelist={case.victim.name}"):
-        process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):  # srun has a child, which ends with it
+            process.send_signal(number)
 
 
 def gone_before_its_step(case: Case) -> None:
@@ -207,8 +210,11 @@ ENDS_ALL = {
 NEEDS_SCANCEL = ENDS_ALL - {(down, Shape.ALLOCATION, Where.BATCH_HOST)} | {
     *itertools.product((power, power_and_back_soon, power_and_back_late), [Shape.ALLOCATION], [Where.BATCH_HOST]),
     *itertools.product([srun_stopped], [Shape.ALLOCATION], Where),
+    *itertools.product([slurmstepd], Shape, Where),
 }
 """The job runs on when its programs have ended: nobody is left who would end it."""
+SPARES_VICTIM = (slurmstepd, slurmd, drain, srun_stopped, srun_killed)
+"""Losses that the program on the node itself survives."""
 WATCHED_S = 3.0
 """For so long after a loss it is seen who goes on."""
 STILL_S = 1.0

@@ -13,14 +13,11 @@ from tests.nodes.slurm_losses import (
     ENDS_ALL,
     NEEDS_SCANCEL,
     NUM_NODES,
+    SPARES_VICTIM,
     Shape,
     Where,
     cancel,
-    drain,
     play,
-    slurmd,
-    srun_killed,
-    srun_stopped,
 )
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(300)]
@@ -66,5 +63,5 @@ def test_a_loss(slurm: Slurm, strike: Callable, shape: Shape, where: Where) -> N
     else:
         assert set(others) <= set(result.going_on), "the loss of one node ended what ran on others"
         assert result.pause_s < 2.0
-        assert (victim in result.going_on) == (strike in (slurmd, drain, srun_stopped, srun_killed))
+        assert (victim in result.going_on) == (strike in SPARES_VICTIM)
     assert result.has_ended == ((strike, shape, where) not in NEEDS_SCANCEL)

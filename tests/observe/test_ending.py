@@ -52,6 +52,8 @@ def test_a_run_that_did_not_end_well_says_code_reason_state_and_what_to_do_next(
         and ("give the same command with a new --run-dir" in last) == ENDINGS.get(code, ENDINGS[KILLED]).can_go_on
     )
     assert "RUN_DIR" not in last
+    is_marked = code in ending.STOPS and ENDINGS[code].can_go_on
+    assert ("First remove the mark: rm X/STOP. To resume, " in last) == is_marked
 
 
 @pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.INTERRUPTED, 130, 143])

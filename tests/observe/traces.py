@@ -270,6 +270,30 @@ class Run:
         self.recovered()
         self.commit({0: older, 1: self.generation, 2: self.generation})
 
+    def ask_to_leave(self, replica: int) -> None:
+        """A step whose record asks a replica to leave."""
+        self.add(trace.LeaveAsked, replicas=(replica,), reason="drain")
+        begin = len(self.events)
+        self.quiet_step()
+        for index, event in enumerate(self.events[begin:], begin):
+            if isinstance(event, trace.Committed):
+                self.events[index] = msgspec.structs.replace(event, requests=(f"leave: {replica}",))
+
+    def step_with_leave(self, leaver: int) -> None:
+        """The others compute all; then the leaver is let go, and they make the sums among themselves."""
+        stay = tuple(one for one in self.roster if one != leaver)
+        dealt = {one: tuple(range(self.num_microbatches))[i :: len(stay)] for i, one in enumerate(stay)}
+        self.plan(dealt, BUCKETS)
+        for replica, ids in dealt.items():
+            self.compute(replica, ids, BUCKETS)
+        self.roster = stay
+        self.generation += 1
+        self.add(trace.Generation, generation=self.generation, roster=stay, left=(leaver,), reason=f"replicas {leaver} leave")
+        self.statuses(dealt, lambda replica: ())
+        self.plan({}, BUCKETS)
+        self.reduce(BUCKETS)
+        self.commit(dict.fromkeys(BUCKETS, self.generation))
+
     def finish(self, exit_code: int = 0) -> Run:
         """The launcher's last word."""
         self.add(trace.RunFinished, exit_code=exit_code)
@@ -322,6 +346,16 @@ def saving_run() -> Run:
     run.step_outside_training("end 0", 0)
     run.add(trace.Checkpoint, replica=1, rank=0, iteration=2, phase="finished")
     run.step_outside_training("end 1", 0)
+    return run.finish()
+
+
+def leaving_run() -> Run:
+    """3 -> 2 replicas: replica 2 leaves as requested."""
+    run = Run()
+    run.quiet_step()
+    run.ask_to_leave(2)
+    run.step_with_leave(2)
+    run.quiet_step()
     return run.finish()
 
 

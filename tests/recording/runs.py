@@ -16,6 +16,7 @@ from megatron_recover.cluster.recording import Recording
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.trace import ring
+from megatron_recover.trace.node_clock import NodeClock
 
 DEADLINE_S = 60.0
 
@@ -31,21 +32,22 @@ class Run:
     def __init__(self, run_dir: Path, **fields: object) -> None:
         """`run_dir` must not exist. `fields` are those of the job; `fifos`: files of it that are FIFOs which nobody reads.
 
-        `deadlines`: other waits than those of the job's config.
+        `deadlines`: other waits than those of the job's config. `has_stamps`: the trace is that of one of several nodes.
         """
         self.run_dir = create_run_dir(run_dir)
         for name in fields.pop("fifos", ()):  # type: ignore[attr-defined]
             os.mkfifo(self.run_dir / name)
-        deadlines = fields.pop("deadlines", None)
+        deadlines, has_stamps = fields.pop("deadlines", None), bool(fields.pop("has_stamps", False))
         self.job = Job(
             argv=("script.py",), layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=self.run_dir,
             **{"num_replicas": 2, **fields},
         )  # fmt: skip
-        self.recording = Recording(self.job, time.monotonic(), deadlines=deadlines)
+        self.clock = NodeClock(None)
+        self.recording = Recording(self.job, time.monotonic(), self.clock, has_stamps=has_stamps, deadlines=deadlines)
 
     def rank(self, replica: int) -> ring.RingLog:
         """Return the ring of a rank that records."""
-        return ring.RingLog(self.recording.descriptors(replica, 0)[ring.DESCRIPTOR])
+        return ring.RingLog(self.recording.descriptors(replica, 0)[ring.DESCRIPTOR], self.clock)
 
     def output(self, replica: int = 0) -> Output:
         """Return the output of a rank that prints."""

@@ -31,11 +31,13 @@ from megatron_recover.cluster.output import OutputBookmark, create_output_bookma
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.renewed import Pauses
+from megatron_recover.core.hybrid_clock import COUNTER_BITS
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.follow.tail import Tail
 from megatron_recover.trace import event_files, ring
+from megatron_recover.trace.node_clock import NodeClock
 from tests.recording.runs import DEADLINE_S, Run, num_waits
 
 pytestmark = pytest.mark.timeout(150)
@@ -273,6 +275,24 @@ def test_events_of_all_are_written_in_order_and_nothing_is_left(record: Callable
     assert "generation 1: replicas 0 1" in out and "exit code 0 (ok): training finished" in out and err == ""
 
 
+@pytest.mark.parametrize("has_stamps", [True, False])
+def test_the_trace_of_one_of_several_nodes_has_the_stamps_of_its_clock(has_stamps: bool, record: Callable[..., Run]) -> None:
+    run = record(has_stamps=has_stamps)
+    log = run.rank(0)
+    for number in range(3):
+        run.recording.record(trace.Thawed(replica=0, rank=number))
+        log.record(event(number))
+    late = run.clock.tick()
+    run.clock.see(late + 5000 * 2**COUNTER_BITS)  # another node's clock is five seconds ahead
+    log.record(event(3))
+    stamps = [each.h for each in run.finish()]
+    if not has_stamps:
+        assert set(stamps) == {msgspec.UNSET}
+        return
+    assert stamps == sorted(set(stamps)) and len(stamps) == 8
+    assert stamps[-3] < late - run.recording.clock_base < late - run.recording.clock_base + 5000 * 2**COUNTER_BITS < stamps[-2]
+
+
 def test_an_event_that_is_none_of_this_version_is_written_and_ends_no_recorder(record: Callable[..., Run]) -> None:
     run = record()
     run.recording.record(trace.Generation(generation="one", roster=(0,), reason="start"))  # type: ignore[arg-type]
@@ -427,7 +447,7 @@ def test_what_waits_is_written_in_pieces_and_rings_have_room_again_in_the_turn_t
     made = recorder.Recorder(theirs, ledger, OutputBookmark(create_output_bookmark()), settings, store)
     descriptor = ring.create(capacity=2**23)
     socket.send_fds(ours, [msgspec.json.encode(messages.Ring(3, 0, 0))], [descriptor])
-    log = ring.RingLog(descriptor)
+    log = ring.RingLog(descriptor, NodeClock(None))
     for number in range(300):
         log.record(event(number, padding=5000))
     made._turn()

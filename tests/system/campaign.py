@@ -28,6 +28,7 @@ from typing import get_args
 
 from megatron_recover.cluster import chaos
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.observe.stop_mark import STOP_MARK
 from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
 from megatron_recover.trace import Phase
 from tests.disk import Disk
@@ -189,6 +190,8 @@ class Campaign:
             outcome = dataclasses.replace(outcome, run_dir=folder / "run")
 
         def resume() -> Outcome:
+            if save is not None:
+                (save / STOP_MARK).unlink(missing_ok=True)
             return run_job(plan.job, folder / "resumed", self._data, save=save, deadline_s=DEADLINE_S, quiet=True)
 
         return Evidence(

@@ -9,6 +9,7 @@ import pathlib
 import pytest
 
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.stop_mark import STOP_MARK
 from tests.system.jobs import Job, Outcome, chaos_text, check, run_job
 
 pytestmark = pytest.mark.timeout(300)
@@ -78,6 +79,7 @@ def test_the_newest_checkpoint_is_the_last_that_was_agreed_on(
     verdict, report = check(outcome.run_dir)
     assert verdict == 0, report
     if case is CASES[0]:
+        (save / STOP_MARK).unlink()
         resumed = run_job(case.job, tmp_path / "again", data, save=save).expect(0)
         assert resumed.events("committed")[0]["label"] == "train 3" and tracker(save) == case.job.steps
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.stop_mark import STOP_MARK
 from tests.system.jobs import Job, Outcome, chaos_text, check, run_job
 from tests.system.test_durable import tracker
 
@@ -78,6 +79,7 @@ def test_a_second_miscount_ends_the_job_with_its_state_saved_from_which_it_goes_
     job = Job(replicas=2, **shape)
     outcome = twice(tmp_path, data, monkeypatch, job)
     assert judged(outcome, is_saved=True) == [2] and not outcome.events("failure"), "a replica ended before it was told to"
+    (tmp_path / "checkpoints" / STOP_MARK).unlink()
     resumed = run_job(job, tmp_path / "resumed", data, save=tmp_path / "checkpoints").expect(0)
     assert resumed.events("committed")[0]["label"] == "train 3"
     verdict, report = check(resumed.run_dir, reference(job))
@@ -90,6 +92,7 @@ def test_what_is_saved_already_is_not_saved_again(
     outcome = twice(tmp_path, data, monkeypatch, Job(replicas=2, save_interval=1), step=4)
     assert judged(outcome, is_saved=True) == [1, 2]
     monkeypatch.setenv("MISCOUNT", "1 0 2")
+    (tmp_path / "checkpoints" / STOP_MARK).unlink()
     again = run_job(Job(replicas=2, save_interval=1), tmp_path / "again", data, script=SCRIPT, save=tmp_path / "checkpoints")
     again.expect(ExitCode.INVARIANT_VIOLATED)
     loaded = f"is what was loaded from iteration 2 of --load {tmp_path / 'checkpoints'}: nothing was trained"

@@ -21,7 +21,8 @@ CAPACITY = 4096
 words = st.one_of(st.integers(0, 2 * CAPACITY), st.integers(-(2**63), 2**63 - 1))
 records = st.lists(
     st.one_of(
-        st.binary(max_size=40), st.builds(struct.Struct("<qq").pack, words, st.one_of(st.sampled_from([-1, 0, 8, 24]), words))
+        st.binary(max_size=40),
+        st.builds(struct.Struct("<qqq").pack, words, words, st.one_of(st.sampled_from([-1, 0, 8, 24]), words)),
     ),
     max_size=20,
 ).map(b"".join)
@@ -30,7 +31,7 @@ records = st.lists(
 @given(
     header=st.tuples(words, words, words, words, words), body=records, again=records, position=st.integers(0, CAPACITY // 8),
 )  # fmt: skip
-@example(header=(0, 2**62, 0, 0, 0), body=struct.pack("<qq", 0, -1), again=b"", position=0)
+@example(header=(0, 2**62, 0, 0, 0), body=struct.pack("<qqq", 0, 0, -1), again=b"", position=0)
 @settings(max_examples=300, deadline=None)
 def test_a_ring_of_anything_is_read_to_an_end(header: tuple[int, ...], body: bytes, again: bytes, position: int) -> None:
     """A position that no writer can have reached kept the reader busy for ever."""

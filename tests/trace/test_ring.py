@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megatron_recover import trace
 from megatron_recover.config import RankContext, describe_descriptors
 from megatron_recover.trace import ring
+from megatron_recover.trace.node_clock import NodeClock
 
 DONE = trace.MicrobatchFinished(replica=1, rank=0, generation=1, step=3, microbatch=5, seconds=0.25, into=(0, 2))
 
@@ -42,7 +43,7 @@ def merged(*readers: ring.RingReader, **settings: object) -> ring.Merge:
 def pair(capacity: int = 4096, level: trace.Level = "microbatches", **how: object) -> Iterator[tuple]:
     descriptor = ring.create(capacity=capacity, level=level)
     try:
-        yield ring.RingLog(descriptor, **how), ring.RingReader(descriptor)
+        yield ring.RingLog(descriptor, NodeClock(None), **how), ring.RingReader(descriptor)
     finally:
         os.close(descriptor)
 
@@ -56,7 +57,7 @@ def test_a_rank_maps_its_ring_and_keeps_no_descriptor_of_its_own(monkeypatch: py
     reader = ring.RingReader(descriptor)
     for name, value in describe_descriptors({ring.DESCRIPTOR: descriptor}).items():
         monkeypatch.setenv(name, value)
-    log = ring.log_of_rank(context)
+    log = ring.log_of_rank(context, NodeClock(None))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     log.record(numbered(7))
@@ -103,7 +104,7 @@ def test_what_does_not_fit_is_counted_with_its_time_and_its_place() -> None:
 
 def test_nothing_is_freed_before_it_is_released_and_another_reader_goes_on_there() -> None:
     descriptor = ring.create(capacity=4096)
-    log, reader = ring.RingLog(descriptor), ring.RingReader(descriptor)
+    log, reader = ring.RingLog(descriptor, NodeClock(None)), ring.RingReader(descriptor)
     for number in range(6):
         log.record(numbered(number, padding=1000))
     items = merged(reader).drain(time.monotonic_ns() + 1)
@@ -161,7 +162,7 @@ def in_child(work: Callable[[], None]) -> None:
 
 def test_an_event_survives_sigkill() -> None:
     descriptor = ring.create()
-    in_child(lambda: ring.RingLog(descriptor).record(DONE))
+    in_child(lambda: ring.RingLog(descriptor, NodeClock(None)).record(DONE))
     [item] = merged(ring.RingReader(descriptor)).drain(time.monotonic_ns() + 1)
     assert msgspec.json.decode(item.what, type=trace.AnyEvent) == DONE
     os.close(descriptor)
@@ -170,7 +171,7 @@ def test_an_event_survives_sigkill() -> None:
 class Torn(ring.RingLog):
     """Its process dies in the middle of an event: the memory takes half of it."""
 
-    def _publish(self, stamp: int, line: bytes | None) -> None:
+    def _publish(self, stamp: int, hybrid: int, line: bytes | None) -> None:
         class Half:
             def __init__(self, memory: object) -> None:
                 self.memory = memory
@@ -183,21 +184,21 @@ class Torn(ring.RingLog):
                 return memoryview(self.memory)
 
         self._memory = Half(self._memory)
-        super()._publish(stamp, line)
+        super()._publish(stamp, hybrid, line)
 
 
 def test_an_event_torn_by_sigkill_is_not_served_and_holds_nobody_up() -> None:
     descriptor, other = ring.create(), ring.create()
 
     def work() -> None:
-        ring.RingLog(descriptor).record(numbered(0))
-        Torn(descriptor).record(numbered(1))
+        ring.RingLog(descriptor, NodeClock(None)).record(numbered(0))
+        Torn(descriptor, NodeClock(None)).record(numbered(1))
 
     in_child(work)
     merge = merged(ring.RingReader(descriptor), ring.RingReader(other))
     now = time.monotonic_ns()
     merge.drain(now)
-    ring.RingLog(other).record(numbered(2))
+    ring.RingLog(other, NodeClock(None)).record(numbered(2))
     merge.ended(0)
     # The ring was first seen with the torn event already begun: what others record waits until its writer is known dead.
     assert [number_of(item.what) for item in merge.drain(time.monotonic_ns() + 1)] == [0, 2]
@@ -287,7 +288,7 @@ class World:
     def __init__(self, merge: type[ring.Merge]) -> None:
         self.now = 0
         self.descriptors = [ring.create(capacity=65536) for _ in range(WRITERS)]
-        self.logs = [ring.RingLog(each, clock=self.tick) for each in self.descriptors]
+        self.logs = [ring.RingLog(each, NodeClock(None), clock=self.tick) for each in self.descriptors]
         self.merge = merge(settle=lambda: None)
         for source, each in enumerate(self.descriptors):
             reader = Watched(each)

@@ -24,7 +24,7 @@ def _log(path: Path) -> trace.EventLog:
     return trace.EventLog(path, time.monotonic())
 
 
-COMMON = {"v", "t", "replica", "rank", "generation", "step"}
+COMMON = {"v", "t", "h", "replica", "rank", "generation", "step"}
 
 
 def test_the_documented_events_are_those_that_there_are() -> None:

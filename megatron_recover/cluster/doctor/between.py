@@ -24,8 +24,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     node: int
     name: str
-    parts: Mapping[str, str] = {}
-    """What has to be equal on all nodes, by name: version, interpreter, packages, script, flags."""
     findings: tuple[Finding, ...] = ()
     """Findings of the node about itself (`node.examine`)."""
     taken: tuple[int, ...] = ()
@@ -43,7 +41,7 @@ def judged(reports: Sequence[Report]) -> list[tuple[int, Finding]]:
     """
     names = [each.name for each in reports]
     found = [(each.node, finding) for each in reports for finding in each.findings]
-    for judge in (_alike, _ports, _packets, _clocks, _folders):
+    for judge in (_ports, _packets, _clocks, _folders):
         found += judge(reports, names)
     return found
 
@@ -69,18 +67,6 @@ def _named(names: Iterable[str]) -> str:
 
 
 Found = Iterator[tuple[int, Finding]]
-
-
-def _alike(reports: Sequence[Report], names: Sequence[str]) -> Found:
-    first = reports[0]
-    for each in reports[1:]:
-        for part in sorted(first.parts.keys() | each.parts.keys()):
-            ours, theirs = first.parts.get(part, "absent"), each.parts.get(part, "absent")
-            if ours != theirs:
-                value = f"{part} is {theirs}, and {ours} on {names[0]}"
-                yield each.node, fail(Check.ALIKE, value, "give every node the same line and the same installation")
-    if len(reports) > 1 and all(each.parts == first.parts for each in reports):
-        yield first.node, ok(Check.ALIKE, f"{', '.join(first.parts)} of {len(reports)} nodes")
 
 
 def _ports(reports: Sequence[Report], names: Sequence[str]) -> Found:

@@ -34,7 +34,6 @@ class Check(enum.StrEnum):
     RUN_DIR = "--run-dir"
     CACHE = "--data-cache-path"
     TENSORBOARD = "--tensorboard-dir"
-    ALIKE = "alike"
     PORTS = "ports"
     PACKETS = "packets"
 
@@ -75,11 +74,6 @@ class Folder(msgspec.Struct, frozen=True):
     check: Check
     path: str
 
-    @property
-    def name(self) -> str:
-        """Return the flag and the path, as on the command line."""
-        return f"{self.check} {self.path}"
-
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What a job asks of one node."""
@@ -103,4 +97,4 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ranks(self) -> str:
         """Return the number of ranks in words."""
-        return "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        return "1 rank" if self.num_ranks in (None, 1) else f"{self.num_ranks} ranks"

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shlex
-import sys
 import time
 from collections.abc import Sequence
-from hashlib import blake2b
-from pathlib import Path
 
 import msgspec
 
-from megatron_recover import __version__, packages
 from megatron_recover.cluster.doctor import machine, slurm
 from megatron_recover.cluster.doctor.findings import Check, Finding, Need
 from megatron_recover.cluster.doctor.folders import Trials
@@ -56,18 +50,3 @@ def software(requirements: Sequence[str], mistake: str | None) -> list[Finding]:
     `mistake`: why there is not exactly one Megatron, if so.
     """
     return [machine.interpreter(), *machine.installed(requirements), machine.megatron(mistake)]
-
-
-def parts_of(requirements: Sequence[str], words: Sequence[str], *, is_module: bool = False) -> dict[str, str]:
-    """Return what has to be equal on all nodes of a job, by name.
-
-    `words`: the script and its flags. A script counts by its content, a module by its name.
-    """
-    script, *flags = words
-    digest = script
-    if not is_module:
-        with contextlib.suppress(OSError):  # the line itself is judged elsewhere
-            digest = blake2b(Path(script).read_bytes(), digest_size=8).hexdigest()
-    installed = {name: packages.version(name) or "none" for name in map(packages.name_of, requirements)}
-    interpreter = ".".join(map(str, sys.version_info[:3]))
-    return {"megatron-recover": __version__, "Python": interpreter, **installed, "script": digest, "flags": shlex.join(flags)}

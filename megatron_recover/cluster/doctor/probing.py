@@ -32,11 +32,12 @@ _AT_ONCE = 16
 """Peers that are tried at the same time."""
 _CONNECT_S = 2.0
 """Seconds for a connection to each port, all of them at the same time."""
+_REDIAL_S = 0.05
 _ECHO_S = 2.0
 _ECHO_BYTES = 2**18
 _NUM_TIMES = 5
 """Looks at a peer's clock. The quickest one counts."""
-_PACKET_S, _NUM_PACKETS = 0.15, 2
+_PACKET_S, _NUM_PACKETS = 0.15, 3
 _SIZES = (9000, 8928, 4000, 1500, 1450, 1400, 1280, 576)
 """Sizes in bytes that are tried if packets as large as the interface sends are lost."""
 _SMALL = 128
@@ -50,6 +51,8 @@ class Peer(msgspec.Struct, frozen=True):
     """Numeric address that it publishes."""
     ports: tuple[int, ...]
     """Ports on which it listens (`Service.ports`)."""
+    is_crowded: bool = False
+    """True if so many nodes try it that only its ports and its clock are to be tried."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,17 +74,20 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the largest packets that came back."""
 
 
-def peers_of(node: int, num_nodes: int) -> list[int]:
-    """Return the nodes that a node tries: up to `ALL_PAIRS` nodes try each other.
+def peers_of(node: int, num_nodes: int) -> dict[int, bool]:
+    """Return the nodes that a node tries, each with whether it is crowded (`Peer.is_crowded`).
+
+    Up to `ALL_PAIRS` nodes try each other.
 
     With more, a node tries node 0, and the nodes that come 1, 2, 4, 8, ... after it, in a circle.
-    So each is tried by as many, at most 10 and node 0's; a node or switch with a fault is found,
-    but not each single pair of nodes that cannot connect.
+    So each is tried by as many: by 10 of 1,024. A node or switch with a fault is found, but not
+    each single pair of nodes that cannot connect. Node 0 is tried by all. It is crowded for those
+    that it does not come after: their packets would be too many for its buffers, and be lost.
     """
     if num_nodes <= ALL_PAIRS:
-        return [each for each in range(num_nodes) if each != node]
+        return {each: False for each in range(num_nodes) if each != node}
     after = {(node + 2**power) % num_nodes for power in range((num_nodes - 1).bit_length())}
-    return sorted((after | {0}) - {node})
+    return {each: each not in after for each in sorted(after | {0}) if each != node}
 
 
 def sample(first: int, last: int) -> list[int]:
@@ -97,7 +103,7 @@ def probe(
 ) -> tuple[Answer, ...]:  # fmt: skip
     """Try the connections to all `peers`, and return an answer for each, in their order.
 
-    `node`: number of this node; `now_ns`: its clock. Takes at most 9 s for each 16 peers, and
+    `node`: number of this node; `now_ns`: its clock. Takes at most 10 s for each 16 peers, and
     milliseconds where all is well.
     """
     if not peers:
@@ -125,19 +131,23 @@ class _Probe:
         return answer
 
     def _connect(self) -> tuple[list[Connection], dict[int, str]]:
-        """Return the proven connections, and the reason for each port without one."""
+        """Return the proven connections, and the reason for each port without one.
+
+        A connection that ends before it is proven is dialled again: other nodes may have crowded it
+        out (`admission.MAX_UNPROVEN`).
+        """
         unreached: dict[int, str] = {}
         pending: dict[int, tuple[int, Connection]] = {}
         proven: list[Connection] = []
-        for port in self._peer.ports:
-            try:
-                connection = self._dial(port)
-            except OSError as error:
-                unreached[port] = error.strerror or str(error)
-            else:
-                pending[connection.sock.fileno()] = port, connection
-        until = time.monotonic() + _CONNECT_S
-        while pending and (left_s := until - time.monotonic()) > 0:
+        to_dial, until = [*self._peer.ports], time.monotonic() + _CONNECT_S
+        while (to_dial or pending) and (left_s := until - time.monotonic()) > 0:
+            for port in to_dial:
+                try:
+                    connection = self._dial(port)
+                    pending[connection.sock.fileno()] = port, connection
+                except OSError as error:
+                    unreached[port] = error.strerror or str(error)
+            to_dial = []
             poll = select.poll()
             for _, connection in pending.values():
                 poll.register(connection.sock, connection.poll_mask(sending=False, receiving=True))
@@ -147,13 +157,17 @@ class _Probe:
                     if not connection.handshake():
                         continue
                     proven.append(connection)
+                    unreached.pop(port, None)
                 except (EndedUnproven, PeerLost) as error:
                     unreached[port] = str(error)
+                    to_dial.append(port)
                 except OSError as error:
                     unreached[port] = error.strerror or str(error)
                 del pending[number]
                 if port in unreached:
                     connection.sock.close()
+            if to_dial:
+                time.sleep(_REDIAL_S)
         for port, connection in pending.values():
             unreached[port] = "answers, but not the job's program" if connection.is_established else "no answer"
             connection.sock.close()
@@ -177,6 +191,8 @@ class _Probe:
         with contextlib.suppress(OSError):
             ahead_s, within_s = min((self._look_at_clock(sock) for _ in range(_NUM_TIMES)), key=lambda each: each[1])
             answer = msgspec.structs.replace(answer, ahead_s=ahead_s, within_s=within_s)
+            if self._peer.is_crowded:
+                return answer
             token = self._ask(sock, Kind.DATAGRAMS, DATAGRAMS.size)
             answer = msgspec.structs.replace(answer, **self._packets(*DATAGRAMS.unpack(token)))
             answer = msgspec.structs.replace(answer, has_echo=False)

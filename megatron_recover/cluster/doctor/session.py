@@ -11,7 +11,7 @@ How the messages travel is the caller's concern.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -39,13 +39,13 @@ class Session:
 
     def __init__(
         self, node: int, name: str, need: Need, key: bytes, *, ports: Sequence[int] = (0,),
-        parts: Mapping[str, str] | None = None, software: Sequence[Finding] = (), now_ns: Callable[[], int] = time.time_ns,
+        software: Sequence[Finding] = (), now_ns: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
         """Check this node and begin to listen; takes as long as `node.examine`.
 
         `need.address` is the numeric address at which it listens, on `ports` (0: a free one).
-        `parts`: see `node.parts_of`; `software`: findings of `node.software`. `now_ns`: the clock.
-        Raises OSError if no process can be started.
+        `software`: findings of `node.software`. `now_ns`: the clock. Raises OSError if no process
+        can be started.
         """
         assert need.address is not None
         self._key, self._need, self._now_ns = key, need, now_ns
@@ -58,7 +58,7 @@ class Session:
         except OSError as error:
             value = f"nothing can listen at {need.address} ({error.strerror})"
             findings.append(fail(Check.PORTS, value, "give another --port-range or --local-addr"))
-        self._report = Report(node=node, name=name, parts=parts or {}, findings=tuple(findings), taken=taken)
+        self._report = Report(node=node, name=name, findings=tuple(findings), taken=taken)
         self.opened = Opened(
             node=node, host=need.address, ports=bound, marks=tuple(sharing.leave(need.folders)) if node == 0 else ()
         )  # fmt: skip
@@ -69,8 +69,8 @@ class Session:
         `opened` are those of all nodes, in the order of their numbers.
         """
         node = self._report.node
-        chosen = [opened[each] for each in peers_of(node, len(opened))]
-        peers = [Peer(each.node, each.host, each.ports) for each in chosen if each.ports]
+        chosen = [(opened[each], is_crowded) for each, is_crowded in peers_of(node, len(opened)).items()]
+        peers = [Peer(each.node, each.host, each.ports, is_crowded) for each, is_crowded in chosen if each.ports]
         sights = {} if node == 0 else sharing.look(opened[0].marks)
         answers = probe(node, peers, self._key, now_ns=self._now_ns)
         return msgspec.structs.replace(self._report, sights=sights, answers=answers)

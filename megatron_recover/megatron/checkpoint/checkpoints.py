@@ -35,6 +35,14 @@ Note [A save that fails]
     Megatron's save. After the start only rank 0 reads the folder. A folder that cannot be read then
     counts as empty, except for the checkpoint that this replica has saved there.
 
+Note [Grants]
+    A checkpoint gets its name only under a grant of the coordinator (`core/grants.py`), and only if
+    this job has named no later one. Nobody waits for a grant: a checkpoint without one stays
+    complete under `.partial`, and its writer keeps the lock of the folder. Between two iterations
+    the writer looks whether the grant has come, and then names the checkpoint. The next save point
+    replaces a checkpoint that has no name by then. The end of training waits for a grant as long as
+    for a full disk.
+
 Note [In the background]
     With `--async-save` the writer trains on while a thread of each of its ranks writes
     (`background.py`). The lock is held until the checkpoint has its name. Between two iterations
@@ -61,12 +69,19 @@ from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing, n
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checkpoint.background import BackgroundSave
-from megatron_recover.megatron.checkpoint.save_folder import SaveFolder
+from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
+from megatron_recover.megatron.checkpoint.tracker_file import replacing_tracker
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.state_window import StateWindow
 
 _RETRY_S = 10.0
 """Most seconds to wait between two attempts to save the last checkpoint of a run."""
+_POLL_S = 0.02
+"""Seconds between two looks for a grant at the end of a run."""
+
+
+class _NoGrant(OSError):
+    """A checkpoint must not be named now. See Note [Grants]."""
 
 
 class Checkpoints:
@@ -127,10 +142,18 @@ class Checkpoints:
         self._lock = contextlib.ExitStack()
         """Holds the lock of the folder on rank 0, from the beginning of a save to its end."""
         self._is_locked = False
+        self._is_there = False
+        """True if rank 0 has found under the lock that this job has saved the iteration, or a later
+        one."""
         self._num_writes = 0
         self._is_naming = False
         self._failure = ""
         """Reason why this rank's part of the current save failed; empty if it did not."""
+        self._no_grant = ""
+        """Reason why rank 0 must not name the checkpoint that it has written; else empty."""
+        self._unnamed: int | None = None
+        """Iteration of a complete checkpoint that waits for a grant; equal on all ranks of the
+        replica. See Note [Grants]."""
 
     @property
     def folder(self) -> SaveFolder:
@@ -172,6 +195,7 @@ class Checkpoints:
         All replicas call this at the same iteration.
         """
         self._complete(waits=True)  # before the agreement: what is named is what was agreed on last
+        self._give_up_unnamed()
         self._agree_on(iteration, *args[:3])
         self._agreed = iteration
         if self._saver.is_writer():
@@ -196,6 +220,7 @@ class Checkpoints:
         """
         assert self._window is not None, "upstream saves in the background only if it is told to"
         self._background = BackgroundSave(request, self._window)
+        self._saver.stays = True  # until `_conclude`: a writer that leaves names its checkpoint first
 
     def checkpoint_name(self, checkpoints_path: Any, iteration: int, *args: Any, **kwargs: Any) -> str:
         """Return Megatron's name of a checkpoint, below the partial folder while it is written.
@@ -209,9 +234,10 @@ class Checkpoints:
     def before_naming(self) -> None:
         """Publish the checkpoint after all ranks have written their data.
 
-        Called on rank 0 only, before the tracker names the checkpoint; a fault point. Raises
-        OSError with the failure of another rank or of publishing, and InvariantViolation if the
-        replicas have not agreed on the iteration.
+        Called on rank 0 only, before the tracker names the checkpoint; a fault point. When this
+        returns, the grant is used up. Raises `_NoGrant` if there is none. Raises OSError with the
+        failure of another rank or of publishing, and if this job has named a later checkpoint.
+        Raises InvariantViolation if the replicas have not agreed on the iteration.
         """
         import torch
 
@@ -221,10 +247,24 @@ class Checkpoints:
             raise InvariantViolation(6, f"iteration {self._writing} is to be saved, and all have agreed on {self._agreed}")
         if store.check([self._failure_key]):
             raise OSError(store.get(self._failure_key).decode())
+        self._check_right(self._saver.naming_refusal())
         self.folder.describe(self._samples, self._run_id)
         self.folder.publish()
         if self._faults is not None:
             self._faults.at(FaultPoint.CHECKPOINT_TRACKER, step=self._saver.step)
+        self._check_right(self._saver.begin_naming())  # last, since publishing takes time
+
+    def _check_right(self, refusal: str) -> None:
+        """Raise `_NoGrant` with a refusal that is not empty, and OSError if this job is ahead."""
+        if refusal:
+            raise _NoGrant(refusal)
+        assert self._writing is not None
+        if self.folder.is_ahead(self._writing):
+            raise OSError(f"another writer of this job has named iteration {self.folder.named()} meanwhile, which is later")
+
+    def after_naming(self) -> None:
+        """Give the grant back, if it was used; called on rank 0 after each attempt to name."""
+        self._saver.end_naming()
 
     # --- Owed checkpoints -------------------------------------------------------------------------
 
@@ -239,7 +279,7 @@ class Checkpoints:
         # A request that was followed names an older iteration: the save has changed `_agreed`.
         if self._agreed is not None and missing(self._agreed) in self._saver.requests:
             self._save(iteration, *args, **kwargs)
-        elif (owed := self._owed) is not None and owed != self._failed and self._background is None and self._saver.is_writer():
+        elif (owed := self._owed) is not None and owed != self._failed and self._is_idle and self._saver.is_writer():
             if self._agree(lambda: self._exists(owed)):
                 self._owed = None
             else:
@@ -273,9 +313,10 @@ class Checkpoints:
             if {SAVED, UNSAVED} & self._saver.requests:
                 return
             if self._saver.is_writer():
-                if self._failed != iteration or self._may_try_again(since):
-                    args, kwargs = self._skipped
-                    self._write(iteration, *args, **kwargs)
+                if (self._failed != iteration and self._unnamed is None) or self._may_try_again(since):
+                    if self._unnamed is None:
+                        args, kwargs = self._skipped
+                        self._write(iteration, *args, **kwargs)
                     self._complete(waits=True)
                 else:
                     # The record of the next round carries the request, so all replicas give up
@@ -286,13 +327,26 @@ class Checkpoints:
     def _may_try_again(self, since: float) -> bool:
         """Wait at most `_RETRY_S`, then return True; return False after `Deadlines.save_s`.
 
-        Meanwhile somebody may make room. `since` is the monotonic time in seconds at which training
-        ended.
+        Meanwhile somebody may make room, or the grant may come, which ends the wait. Where it
+        cannot come any more, return False at once. `since` is the monotonic time in seconds at
+        which training ended.
         """
-        if not self._agree(lambda: time.monotonic() - since <= self._deadlines.save_s):
+        if not self._agree(lambda: time.monotonic() - since <= self._deadlines.save_s and not self._is_hopeless()):
             return False
         with self._saver.saving():
-            time.sleep(min(_RETRY_S, self._deadlines.save_s))
+            return self._agree(self._waited)
+
+    def _is_hopeless(self) -> bool:
+        """Return whether a grant is missing that nobody can give any more (rank 0)."""
+        return self._unnamed is not None and self._saver.is_last_generation() and bool(self._saver.naming_refusal())
+
+    def _waited(self) -> bool:
+        """Wait, as `_may_try_again` says, and return True (rank 0)."""
+        until = time.monotonic() + min(_RETRY_S, self._deadlines.save_s)
+        if self._unnamed is None:
+            time.sleep(until - time.monotonic())
+        while self._unnamed is not None and self._saver.naming_refusal() and time.monotonic() < until:
+            time.sleep(_POLL_S)
         return True
 
     # --- The writer -------------------------------------------------------------------------------
@@ -300,14 +354,19 @@ class Checkpoints:
     def _write(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Save as the writer. All ranks of the replica learn alike whether the save failed.
 
+        Does nothing if another replica, such as a writer that left, has saved it or a later one.
         After a failure that all can learn of, this replica owes the checkpoint, and nothing is
         raised. A save in the background has only begun when this returns.
         """
-        self._failure, self._num_writes = "", self._num_writes + 1
+        self._failure, self._no_grant, self._num_writes = "", "", self._num_writes + 1
         self._skipped = (args, kwargs)
         try:
             with self._saver.saving():
                 self._prepare(iteration)
+                if self._agree(lambda: self._is_there):
+                    self._owed = None
+                    self._lock.close()
+                    return
                 if not self._common_failure():
                     if self._faults is not None:
                         self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
@@ -340,31 +399,66 @@ class Checkpoints:
     def _complete(self, *, waits: bool) -> None:
         """Complete the save in the background, if there is one and all ranks have written.
 
-        `waits`: wait until they have. Called by all ranks of the replica alike. A failed save is
+        If instead a checkpoint waits for its grant, name it if the grant has come. `waits`: wait
+        until all ranks have written. Called by all ranks of the replica alike. A failed save is
         reported and not raised, as far as `write_checkpoint` allows.
         """
         background = self._background
+        if self._unnamed is not None and self._agree(lambda: not self._saver.naming_refusal()):
+            self._name_late(self._unnamed)
         if background is None or not (waits or all(self._gathered(background.is_written))):
             return
         assert self._writing is not None
         with self._saver.saving():
             background.wait()
-            self._failure = background.failure
+            self._failure, self._no_grant = background.failure, ""
             if not self._common_failure():
                 self._is_naming = False
                 self._fails_alone(background.complete)
             self._conclude(self._writing)
 
-    def _prepare(self, iteration: int) -> None:
-        """Take the lock and begin an empty partial checkpoint, on rank 0; store an OSError."""
+    @property
+    def _is_idle(self) -> bool:
+        """Return whether this replica neither writes a checkpoint nor has one without a name."""
+        return self._background is None and self._unnamed is None
+
+    def _name_late(self, iteration: int) -> None:
+        """Name the complete checkpoint of `iteration`, whose grant has come. Collective."""
         import torch
 
-        self._is_locked = False
+        self._failure, self._no_grant, self._writing, self._is_naming = "", "", iteration, True
+        with self._saver.saving():
+            if torch.distributed.get_rank() == 0:
+                self._fails_alone(lambda: self._name(iteration))
+            self._conclude(iteration)
+
+    def _name(self, iteration: int) -> None:
+        """Have the tracker name `iteration`, as upstream does at the end of a save (rank 0)."""
+        with replacing_tracker(self.folder.path / TRACKER, self.before_naming, self.after_naming) as file:
+            file.write(str(iteration))
+
+    def _give_up_unnamed(self) -> None:
+        """Give up a checkpoint that has no name yet: another one is to be saved."""
+        if self._unnamed is not None:
+            self._unnamed = None
+            self._lock.close()
+
+    def _prepare(self, iteration: int) -> None:
+        """Take the lock and begin an empty partial checkpoint, on rank 0; store an OSError.
+
+        Begin none if this job has saved the iteration, or a later one, meanwhile (`_is_there`).
+        """
+        import torch
+
+        self._is_locked = self._is_there = False
         if torch.distributed.get_rank() != 0:
             return
         try:
             self._lock.enter_context(self.folder.locked())
             self._is_locked = True
+            if self.folder.has(iteration):  # only under the lock this lasts
+                self._is_there = True
+                return
             for name in self.folder.clear():
                 if (number := name.removeprefix("iter_")).isdecimal():  # else moved aside (`save_folder._exchange`)
                     self._record(trace.Checkpoint, iteration=int(number), phase="removed_partial")
@@ -374,13 +468,23 @@ class Checkpoints:
         self._record(trace.Checkpoint, iteration=iteration, phase="started")
 
     def _conclude(self, iteration: int) -> None:
-        """End a save, failed or not: remove what is partial, give back the lock, report the end."""
+        """End a save, failed or not: remove what is partial, give back the lock, report the end.
+
+        Of a checkpoint that only lacks its grant, remove nothing, and keep the lock.
+        """
         import torch
 
-        failure = self._common_failure()
+        failure, no_grant = self._common_failure(), next(filter(None, self._gathered(self._no_grant)), "")
         if self._background is not None:
             self._background.wait()
         self._writing = self._background = None
+        self._saver.stays = False
+        if no_grant and not failure:
+            if torch.distributed.get_rank() == 0 and self._unnamed is None:
+                self._record(trace.Checkpoint, iteration=iteration, phase="unnamed", detail=no_grant)
+            self._owed = self._unnamed = iteration
+            return
+        self._unnamed = None
         if torch.distributed.get_rank() == 0:
             if self._is_locked:
                 with contextlib.suppress(OSError):
@@ -424,6 +528,9 @@ class Checkpoints:
 
         try:
             write()
+        except _NoGrant as error:
+            self._no_grant = str(error)
+            return True
         except CheckpointException as error:
             # Every rank raises this exception; only rank 0's has the reasons.
             self._failure = "; ".join(f"{type(each).__name__}: {each}" for each, _ in error.failures.values())

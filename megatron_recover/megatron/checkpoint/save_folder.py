@@ -67,6 +67,10 @@ class SaveFolder:
         except OSError:
             return -1
 
+    def is_ahead(self, iteration: int) -> bool:
+        """Return whether this job has saved a later iteration than `iteration`."""
+        return self.has(iteration + 1)
+
     def has(self, iteration: int) -> bool:
         """Return whether this job has saved `iteration` or a later one.
 

@@ -174,6 +174,8 @@ class Preflight(msgspec.Struct, frozen=True):
     """True if later steps can have another M, by a schedule of the batch size."""
     train_iters: int | None = None
     """Number of iterations to train; None where `--train-samples` gives the length."""
+    save: str | None = None
+    """The folder of `--save`; None without it, and for a name with `://`."""
 
 
 def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Preflight:
@@ -215,7 +217,8 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         raise ValueError("\n".join(found))
     batch_changes = args.step_batch_size_schedule is not None
     return Preflight(
-        layout, settings, args.seed, num_microbatches, args.micro_batch_size * lanes, batch_changes, args.train_iters
+        layout, settings, args.seed, num_microbatches, args.micro_batch_size * lanes, batch_changes, args.train_iters,
+        None if args.save is None or "://" in args.save else args.save,
     )  # fmt: skip
 
 

@@ -69,10 +69,10 @@ class HeldWork:
 
     def _announced(self, event: trace.Generation) -> None:
         self._rosters[event.generation] = frozenset(event.roster)
-        for loss in event.losses:
-            step = self._last_planned.pop(loss.replica, None)
+        for replica in (*(loss.replica for loss in event.losses), *event.left):
+            step = self._last_planned.pop(replica, None)
             if step in self._deals:
-                self._lost.setdefault(step, []).append(loss.replica)
+                self._lost.setdefault(step, []).append(replica)
         if event.void is not None and event.void[0] in self._deals:
             step, since = event.void
             self._deals[step] = [one for one in self._deals[step] if one.generation >= since]

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover.host.addresses import host_name
-from megatron_recover.host.process_stat import START_TIME, STATE, stat_of
+from megatron_recover.host.process_stat import START_TIME, STATE, stat_of, state_of
 
 RUN_FILE = "run.json"
 
@@ -36,6 +36,12 @@ def this_process() -> LauncherProcess:
     return LauncherProcess(host_name(), os.getpid(), found[1] if found is not None else 0)
 
 
+def is_running(process: LauncherProcess) -> bool:
+    """Return whether a launcher of this host runs; a stopped one counts too."""
+    found = _stat(process.pid)
+    return found is not None and found[1] == process.began and found[0] != "Z"
+
+
 def about(run_dir: Path) -> str:
     """Return a sentence on the launcher of a run whose trace has had nothing new."""
     try:
@@ -45,10 +51,9 @@ def about(run_dir: Path) -> str:
     if launcher is None or launcher.host != host_name():
         where = f"; look at process {launcher.pid} on {launcher.host}" if launcher is not None else ""
         return f"the run may hang, or its launcher was stopped or killed{where}"
-    found = _stat(launcher.pid)
-    if found is None or found[1] != launcher.began or found[0] == "Z":
+    if not is_running(launcher):
         return f"its launcher (process {launcher.pid}) has ended: the run is over"
-    if found[0] == "T":
+    if state_of(launcher.pid) == "T":
         return f"its launcher is stopped: kill -CONT {launcher.pid}"
     return f"its launcher (process {launcher.pid}) lives: the run waits for something, or its disk takes no trace"
 

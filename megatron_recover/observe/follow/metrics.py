@@ -194,7 +194,7 @@ class RunMetrics:
         self._recovered()
         self._roster = event.roster
         self._values |= {"generation": event.generation, "replicas_live": len(event.roster)}
-        if event.generation > 1 and event.request is None:
+        if event.is_recovery:
             cause = event.losses[0].kind.value.replace(" ", "_") if event.losses else "no_loss"
             self._recoveries[cause] += 1
             self._times.disturbed()

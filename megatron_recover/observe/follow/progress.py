@@ -97,7 +97,7 @@ class RunProgress:
         if event.request is not None:
             self._asked = event.request
             return
-        self._recoveries += event.generation > 1
+        self._recoveries += event.is_recovery
         if event.losses and self._has_steps:
             self._repairing = event.generation, ", ".join(f"replica {lost.replica}" for lost in event.losses)
 

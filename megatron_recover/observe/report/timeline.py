@@ -296,10 +296,10 @@ class Timeline:
     def episodes(self) -> tuple[Episode, ...]:
         """Return every recovery, in the order of time.
 
-        A generation that only carries a request to end is no recovery.
+        A generation that only carries a request, or lets replicas leave, is no recovery.
         """
         history = self._history
-        announced = [one for one in list(history.generations.values())[1:] if one.request is None]
+        announced = [one for one in list(history.generations.values())[1:] if one.is_recovery]
         finished = {number for number, told in history.recoveries.items() if told.committed_at is not None}
         groups: list[list[trace.Generation]] = []
         for one in announced:

@@ -184,7 +184,9 @@ def whole_records(history: History, step: Step) -> Findings:
 class CommittedIsApplied(Rule):
     """A rule: every rank applies a committed step before it works on a later one.
 
-    The step must also be applied by all ranks before the leader commits a later step.
+    The step must also be applied by all ranks before the leader commits a later step. In a merged
+    trace that is judged only by the next event of each rank, since no frame carries the order: a
+    rank that holds nothing of the later step sends its leader no message in between.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
@@ -193,6 +195,9 @@ class CommittedIsApplied(Rule):
         self._owed: dict[int, tuple[int, Line, set[int]]] = {}
         """Replica -> its last committed step, the line of that commit, and the ranks that have not
         applied the step."""
+        self._late: dict[tuple[int, int], tuple[int, Line]] = {}
+        """(replica, rank) -> step and line of a commit that the rank had not applied when its
+        leader committed the next one. Filled in merged traces only."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {trace.Committed: self._goes_on, **dict.fromkeys(RANK_WORK, self._goes_on)}
@@ -203,9 +208,13 @@ class CommittedIsApplied(Rule):
         owed = self._owed.get(event.replica)
         found: Iterable[Finding] = ()
         is_commit = type(event) is trace.Committed
+        if self._late and not is_commit:
+            found = self._next_of_late(line, event)  # type: ignore[arg-type]
         if owed is not None and owed[2]:
-            number, _, missing = owed
-            if event.step == number and isinstance(event, trace.Applied):
+            number, since, missing = owed
+            if is_commit and event.step > number and self.history.is_merged:
+                self._late |= {(event.replica, rank): (number, since) for rank in missing}
+            elif event.step == number and isinstance(event, trace.Applied):
                 missing.discard(event.rank)
             elif event.step > number and (is_commit or event.rank in missing):  # type: ignore[union-attr]
                 late = set(missing) if is_commit else {event.rank}  # type: ignore[union-attr]
@@ -216,8 +225,22 @@ class CommittedIsApplied(Rule):
             self._owed[event.replica] = (event.step, line, set(self._ranks))
         return found
 
+    def _next_of_late(self, line: Line, event: trace.Applied | trace.MicrobatchStarted) -> Iterable[Finding]:
+        """Judge the next event of a rank that applied a step late."""
+        late = self._late.get((event.replica, event.rank))
+        if late is None or event.step < late[0] or (event.step == late[0] and not isinstance(event, trace.Applied)):
+            return ()
+        del self._late[event.replica, event.rank]
+        if event.step == late[0]:
+            return ()
+        return ((line, f"{who(event)} goes on with step {event.step}; ranks {[event.rank]} have not applied step {late[0]}"),)
+
     def ended(self) -> Findings:
-        for replica in survivors(self.history):
+        living = set(survivors(self.history))
+        for (replica, rank), (step, since) in self._late.items():
+            if replica in living and step not in self.gaps.touched:
+                yield since, f"replica {replica} committed step {step}, and its ranks {[rank]} never applied it"
+        for replica in sorted(living):
             step, since, missing = self._owed.get(replica, (0, 0, set()))
             if missing and step not in self.gaps.touched:
                 yield since, f"replica {replica} committed step {step}, and its ranks {sorted(missing)} never applied it"

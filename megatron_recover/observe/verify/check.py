@@ -107,11 +107,14 @@ class _Found:
 
 
 def _judge(history: History, gaps: Gaps, accounts: Iterable[Accounts] = ()) -> _Found:
-    """Replay a trace for `accounts` and for all rules that its level suffices for."""
+    """Replay a trace for `accounts` and for all rules that its level suffices for.
+
+    Nothing is found where the order of the events is unknown (`History.is_unordered`).
+    """
     level = LEVELS.index(provides(history))
     judges = [
         _Judge(number, rule(history, gaps)) for number, _, rules in RULES for rule in rules if LEVELS.index(rule.needs) <= level
-    ]
+    ] if not history.is_unordered else []  # fmt: skip
     found = _Found()
     watchers: list[_Judge | Accounts] = [*judges, *accounts]
     for watcher, step, finding in replay(history, watchers):
@@ -174,12 +177,16 @@ def _hides_end(history: History, gaps: Gaps) -> bool:
 
 
 def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
+    if history.is_unordered:
+        yield (
+            "clocks of nodes differ by more than a minute (clock_refused), so that nothing shows the order of their events: no "
+            "step is judged; set the clocks, for example by NTP"
+        )
+    yield from history.node_troubles
     if gaps:
-        places = [
-            f"{'the launcher' if replica == LAUNCHER else f'replica {replica} rank {rank}'} ({count})"
-            for (replica, rank), count in gaps.by_rank().items()
-        ]
+        places = [f"{_place(replica, rank)} ({count})" for (replica, rank), count in gaps.by_rank().items()]
         shown = ", ".join(places[:SHOWN_VIOLATIONS])
+        shown = shown or "nodes whose traces are not whole"
         shown += f" and {len(places) - SHOWN_VIOLATIONS} more" if len(places) > SHOWN_VIOLATIONS else ""
         ranges = [f"{first} to {last}" if last > first else str(first) for first, last in gaps.ranges()]
         ranges += [f"any after {max(history.steps, default=-1)}"] if gaps.hides_later else []
@@ -187,6 +194,8 @@ def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
         yield f"events are missing, of {shown}: {touched}"
     if gaps.of_launcher:
         yield "events of the launcher are missing: not judged is whether all that was lost was named and fenced"
+    elif gaps.of_agents:
+        yield "events of agents are missing: not judged is whether all that was lost was fenced"
     level = provides(history)
     lacking = [
         f"{number} ({', '.join(rule.__name__ for rule in rules if LEVELS.index(rule.needs) > LEVELS.index(level))})"
@@ -194,6 +203,12 @@ def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
     ]  # fmt: skip
     if lacking:
         yield f"the trace shows no more than {level}: not judged are the rules of {', '.join(lacking)}"
+
+
+def _place(replica: int, rank: int) -> str:
+    if replica != LAUNCHER:
+        return f"replica {replica} rank {rank}"
+    return "the launcher" if rank >= 0 else f"the agent of node {-rank}"
 
 
 def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:
@@ -224,6 +239,7 @@ def describe(verdict: Verdict) -> str:
             lines += [f"  line {violation.line}: {violation.message}", f"    {texts.get(violation.line, '')}"]
         if times > SHOWN_VIOLATIONS:
             lines.append(f"  and {times - SHOWN_VIOLATIONS} more")
+    lines += [one.words for one in summary.leaves]
     lines += [f"computed anew: {message}" for message in miscounts(history)]
     if summary.reference is not None:
         answers = {True: "bit-identical", False: "not bit-identical", None: "digests not comparable"}

@@ -74,7 +74,7 @@ def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
     A run that was killed on request is not judged: nobody records the deaths.
     """
     started, finished = history.first(trace.RunStarted), history.first(trace.RunFinished)
-    if started is None or finished is None or finished.exit_code > 128 or gaps.of_launcher:
+    if started is None or finished is None or finished.exit_code > 128 or gaps.of_launcher or gaps.of_agents:
         return
     dead = {(event.replica, rank) for _, event in history.of(trace.Fenced) for rank in event.ranks}
     dead |= {(event.replica, event.rank) for _, event in history.of(trace.SetAside)}

@@ -2,6 +2,25 @@
 
 A rule trusts the order of the lines (cause before effect, see `trace`). It does not trust what a
 process reports about its own correctness.
+
+Note [Orders that frames imply]. In a merged trace, two events of different nodes have an order only
+if a frame of the control plane gives it to them. A rule may need no other order between nodes:
+
+- INV-1: a plan is before the work that it deals (`Plan`), a miscount before the generation that
+  makes the step void (`Miscounted`). Started and finished are of one rank. The rest compares sets.
+- INV-2: votes are before commits (`Vote`), and results and state digests of ranks before the vote
+  of their replica (`Holds`, `Begun`). A status is before an adoption (`Status`), a commit before
+  its applies (`Apply`). That all ranks have applied a step before their leader commits the next one
+  is implied by no frame: `CommittedIsApplied` asks the next event of each rank instead.
+- INV-3: a commit is before its applies (`Apply`). Sums and backwards are of one rank.
+- INV-4: a plan is before the results that it asks for (`Plan`). The rest compares sets.
+- INV-5: results are before the status (`Holds`), an entry before the work of ranks (`Enter`). A
+  rank's end is recorded by the agent of its own node, in the same file.
+- INV-6: a join is before its generation (`LeaderHello`), a generation before its entries
+  (`Announcement`), a commit before the checkpoint of the same replica (`Apply`). That one replica's
+  checkpoint is before another's is implied by no frame: `SingleHistory` compares those of one.
+- INV-7: backwards are of one rank. The rest compares sets.
+- INV-8: compares sets.
 """
 
 from __future__ import annotations

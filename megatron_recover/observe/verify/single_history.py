@@ -5,6 +5,7 @@ A checkpoint is named only for agreed state.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
@@ -13,7 +14,11 @@ from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.history import Finding, Findings, History, Line, who
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
-from megatron_recover.observe.verify.rule import LEVELS, Rule, of_run, provides
+from megatron_recover.observe.verify.rule import LEVELS, Rule, provides
+
+_AGREED = 64
+"""Agreements of a replica that are remembered: a save in the background may be named some saves
+later."""
 
 
 class MembersHaveJoined(Rule):
@@ -43,9 +48,10 @@ class SingleHistory(Rule):
     """A rule: memberships and checkpoints form one history.
 
     - A generation has one roster, and a step one label and one M.
-    - Generations and checkpoints only advance.
-    - A lost replica never returns. No replica leaves a roster without a loss, except one that has
-      committed the last step.
+    - Generations and checkpoints only advance. In a merged trace only the checkpoints of each
+      replica must: no frame need carry the order in which two writers name checkpoints.
+    - A replica that was lost or has left never returns. No replica leaves a roster without a loss,
+      except one that has committed the last step, or leaves as requested.
     """
 
     needs = "faults"
@@ -55,7 +61,8 @@ class SingleHistory(Rule):
         self._newest: trace.Generation | None = None
         self._lost: set[int] = set()
         self._entered: dict[int, int] = {}
-        self._saved = -1
+        self._saved: dict[int, int] = {}
+        """Writer -> iteration of its newest checkpoint; in a trace of one node 0 for all."""
         self._knows_who_finished = provides(history) != LEVELS[0] and not gaps.of_launcher
 
     def takes(self) -> Mapping[type, Taker]:
@@ -68,7 +75,7 @@ class SingleHistory(Rule):
         finished = {replica for replica, committed in self.history.final_commits.items() if committed < line}
         found = [(line, message) for message in self._follows(event, finished)]
         self._newest = event
-        self._lost |= {one.replica for one in event.losses}
+        self._lost |= {one.replica for one in event.losses} | {*event.left}
         return found
 
     def _follows(self, event: trace.Generation, finished: set[int]) -> Iterator[str]:
@@ -83,9 +90,10 @@ class SingleHistory(Rule):
         if not roster or roster != sorted(set(roster)):
             yield f"generation {number} has the roster {roster}"
         if back := self._lost & set(roster):
-            yield f"generation {number} contains replicas that were lost before: {sorted(back)}"
+            yield f"generation {number} contains replicas that were lost or had left before: {sorted(back)}"
         gone = set(before.roster if before else ()) - set(roster)
-        unexplained = gone - {one.replica for one in event.losses} - finished
+        unexplained = gone - {one.replica for one in event.losses} - {*event.left} - finished
+        unexplained = {replica for replica in unexplained if not self.gaps.explain(replica, 0.0, float("inf"))}
         if unexplained and self._knows_who_finished:
             yield f"generation {number} leaves out {sorted(unexplained)} without naming a loss"
 
@@ -109,36 +117,51 @@ class SingleHistory(Rule):
     def _saves(self, line: Line, event: trace.Checkpoint, step: None) -> Findings:
         if event.phase != "finished":
             return
-        if event.iteration <= self._saved:
-            yield line, f"the checkpoint of iteration {event.iteration} became the latest after that of {self._saved}"
-        self._saved = event.iteration
+        writer = event.replica if self.history.is_merged else 0
+        before = self._saved.get(writer, -1)
+        if event.iteration <= before:
+            yield line, f"the checkpoint of iteration {event.iteration} became the latest after that of {before}"
+        self._saved[writer] = event.iteration
 
 
-def saved_what_was_agreed(history: History, gaps: Gaps) -> Findings:
-    """Require that a record carried the digest of a checkpoint before the checkpoint was named.
+class SavedWhatWasAgreed(Rule):
+    """A rule: the writer's replica commits a record with a checkpoint's digest before it is named.
 
     That is the record of `save N`, or that of the end of training if the last state is saved.
     """
-    if gaps.touched:  # a touched step may have been the agreement
-        return
-    agreed: dict[int, int] = {}
-    trained = None
-    for record in history.records.values():
-        label = label_of(record.label)
+
+    needs = "steps"
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        self._trained: dict[int, int] = {}
+        self._agreed: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_AGREED))
+        """Replica -> iterations on whose state its newest records agreed."""
+
+    def takes(self) -> Mapping[type, Taker]:
+        return {trace.Committed: self._commits, trace.Checkpoint: self._saves}
+
+    def _commits(self, line: Line, event: trace.Committed, step: Step) -> Iterable[Finding]:
+        label = label_of(event.label)
         if label.is_training:
-            trained = label.iteration
-        elif label.is_agreement and record.has_digest:
-            iteration = label.iteration if label.kind is StepKind.SAVE else trained
+            self._trained[event.replica] = label.iteration
+        elif label.is_agreement and event.state_digest is not None:
+            iteration = label.iteration if label.kind is StepKind.SAVE else self._trained.get(event.replica)
             if iteration is not None:
-                agreed.setdefault(iteration, record.line)
-    for line, event in history.of(trace.Checkpoint):
-        if event.phase == "finished" and agreed.get(event.iteration, line) >= line:
-            yield line, f"the checkpoint of iteration {event.iteration} was named, and no record had carried its digest"
+                self._agreed[event.replica].append(iteration)
+        return ()
+
+    def _saves(self, line: Line, event: trace.Checkpoint, step: None) -> Iterable[Finding]:
+        if event.phase != "finished" or self.gaps.touched:  # a touched step may have been the agreement
+            return ()
+        if event.iteration in self._agreed[event.replica]:
+            return ()
+        return ((line, f"the checkpoint of iteration {event.iteration} was named, and no record had carried its digest"),)
 
 
 RULES: tuple[type[Rule], ...] = (
     MembersHaveJoined,
     SingleHistory,
-    of_run(saved_what_was_agreed, "steps"),
+    SavedWhatWasAgreed,
 )
 """Rules of the invariant, in the order in which their findings are reported."""

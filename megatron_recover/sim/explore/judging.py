@@ -31,10 +31,12 @@ def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after:
     Raise InvariantViolation in these cases:
 
     - The coordinator has removed, after a timer, a replica that is not at fault.
-    - It has removed the last members after a timer.
+    - It has removed the last members after a timer, or lets them leave.
     - It keeps a replica whose save is overdue for longer than any trouble that passes.
     """
     losses = after.losses[len(before.losses) :]
+    if after.left != before.left and len(after.roster) < scenario.min_replicas:
+        raise InvariantViolation(9, f"replicas {after.left} have left, and only {after.roster} stay")
     if not losses and after.step == before.step:
         _is_not_excused(world, after)
         return world

@@ -2,14 +2,16 @@
 
 Moves that are left out
 -----------------------
-Each one is another order of independent steps, or another outcome covers it. The first and the last
-item are always left out. `reduced=False` tries those of the others, and a test compares the two.
+Each one is another order of independent steps, or another outcome covers it. The first and the two
+last items are always left out. `reduced=False` tries those of the others, and a test compares the
+two.
 
 * Inside a node: `sim/explore/node.py`.
 * Generations come in layers: after an announcement, members of older generations only enter the new
   one. Their steps before entering read no message of the new generation, so these steps can as well
   have happened before the announcement. With `links` this does not hold: there, messages of a
-  generation may arrive before its announcement.
+  generation may arrive before its announcement. Nor does it hold once the coordinator is dead: what
+  a member votes then differs.
 * A vote or status that the receiver only stores, because it still lacks those of two or more
   members, is delivered at once. Such a message has no effect before the last one arrives, and the
   last one may still be lost. A new generation discards it, delivered or not. In a tree the delivery
@@ -17,9 +19,11 @@ item are always left out. `reduced=False` tries those of the others, and a test 
   `links` such a message waits for its turn on its link.
 * A node that no new generation can reach takes its steps at once. Such a node is not in the newest
   roster, or it has entered the newest generation and nothing is left that could lead to another
-  one: no fault, save, drift, miscount or stopped coordinator, and no operation that takes time to
-  fail. Its steps only add messages, none disables another, and nobody has to receive what they
-  send.
+  one: no fault, save, drift, miscount, member that is to leave or stopped coordinator, and no
+  operation that takes time to fail. Its steps only add messages, none disables another, and nobody
+  has to receive what they send.
+* A request to leave reaches the leader at once, or only with the next generation. Between the two
+  it would have the effect of one that was made later. With `links` it waits on its link.
 * The coordinator sees a crash at once, unless it is stopped. Until it does, the dead replica merely
   does nothing, as any replica may at any time. For the same reason a fenced replica is never
   killed.
@@ -31,6 +35,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from megatron_recover.core import coordinator, replica
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.leaving import asked
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import Loss, LossKind, ReplicaId, ReplicaSaving
 from megatron_recover.sim import channels
@@ -54,13 +60,20 @@ class Moves(Space):
 
         While the coordinator is stopped, no timer runs out, and no save or local work ends.
         """
+        is_stuck = True
         for number, name in enumerate(world.nodes):
             if name:
                 waits = self.stalls(world, number) if world.reading else []
                 for stimulus in [*self.stimuli(world, number), *waits]:
                     after = self.take(world, number, stimulus)
                     if after is not None:
+                        is_stuck = False
                         yield self.attempt, after
+        for report in world.leaving:
+            yield f"the coordinator hears {self.inputs[report]}", self.reported(world, report)
+        if world.is_dead:
+            yield from self.without_coordinator(world, is_stuck=is_stuck)
+            return
         if world.stopped:
             yield "the coordinator continues", self.continued(world)
             return
@@ -75,6 +88,28 @@ class Moves(Space):
             left = tuple(late for late in world.late_saves if late != (number, since))
             over = self.coordinate(world._replace(late_saves=left), ReplicaSaving(number, True))
             yield f"the overdue save of replica {number} is over", over
+
+    def without_coordinator(self, world: JobState, *, is_stuck: bool) -> Iterator[tuple[Attempt, JobState]]:
+        """Yield the steps of replicas that learn of the coordinator's death, or give up.
+
+        `is_stuck`: no other step is possible. Raise InvariantViolation for a replica that gives up
+        although nothing else has failed.
+        """
+        living = [number for number, name in enumerate(world.nodes) if name]
+        unaware = [number for number in living if not self.nodes[world.nodes[number]].leader.is_alone]
+        for number in unaware:
+            yield (
+                f"replica {number} learns that the coordinator is dead",
+                self.stimulate(world, number, replica.CoordinatorLost()),
+            )
+        scenario, left = self.scenario, world.faults
+        if not is_stuck or unaware:
+            return
+        if (left.crashes, left.suspicions, left.alarms) == (scenario.crashes, scenario.suspicions, scenario.alarms):
+            raise InvariantViolation(9, "a replica gives up, and only the coordinator is lost")
+        for number in living:
+            nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
+            yield f"replica {number} gives up", world._replace(nodes=nodes)
 
     def times(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
         """Yield timers where operations take time to fail, ends and reports of local work, beats.
@@ -148,6 +183,14 @@ class Moves(Space):
             if left.suspicions:
                 fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
                 yield f"replica {number} is fenced, but lives", fenced
+            if left.leaves:
+                less = world._replace(faults=left._replace(leaves=left.leaves - 1))
+                after = self.coordinate(less, coordinator.LeaveAsked((number,), "drain"))
+                if world.stopped or after.coordinator != world.coordinator:  # else it is refused
+                    yield f"replica {number} is asked to leave", after
+                if after.nodes != world.nodes:
+                    late = after._replace(nodes=world.nodes)
+                    yield f"replica {number} is asked to leave, which only the next generation tells", late
             if left.saves:
                 saving = self.coordinate(
                     world._replace(faults=left._replace(saves=left.saves - 1)), ReplicaSaving(number, False)
@@ -171,6 +214,8 @@ class Moves(Space):
         if left.late and not world.stopped and set(state.roster) - set(state.entered):
             late = self.fired(world._replace(faults=left._replace(late=left.late - 1)), state.follow)
             yield f"the timer {state.follow} runs out", late
+        if self.scenario.coordinator_dies and not world.is_dead:
+            yield "the coordinator dies", world._replace(is_dead=True, stopped=True, inbox=())
         if left.stops and not world.stopped:
             yield "the coordinator is stopped", world._replace(stopped=True, faults=left._replace(stops=left.stops - 1))
         if left.alarms:
@@ -189,8 +234,10 @@ class Moves(Space):
         name = world.nodes[number]
         own = self.own_steps(name)
         state = self.coordinators[world.coordinator]
-        if self.layered and own.generation < state.generation and number in state.roster:
-            return [self.newest[state.generation, state.roster, state.trusted_from, state.void]]
+        is_layered = self.layered and not world.is_dead
+        if is_layered and own.generation < state.generation and number in state.roster:
+            made = self.newest[state.generation, state.roster, state.trusted_from, state.void]
+            return [number for number in made if world.messages >> number & 1]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(self.deliverable(world.messages, name))
         if number in world.reading:  # its control thread continues
@@ -303,7 +350,10 @@ class Moves(Space):
         state = self.coordinators[world.coordinator]
         if state.over:
             return None
-        calm = not (self.may_fail(world) or state.saves or world.stopped or self.takes_time or self.differs(world))
+        calm = not (
+            self.may_fail(world) or state.saves or world.stopped or self.takes_time or self.differs(world)
+            or asked(state.requests, state.roster)
+        )  # fmt: skip
         for number, name in enumerate(world.nodes):
             if not name:
                 continue

@@ -8,7 +8,7 @@ import msgspec
 
 from megatron_recover.core import replica
 from megatron_recover.core.tree import forward_to
-from megatron_recover.core.values import NewGeneration, ReplicaId, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import AddRequests, NewGeneration, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.explore.node import Addend, Copy, Message, Node
 
@@ -33,6 +33,8 @@ class Faults(NamedTuple):
     """Times that a replica may still begin to read."""
     waits: int = 0
     """Times that members may still give up waiting for a replica that reads."""
+    leaves: int = 0
+    """Times that a member may still be asked to leave."""
 
 
 class JobState(NamedTuple):
@@ -71,6 +73,10 @@ class JobState(NamedTuple):
 
     A save that ends is removed; a commit or a loss removes all.
     """
+    leaving: tuple[int, ...] = ()
+    """Numbers of the reports `ReplicaLeaving` on their way to the coordinator, ascending."""
+    is_dead: bool = False
+    """True once the coordinator has died. It is then `stopped` for good, and takes no input."""
     blamed: tuple[ReplicaId, ...] = ()
     """Replicas fenced for reports of other members though not overdue, in order of fencing."""
 
@@ -130,6 +136,8 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     `member`: the node is in the newest roster, so it may enter newer generations.
     """
     leader = node.leader
+    if isinstance(message, AddRequests):
+        return member
     newer = message.generation > leader.generation
     if isinstance(message, NewGeneration):
         return newer and member

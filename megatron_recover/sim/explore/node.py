@@ -31,6 +31,7 @@ from megatron_recover.core import invariants, rank, replica
 from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import (
+    AddRequests,
     Apply,
     BucketId,
     Close,
@@ -79,7 +80,7 @@ class Copy(Value, frozen=True):
     counts: Multiset
 
 
-Message = NewGeneration | Status | Statuses | Vote | Votes | Addend | Copy
+Message = NewGeneration | AddRequests | Status | Statuses | Vote | Votes | Addend | Copy
 
 
 class Rank(Value, frozen=True):
@@ -218,7 +219,7 @@ class DriftState(Value, frozen=True):
 
 
 Stimulus = (
-    NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost
+    NewGeneration | AddRequests | Status | Statuses | Vote | Votes | replica.LinkLost | replica.CoordinatorLost
     | BeginStep | Arrive | CarryOut | TakeUp | AskClose | Complete | Fail | Stall | Drift | DriftState | Miscount
 )  # fmt: skip
 
@@ -233,7 +234,7 @@ class Outcome(Value, frozen=True):
     facts: tuple[invariants.Fact, ...]
 
 
-def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: int) -> Node:
+def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: int, min_replicas: int = 1) -> Node:
     """Return a replica that has joined and knows no generation."""
     zeros = (0,) * work[0].num_microbatches
     ranks = []
@@ -241,7 +242,7 @@ def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: 
         buckets = tuple(bucket for bucket, holders in enumerate(shape.bucket_ranks) if position in holders)
         machine = rank.RankState(number, position, buckets)
         ranks.append(Rank(machine, (zeros,) * len(buckets), ((),) * len(buckets)))
-    return Node(replica.ReplicaState(number, shape, tree_above), tuple(ranks), tuple(work))
+    return Node(replica.ReplicaState(number, shape, tree_above, min_replicas), tuple(ranks), tuple(work))
 
 
 class Threads:

@@ -32,7 +32,7 @@ class Scenario(Value, frozen=True):
     links: bool = False
     """Send announcements, statuses and votes over FIFO links that deliver once; those between
     members may break. If False, each of them may arrive at any time after it was sent. Reports
-    reach the coordinator at once in both cases."""
+    reach the coordinator at once in both cases, except those of replicas that leave."""
     slow: bool = False
     """Let training threads take an order at any later time, not as soon as they can."""
     passes_last: bool = False
@@ -59,6 +59,9 @@ class Scenario(Value, frozen=True):
     stops: int = 0
     """Times that the coordinator is stopped. What arrives meanwhile waits until it continues.
     Meanwhile no timer runs out, and no save or local work ends."""
+    coordinator_dies: bool = False
+    """Let the coordinator die at any instant. Each replica learns that at any later instant. A
+    replica gives up only where nothing else can happen."""
     state_drifts: int = 0
     """Replicas whose state changes silently between two steps, in parts that no sum depends on.
 
@@ -76,6 +79,10 @@ class Scenario(Value, frozen=True):
     waits: int = 0
     """Times that members give up on a replica that reads, before it continues or the deadline
     passes."""
+    leaves: int = 0
+    """Times that a member is asked to leave."""
+    min_replicas: int = 1
+    """Least number of members that stay where others leave; with fewer the job ends."""
     digested: tuple[int, ...] = ()
     """Steps whose record has the state digest."""
     of_last_bucket: tuple[int, ...] = ()
@@ -143,6 +150,11 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("2 replicas, a crash, and a survivor that is late twice", replicas=2, microbatches=2, crashes=1, late=2),
         Scenario("a false suspicion, and survivors that are late", steps=1, suspicions=1, late=1),
         Scenario("2 replicas, a stopped coordinator, and a crash", replicas=2, microbatches=2, crashes=1, stops=1),
+        Scenario("2 replicas, a coordinator that dies, a crash, and a false suspicion",
+                 replicas=2, microbatches=2, crashes=1, suspicions=1, coordinator_dies=True),
+        Scenario("2 replicas, links, a coordinator that dies, and a crash",
+                 replicas=2, microbatches=2, steps=1, crashes=1, links=True, coordinator_dies=True),
+        Scenario("a row of 3 replicas, and a coordinator that dies", tree_above=1, coordinator_dies=True),
         Scenario("a miscount", miscounts=1, steps=1),
         Scenario("a miscount and a crash", crashes=1, miscounts=1),
         Scenario("2 replicas, a miscount and a crash", replicas=2, microbatches=2, crashes=1, miscounts=1),
@@ -188,6 +200,26 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             "2 ranks share a bucket, slow training threads, and 2 miscounts",
             replicas=2, microbatches=2, steps=1, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, slow=True, miscounts=2,
         ),
+        Scenario("a row of 3 replicas, a leave, and a crash", microbatches=2, tree_above=1, leaves=1, crashes=1),
+        Scenario("2 leaves", microbatches=2, leaves=2),
+        Scenario("a leave, and a crash, where 2 replicas have to stay", microbatches=2, leaves=1, crashes=1, min_replicas=2),
+        Scenario("2 replicas, 2 leaves, and a crash", replicas=2, microbatches=2, leaves=2, crashes=1),
+        Scenario(
+            "2 replicas, a leave, a failed operation or lost message, and a crash",
+            replicas=2, microbatches=2, leaves=1, alarms=1, crashes=1,
+        ),
+        Scenario(
+            "2 replicas, a leave, a stopped coordinator, and a crash",
+            replicas=2, microbatches=2, leaves=1, stops=1, crashes=1,
+        ),
+        Scenario("2 replicas, a leave, and a save", replicas=2, microbatches=2, leaves=1, saves=1),
+        Scenario("links, and a leave", leaves=1, links=True),
+        Scenario(
+            "2 ranks share a bucket, a leave, and a crash",
+            replicas=2, microbatches=2, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, leaves=1, crashes=1,
+        ),
+        Scenario("unlike speeds, and a leave", microbatches=4, steps=3, leaves=1, paces=(1000, 3000, 1000)),
+        Scenario("a leave, and parameters that drift", microbatches=2, leaves=1, drifts=1),
     ),
     "full": (
         # The longest first: the last of several processes to end determines the total time.
@@ -265,5 +297,15 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
                  replicas=2, microbatches=1, readers=2, waits=1, outlasts=True, crashes=1),
         Scenario("2 replicas, 2 late readers that go on after the deadline, and late members",
                  replicas=2, microbatches=1, steps=1, readers=2, waits=1, outlasts=True, late=1),
+        Scenario("a leave, and 2 crashes", leaves=1, crashes=2),
+        Scenario("2 leaves, and a crash", leaves=2, crashes=1),
+        Scenario("a leave, and a false suspicion", leaves=1, suspicions=1),
+        Scenario("a leave, and a failed operation or lost message", leaves=1, alarms=1),
+        Scenario("a leave, and a miscount", microbatches=2, leaves=1, miscounts=1),
+        Scenario(
+            "2 replicas, a leave, a save, and a failed operation or lost message",
+            replicas=2, microbatches=2, leaves=1, saves=1, alarms=1,
+        ),
+        Scenario("2 ranks share a bucket, and a leave", num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, leaves=1),
     ),
 }  # fmt: skip

@@ -20,13 +20,16 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants
 from megatron_recover.core.plan import Operation
+from megatron_recover.core.replica_state import ReplicaPhase
 from megatron_recover.core.values import (
+    AddRequests,
     Entered,
     ExitCode,
     Generation,
     Hello,
     LeaderMessage,
     ReplicaId,
+    ReplicaLeaving,
     Shape,
     Void,
     Work,
@@ -98,7 +101,7 @@ class Space:
         self.messages: Numbering[Message] = Numbering()
         self.coordinators: Numbering[coordinator.CoordinatorState] = Numbering()
         self.inputs: Numbering[coordinator.Input] = Numbering()
-        """Inputs that wait for a coordinator that is stopped."""
+        """Inputs that wait for a stopped coordinator, and reports of replicas that leave."""
         self.histories: Numbering[invariants.History] = Numbering()
         self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
         self.needs: dict[tuple[int, bool], tuple[int, int]] = {}
@@ -117,8 +120,9 @@ class Space:
         """Bit set of the numbers of all `Addend`s and `Copy`s."""
         self.void: dict[int, int] = {}
         """Messages that are known to change nothing at a node; by node."""
-        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], int] = {}
-        """Number of each announcement, by the fields that matter here; these imply its requests."""
+        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], list[int]] = {}
+        """Numbers of the announcements, by the fields that matter here. Those of one entry differ
+        only in requests to leave."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
         self.attempt: Attempt = "the job starts"
@@ -137,13 +141,17 @@ class Space:
             )
             for step in range(scenario.steps)
         ]  # fmt: skip
-        nodes = tuple(self.nodes.number(new_node(r, self.shape, work, scenario.tree_above)) for r in range(scenario.replicas))
-        state = coordinator.CoordinatorState(coordinator.MembershipSettings(scenario.replicas))
+        least = scenario.min_replicas
+        nodes = tuple(
+            self.nodes.number(new_node(number, self.shape, work, scenario.tree_above, least))
+            for number in range(scenario.replicas)
+        )
+        state = coordinator.CoordinatorState(coordinator.MembershipSettings(scenario.replicas, least))
         world = JobState(
             self.coordinators.number(state),
             nodes,
             0,
-            self.histories.number(invariants.History(self.shape)),
+            self.histories.number(invariants.History(self.shape, min_replicas=least)),
             Faults(
                 scenario.crashes,
                 scenario.suspicions,
@@ -156,6 +164,7 @@ class Space:
                 scenario.miscounts,
                 scenario.readers,
                 scenario.waits,
+                scenario.leaves,
             ),
         )
         for number in range(scenario.replicas):
@@ -165,10 +174,13 @@ class Space:
     def coordinate(self, world: JobState, message: coordinator.Input) -> JobState:
         """Return the state after an input to the coordinator, or to its inbox while it is stopped.
 
-        Of the effects, only announcements reach the network. A grace ends at once, unless
-        operations take time to fail. `Moves` fires some of the other timers. Raises
-        InvariantViolation as `judged` does, and for an announcement that breaks an invariant.
+        Of the effects, only announcements reach the network, and requests where it has links. A
+        grace ends at once, unless operations take time to fail. `Moves` fires some of the other
+        timers. Raises InvariantViolation as `judged` does, and for an announcement that breaks an
+        invariant.
         """
+        if world.is_dead:
+            return world
         if world.stopped:
             return world._replace(inbox=(*world.inbox, self.inputs.number(message)))
         key = (world.coordinator, message)
@@ -182,10 +194,21 @@ class Space:
         for effect in decision[1]:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
-                self.newest[new.generation, new.roster, new.trusted_from, new.void] = self.messages.number(new)
+                numbers = self.newest.setdefault((new.generation, new.roster, new.trusted_from, new.void), [])
+                if (number := self.messages.number(new)) not in numbers:
+                    numbers.append(number)
                 formed = (invariants.formed(new),)
                 messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
-                world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
+                history = self.observe(world.history, formed)
+                # A report of an older generation has no effect.
+                world = world._replace(history=history, messages=messages, links=links, leaving=())
+            elif isinstance(effect, coordinator.Ask):
+                if self.scenario.links:
+                    asked = self.messages.number(AddRequests(effect.requests))
+                    messages, links = self.post(world, -1, ((asked, (effect.replica,)),))
+                    world = world._replace(messages=messages, links=links)
+                elif world.nodes[effect.replica]:
+                    world = self.stimulate(world, effect.replica, AddRequests(effect.requests))
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
                 if self.takes_time:
                     world = world._replace(grace=effect.timer)
@@ -244,8 +267,20 @@ class Space:
         history = self.observe(world.history, effect.facts)
         world = world._replace(nodes=nodes, messages=messages, history=history, links=links)
         for report in effect.reports:
+            if isinstance(report, ReplicaLeaving):  # what comes with it may have an effect before it leads to a generation
+                world = world._replace(leaving=tuple(sorted({*world.leaving, self.inputs.number(report)})))
+                continue
+            for before in world.leaving:
+                sent = self.inputs[before]
+                if isinstance(sent, ReplicaLeaving) and sent.replica == number:
+                    world = self.reported(world, before)
             world = self.coordinate(world, self.blameless(report))
         return world
+
+    def reported(self, world: JobState, leaving: int) -> JobState:
+        """Return the world after a report `ReplicaLeaving` has reached the coordinator."""
+        left = tuple(number for number in world.leaving if number != leaving)
+        return self.coordinate(world._replace(leaving=left), self.inputs[leaving])
 
     def blameless(self, report: LeaderMessage) -> LeaderMessage:
         """Return a report without `waited_for` if operations take no time to fail.
@@ -333,10 +368,12 @@ class Space:
 
         It may end in one of these ways:
 
-        - all members have finished;
+        - all members have finished, or the coordinator has died and all replicas have ended;
         - no member is left, or all members hang;
         - members have drifted, and no majority shows whose state is right.
         """
+        if world.is_dead:
+            return all(not name or self.nodes[name].leader.phase is ReplicaPhase.STOPPED for name in world.nodes)
         state = self.coordinators[world.coordinator]
         if self.scenario.hangs and set(state.roster) <= set(world.reading):
             return True  # all members hang: only the detector ends that

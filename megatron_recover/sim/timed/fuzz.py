@@ -65,8 +65,8 @@ class RandomJob(TimedJob):
     def __init__(self, seed: int, faults: Sequence[Callable[[RandomJob], None]] | None = None) -> None:
         """Draw the job of a seed.
 
-        Its faults are drawn from `faults`: repeated ones are more likely. None: from all, and a few
-        jobs have replicas that read.
+        Its faults are drawn from `faults`: repeated ones are more likely. None: from all, and some
+        jobs have replicas that read, or that are asked to leave.
         """
         self.dice = dice = random.Random(seed)
         ranks, stages = dice.choice(SHAPES)
@@ -76,14 +76,14 @@ class RandomJob(TimedJob):
         )  # fmt: skip
         timers_s = {
             "follow_s": 3.0, "finish_s": 20.0, "save_s": dice.choice((5.0, 60.0)), "grace_s": 0.25,
-            "deadline_s": 600.0, "blame_s": 15.0, "start_s": math.inf,
+            "deadline_s": 600.0, "blame_s": 15.0, "start_s": math.inf, "lapse_s": 13.0,
         }  # fmt: skip
         super().__init__(
             table, RandomTiming(dice, table), timers_s, detect_s=0.0, stall_s=dice.choice((2.0, 10.0)),
             min_replicas=min(table.replicas, dice.choice((1, 1, 1, 2))), tree_above=dice.choice((TREE_ABOVE, 1, 2, 3)),
         )  # fmt: skip
         self.clock = self.freezer = FreezingClock()
-        self.history = invariants.History(self.shape)
+        self.history = invariants.History(self.shape, min_replicas=self.coordinator.state.policy.min_replicas)
         self.counts = Counts(table.microbatches, self.observe)
         self.memory = self.counts
         self.other_dice = random.Random(f"digests {seed}")
@@ -118,6 +118,9 @@ class RandomJob(TimedJob):
         self.reader_dice = random.Random(f"readers {seed}")
         for _ in range(self.reader_dice.choice((0,) * 8 + (1, 2)) if faults is None else 0):
             self.clock.at(self.reader_dice.expovariate(1 / (0.3 * table.steps)), _read, self)
+        self.leave_dice = random.Random(f"leaves {seed}")
+        for _ in range(self.leave_dice.choice((0, 0, 0, 1, 2)) if faults is None else 0):
+            self.clock.at(self.leave_dice.expovariate(1 / (0.3 * table.steps)), _ask_leave, self)
 
     def work(self, step: int, label: str) -> Work:
         work = super().work(step, label)
@@ -368,6 +371,13 @@ def _read(job: RandomJob) -> None:
     job.readings[one.number, position] = seconds
 
 
+def _ask_leave(job: RandomJob) -> None:
+    """Ask one or two replicas to leave. Whether they can is up to the coordinator."""
+    numbers = job.leave_dice.sample(range(job.table.replicas), min(job.table.replicas, job.leave_dice.choice((1, 1, 2))))
+    job.note(f"replicas {numbers} are asked to leave", network=True)
+    job.clock.after(0.0, job.coordinator.feed, coordinator.LeaveAsked(tuple(numbers), "drain"))
+
+
 _WAYS: tuple[channels.Ways, ...] = ("out", "in", "both")
 _FAULTS = (
     _kill, _kill, _kill, _kill_two, _suspect, _stop, _stop, _break_link, _break_link, _fail_operation, _drift, _raise, _save,
@@ -402,9 +412,11 @@ def _ill_ended(job: RandomJob) -> str | None:
     """Return why a job should not have ended as it did, or None."""
     code, members, losses = job.account.exit_code, job.coordinator.state.roster, job.coordinator.state.losses
     assert job.history is not None
-    if not members and losses[-1].detail.startswith("did not enter"):
+    if not members and losses and losses[-1].detail.startswith("did not enter"):
         return "INV-9: a timeout removed the last members"
     lost = {loss.replica for loss in losses}
+    if lost & {*job.coordinator.state.left}:
+        return f"INV-9: of replicas {job.coordinator.state.left}, which left, one is lost as well"
     if job.is_network_only and (len(members) > 1 or not job.hit) and lost - job.hit:
         return f"INV-9: replicas {sorted(lost - job.hit)} were lost, and nothing was wrong with them"
     committed = dict(job.history.committed)
@@ -418,7 +430,7 @@ def _ill_ended(job: RandomJob) -> str | None:
     allowed = {
         ExitCode.INTERRUPTED: job.exit_asked,
         ExitCode.TOO_FEW_REPLICAS: len(members) < job.coordinator.state.policy.min_replicas,
-        ExitCode.NO_REPLICA_LEFT: len(job.hit) == job.table.replicas,
+        ExitCode.NO_REPLICA_LEFT: len(job.hit | {*job.coordinator.state.left}) == job.table.replicas,
         ExitCode.DIVERGED: bool(job.counts.drifted or job.counts.state_drifted),
         ExitCode.POISONED_MICROBATCH: job.num_raised > 1,
         ExitCode.FAILED: job.num_raised > 0,

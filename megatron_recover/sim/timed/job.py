@@ -23,6 +23,7 @@ from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core.label import label_of
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import (
+    AddRequests,
     Apply,
     Commitment,
     Entered,
@@ -50,6 +51,9 @@ from megatron_recover.sim.timed.memory import Memory
 from megatron_recover.sim.timed.models import MEMBER_BYTES, PACE_BYTES, JobTable, Timing, shape_of
 from megatron_recover.sim.timed.rank import TimedRank
 
+_DISMISSED_S = 1.0
+"""Seconds in which the ranks of a replica that leaves end."""
+
 
 class Actor:
     """A control thread, busy with one message at a time."""
@@ -67,10 +71,10 @@ class Actor:
 class TimedReplica(Actor):
     """One replica: its leader's machine and its ranks."""
 
-    def __init__(self, job: TimedJob, number: ReplicaId, tree_above: int) -> None:
+    def __init__(self, job: TimedJob, number: ReplicaId, tree_above: int, min_replicas: int) -> None:
         super().__init__(job)
         self.number = number
-        self.state = replica.ReplicaState(number, job.shape, tree_above)
+        self.state = replica.ReplicaState(number, job.shape, tree_above, min_replicas)
         self.ranks = [TimedRank(job, self, position) for position in range(job.table.ranks)]
 
     @property
@@ -143,6 +147,11 @@ class TimedCoordinator(Actor):
                 self._announce(effect.generation)
             elif isinstance(effect, coordinator.Fence):
                 job.fence(effect.replica)
+            elif isinstance(effect, coordinator.Ask):
+                job.send(self, job.replicas[effect.replica], self.occupied(), AddRequests(effect.requests))
+            elif isinstance(effect, coordinator.Dismiss):
+                job.send(self, job.replicas[effect.replica], self.occupied(), Stop(0, "it leaves"))
+                job.clock.after(_DISMISSED_S, job.fence, effect.replica)
             elif isinstance(effect, coordinator.Arm):
                 job.clock.after(self.timers_s[effect.setting], self.feed, coordinator.TimerFired(effect.timer))
             elif isinstance(effect, coordinator.EndJob):
@@ -196,7 +205,7 @@ class TimedJob:
         """Seconds that a save takes each rank of the replica that writes."""
         self.durable: set[int] = set()
         """Numbers of training steps after which the state was saved."""
-        self.replicas = [TimedReplica(self, number, tree_above) for number in range(table.replicas)]
+        self.replicas = [TimedReplica(self, number, tree_above, min_replicas) for number in range(table.replicas)]
         self.coordinator = TimedCoordinator(self, coordinator.MembershipSettings(table.replicas, min_replicas), timers_s)
         self.struck: list[Fault] = []
         """Exact faults in the order in which they struck."""

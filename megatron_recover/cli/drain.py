@@ -1,0 +1,78 @@
+"""`megatron-recover drain REPLICA|NODE RUN_DIR`: has replicas of a running job leave it.
+
+The request is left in the run directory, where node 0 of the job reads it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import time
+from pathlib import Path
+
+from megatron_recover.cli.run_dirs import run_folder
+from megatron_recover.cluster import status
+from megatron_recover.core.values import ExitCode
+from megatron_recover.flags import Parser
+from megatron_recover.host.addresses import host_name
+
+_LOOK_S = 0.5
+WAIT_S = 600.0
+
+
+def main(argv: list[str]) -> int:
+    """Ask a job to give replicas back, and wait until they have left."""
+    parser = Parser(
+        prog="megatron-recover drain",
+        description="Have a replica, or all replicas with ranks on a node, leave a running job after a common step. No "
+        "microbatch is lost. The job goes on with the others.",
+        epilog=f"Exit code {ExitCode.OK:d}: they have left. {ExitCode.BAD_INPUT:d}: the job refuses, or there is none. "
+        f"{ExitCode.UNFINISHED:d}: they have not left in time; they still will.",
+    )
+    parser.add_argument("target", metavar="REPLICA|NODE", help="number of a replica, or name of a node")
+    parser.add_argument("run_dir", type=run_folder, metavar="RUN_DIR", help="the folder of the job")
+    parser.add_argument(
+        "--wait", type=float, default=WAIT_S, metavar="S", help=f"longest wait for their end, in seconds (default: {WAIT_S:g})"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        now = status.read(arguments.run_dir)
+        if now is None or now.exit_code is not None:
+            parser.error(f"no job trains in {arguments.run_dir}; `megatron-recover status {arguments.run_dir}` says more")
+        leaving = targets(arguments.target, now)
+        if not leaving:
+            nodes = ", ".join(node.name for node in now.nodes)
+            parser.error(
+                f"{arguments.target} is no replica and no node of the job; replicas are {' '.join(map(str, now.roster))}, "
+                f"nodes are {nodes}"
+            )
+        asked = status.ask(arguments.run_dir, arguments.target, f"{getpass.getuser()}@{host_name()}")
+        return _await(arguments.run_dir, asked, leaving, arguments.wait, parser)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def targets(target: str, now: status.Status) -> tuple[int, ...]:
+    """Return the members that a target names: a replica by its number, or those on a node."""
+    if target.isdecimal():
+        return (int(target),) if int(target) in now.roster else ()
+    on_node = {replica for node in now.nodes if node.name == target for replica in node.replicas}
+    return tuple(replica for replica in now.roster if replica in on_node)
+
+
+def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, parser: Parser) -> int:
+    """Wait until the replicas have left, and say so; return the exit code."""
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until:
+        now = status.read(run_dir)
+        if now is not None:
+            refused = next((answer.refused for answer in now.answers if answer.id == asked), "")
+            if refused:
+                parser.error(refused)
+            if not set(leaving) & set(now.roster):
+                print(f"replicas {' '.join(map(str, leaving))} have left; {len(now.roster)} go on")
+                return ExitCode.OK
+            if now.exit_code is not None:
+                parser.error(f"the job has ended with exit code {now.exit_code}: {now.reason}")
+        time.sleep(_LOOK_S)
+    print(f"replicas {' '.join(map(str, leaving))} have not left within {wait_s:g} s; they leave after the next common step")
+    return ExitCode.UNFINISHED

@@ -1,0 +1,134 @@
+"""The lock of a job on its `--save` folder: a second live job there is refused, before it starts.
+
+Note [When the first job is dead]
+    The file `.job.lock` names the job that holds it. Its launcher holds the kernel's lock on the
+    file, and rewrites the file every `_BEAT_S` seconds. A job that ends well empties the file.
+
+    - The kernel's lock is held: the first job lives, wherever it is.
+    - The lock is free, and the file names a process of this host: the process has ended, since the
+      kernel of this host released its lock.
+    - The lock is free, and the file names another host: either that job is dead, or locks do not
+      work between the two hosts. So the file is watched for `_WATCH_S`. If it changes, the job
+      lives.
+    - The file system has no locks: a process of this host is looked up by its id and start time;
+      one of another host is watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from megatron_recover.host import lock_file
+from megatron_recover.host.addresses import host_name
+from megatron_recover.observe.follow import launcher
+
+LOCK = ".job.lock"
+_BEAT_S = 5.0
+"""Seconds between two changes of the file by a job that lives."""
+_WATCH_S = 15.0
+"""Seconds for which the file of a job of another host must not change, so that the job counts as
+dead."""
+_LOOK_S = 0.2
+
+
+class _Holder(msgspec.Struct, frozen=True):
+    """The job that a lock file names."""
+
+    process: launcher.LauncherProcess
+    run_dir: str
+    since: str
+    """Local time of its start, with the offset from UTC."""
+    beat: int = 0
+    """Number of times that the file was rewritten."""
+
+
+class SaveLock:
+    """The lock of this job. `release` it, or end the process."""
+
+    def __init__(self, folder: Path, run_dir: Path) -> None:
+        """Take the lock of the `--save` folder, which is created if there is none.
+
+        Raises ValueError that names the first job if that lives, and OSError if the folder cannot
+        be written.
+        """
+        self._made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._stack = folder / LOCK, contextlib.ExitStack()
+        self._holder = _Holder(launcher.this_process(), str(run_dir), time.strftime("%Y-%m-%d %H:%M:%S %z"))
+        self._over, self._writing = threading.Event(), threading.Lock()
+        try:
+            self._file = self._stack.enter_context(lock_file.opened(self._path))
+            self._refuse_second(folder)
+            self._write(msgspec.json.encode(self._holder))
+        except BaseException:
+            self._stack.close()
+            raise
+        threading.Thread(target=self._beat, name="save-lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the lock back. Remove the folder if this job made it and saved nothing there."""
+        self._over.set()
+        with contextlib.suppress(OSError), self._writing:
+            self._write(b"")
+            if self._made and [each.name for each in self._path.parent.iterdir()] == [LOCK]:
+                self._path.unlink()
+                self._path.parent.rmdir()
+        self._stack.close()
+
+    def _refuse_second(self, folder: Path) -> None:
+        """Take the kernel's lock. Raise ValueError if another job lives that saves here."""
+        has_locks = True
+        try:
+            is_free = lock_file.acquired(self._file, 0.0)
+        except OSError:
+            has_locks, is_free = False, True
+        holder = _holder_of(self._file)
+        if is_free and (holder is None or not self._lives(holder, has_locks=has_locks)):
+            return
+        if holder is None:
+            raise ValueError(f"--save {folder} is in use by another job, which is just starting; give another folder")
+        process = holder.process
+        raise ValueError(
+            f"--save {folder} is in use by another job: process {process.pid} on {process.host}, run directory "
+            f"{holder.run_dir}, since {holder.since}; end that job first, or give another folder"
+        )
+
+    def _lives(self, holder: _Holder, *, has_locks: bool) -> bool:
+        """Return whether a job lives whose lock is free. See Note [When the first job is dead]."""
+        if holder.process.host == host_name():
+            return not has_locks and launcher.is_running(holder.process)
+        until = time.monotonic() + _WATCH_S
+        while time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            with open(self._path, encoding="utf-8") as again:  # anew: some file systems look only then
+                if _holder_of(again) != holder:
+                    return True
+        return False
+
+    def _beat(self) -> None:
+        while not self._over.wait(_BEAT_S):
+            self._holder = msgspec.structs.replace(self._holder, beat=self._holder.beat + 1)
+            with contextlib.suppress(OSError), self._writing:
+                if not self._over.is_set():
+                    self._write(msgspec.json.encode(self._holder))
+
+    def _write(self, content: bytes) -> None:
+        self._file.seek(0)
+        self._file.write(content.decode())
+        self._file.truncate()
+        self._file.flush()
+
+
+def _holder_of(file: IO[str]) -> _Holder | None:
+    """Return the job that a lock file names; None if it is empty or just being written."""
+    file.seek(0)
+    try:
+        return msgspec.json.decode(file.read(), type=_Holder)
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,119 @@
+"""A second live job on one `--save` folder is refused and told the first; the lock of a dead job is taken over."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from megatron_recover.cluster import save_lock
+from megatron_recover.cluster.save_lock import LOCK, SaveLock
+from megatron_recover.host.addresses import host_name
+from megatron_recover.observe.follow import launcher
+from tests.forks import CONTEXT
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def hold(folder: Path, run_dir: Path) -> None:
+    SaveLock(folder, run_dir)
+    time.sleep(1000.0)
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Any:
+    """Another process whose job saves to the folder."""
+    process = CONTEXT.Process(target=hold, args=(tmp_path / "save", tmp_path / "run"))
+    process.start()
+    while not (tmp_path / "save" / LOCK).exists() or not (tmp_path / "save" / LOCK).read_text():
+        assert process.is_alive()
+        time.sleep(0.02)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_second_job_is_refused_and_told_the_first_until_that_is_dead(first: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "save"
+    os.kill(first.pid, signal.SIGSTOP)  # a job that stands still lives
+    with pytest.raises(
+        ValueError, match=rf"process {first.pid} on {host_name()}, run directory {tmp_path}/run, since \d{{4}}-"
+    ):
+        SaveLock(folder, tmp_path / "other")
+    first.kill()
+    first.join()
+    lock = SaveLock(folder, tmp_path / "other")
+    assert str(tmp_path / "other") in (folder / LOCK).read_text()
+    lock.release()
+    assert (folder / LOCK).read_text() == ""
+
+
+def test_a_folder_that_the_job_made_and_did_not_use_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new"):
+        SaveLock(tmp_path / name, tmp_path).release()
+    assert (tmp_path / "there").exists() and not (tmp_path / "new").exists()
+
+
+def elsewhere(folder: Path) -> save_lock._Holder:
+    """The lock file of a job of another host."""
+    folder.mkdir()
+    holder = save_lock._Holder(launcher.LauncherProcess("another-host", 7, 1), "/run", "today")
+    (folder / LOCK).write_bytes(msgspec.json.encode(holder))
+    return holder
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_job_of_another_host_lives_while_its_file_changes(
+    lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks may not work between the two hosts, so a free lock alone shows nothing."""
+    holder = elsewhere(tmp_path / "save")
+    monkeypatch.setattr(save_lock, "_WATCH_S", 0.5)
+
+    def beats(_: float) -> None:
+        if lives:
+            (tmp_path / "save" / LOCK).write_bytes(msgspec.json.encode(replace(holder, beat=1)))
+
+    slept: Callable[[float], None] = time.sleep
+    monkeypatch.setattr(save_lock.time, "sleep", lambda seconds: (slept(seconds), beats(seconds)))
+    if lives:
+        with pytest.raises(ValueError, match="process 7 on another-host, run directory /run, since today"):
+            SaveLock(tmp_path / "save", tmp_path)
+    else:
+        SaveLock(tmp_path / "save", tmp_path).release()
+
+
+def test_where_a_file_system_has_no_locks_a_process_of_this_host_is_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    lock = SaveLock(tmp_path / "save", tmp_path)
+    with pytest.raises(ValueError, match=f"process {os.getpid()}"):
+        SaveLock(tmp_path / "save", tmp_path)
+    holder = msgspec.json.decode((tmp_path / "save" / LOCK).read_bytes(), type=save_lock._Holder)
+    lock.release()
+    ended = replace(holder, process=replace(holder.process, began=holder.process.began - 1))  # the id is used again
+    (tmp_path / "save").mkdir(exist_ok=True)
+    (tmp_path / "save" / LOCK).write_bytes(msgspec.json.encode(ended))
+    SaveLock(tmp_path / "save", tmp_path).release()
+
+
+def test_a_job_that_lives_changes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_lock, "_BEAT_S", 0.01)
+    lock = SaveLock(tmp_path / "save", tmp_path)
+    before = (tmp_path / "save" / LOCK).read_bytes()
+    while (tmp_path / "save" / LOCK).read_bytes() in (before, b""):
+        time.sleep(0.01)
+    lock.release()

@@ -1,0 +1,108 @@
+"""The judge of batch scripts: a bad script for each rule, by which only that rule strikes, and good ones without a finding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_recover import cli
+from megatron_recover.cluster.slurm import check
+from megatron_recover.cluster.slurm.batch_script import read
+
+HERE = Path(__file__).parent
+GOOD = (HERE / "by_hand.sbatch").read_text()
+EXPECTED = {
+    "no_kill_of_the_job": (7, "add the line: #SBATCH --no-kill", "_no_kill"),
+    "no_kill_of_the_step": (12, "add --no-kill to it", "_no_kill"),
+    "kill_on_bad_exit": (12, "write --kill-on-bad-exit=0", "_bad_exit"),
+    "wait": (12, "write --wait=0", "_wait"),
+    "signal_to_the_shell": (6, "write #SBATCH --signal=USR2@120, by which each agent gets the signal", "_batch_signal"),
+    "one_srun_for_all_nodes": (12, "start one srun for each node in the background: --nodes=1 --ntasks=1 --nodelist=NODE ... &",
+                               "_foreground"),
+    "srun_in_the_foreground": (12, "end the line with &", "_foreground"),
+    "cpus_of_the_job_only": (13, "add --cpus-per-task=32 to it", "_cpus"),
+    "gpus_per_task": (12, "write --gpus-per-node=NUMBER on the #SBATCH side instead", "_gpus"),
+    "tasks_of_a_node": (3, "write #SBATCH --ntasks-per-node=1, and the number of ranks into --nproc-per-node", "_tasks"),
+    "singleton_array": (3, "write #SBATCH --array=1-10%1", "_chain"),
+    "open_mode": (7, "add the line: #SBATCH --open-mode=append", "_open_mode"),
+    "container_around_the_script": (6, "move --container-image to the srun", "_container"),
+    "shell_without_exec": (12, "write exec in front of the agent's command", "_wrapper"),
+    "wrapper": (12, "start the interpreter itself: srun ... /full/path/python -P -m megatron_recover run ...", "_wrapper"),
+    "no_step": (4, "start it by srun: srun --nodes=1 --ntasks=1 ... /full/path/python -P -m megatron_recover run ...",
+                "_no_step"),
+}  # fmt: skip
+"""File -> line and remedy of its one finding, and the rule that has it."""
+
+
+def test_there_is_a_bad_script_for_each_rule() -> None:
+    assert {path.stem for path in (HERE / "bad").iterdir()} == set(EXPECTED)
+    assert {rule for _, _, rule in EXPECTED.values()} == {rule.__name__ for rule in check.RULES}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_bad_script_has_its_one_finding(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line, remedy, _ = EXPECTED[name]
+    place = HERE / "bad" / f"{name}.sbatch"
+    assert cli.main(["sbatch", "--check", str(place)]) == 2
+    [found] = capsys.readouterr().out.splitlines()
+    assert found.startswith(f"{place}:{line}: ") and found.endswith(f"; {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("#SBATCH --no-kill", "#SBATCH -k  # for a lost node"),
+        ("srun --no-kill --nodes=1 --ntasks=1", "srun -k -N1 -n 1"),
+        ("srun --no-kill", "exec srun --no-kill"),
+        ("--kill-on-bad-exit=0 --wait=0", "-K0 -W 0"),
+        ("#SBATCH --no-kill", "#SBATCH --no-kill\n#SBATCH --cpus-per-task=32"),
+        ("/opt/venv/bin/python", "bash -c 'cd /work && exec \"$@\"' agent /opt/venv/bin/python"),
+        ("wait\n", "wait\nsrun --overlap -n1 /opt/venv/bin/python -P -m megatron_recover verdict RUN\nsrun nvidia-smi\n"),
+        ("wait\n", "cat <<EOF\nsrun torchrun\nEOF\nwait  # srun torchrun doesn't count here\n"),
+        ("srun --no-kill", 'flags=(--no-kill\n  --mpi=none)\n  srun "${flags[@]}"'),
+        ("#SBATCH --open-mode=append", "#SBATCH --no-requeue"),
+    ],
+)  # fmt: skip
+def test_scripts_that_are_right_have_no_finding(old: str, new: str) -> None:
+    text = GOOD.replace(old, new, 1) if old else GOOD
+    assert (text != GOOD) == (old != new)
+    assert check.findings(text) == []
+
+
+def test_a_signal_to_the_shell_is_right_where_the_shell_has_a_trap_for_it() -> None:
+    to_the_shell = GOOD.replace("USR2@120", "B:USR2@120")
+    assert check.findings(to_the_shell.replace("RUN=", "trap 'kill -USR2 %1' SIGUSR2\nRUN=", 1)) == []
+    assert len(check.findings(to_the_shell.replace("RUN=", "trap : TERM\nRUN=", 1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("#SBATCH -N 2-8\nsrun -n8 torchrun x", {"_no_kill", "_foreground", "_bad_exit", "_wait", "_open_mode"}),
+        ("#SBATCH -n 16 --ntasks-per-node=8\n$LAUNCH", {"_no_kill", "_tasks", "_no_step", "_open_mode"}),
+        ("#SBATCH --gpu-bind=closest\nsrun --wait=0 -K0 $LAUNCH", {"_gpus", "_open_mode"}),
+        ("srun 'an open quote", {"_no_step", "_open_mode"}),
+        ("", {"_no_step", "_open_mode"}),
+    ],
+)
+def test_other_scripts_have_all_of_their_findings(text: str, expected: set[str]) -> None:
+    assert {rule.__name__ for rule in check.RULES if list(rule(read(f"#!/bin/bash\n{text}\n")))} == expected
+
+
+def test_a_script_that_another_submits_is_judged_on_its_lines() -> None:
+    bad = GOOD.replace("#SBATCH --no-kill\n", "")
+    around = f"#!/bin/bash\nmkdir -p runs\nsbatch --parsable <<'END'\n{bad}END\nsrun torchrun x\n"
+    assert [(each.line, each.remedy) for each in check.findings(around)] == [(10, "add the line: #SBATCH --no-kill")]
+    assert check.findings(f"sbatch <<END\n{GOOD}".replace("$", "\\$")) == []
+
+
+def test_a_script_that_cannot_be_read_and_a_launch_line_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for words, said in (
+        (["--check", str(tmp_path / "none")], f"{tmp_path / 'none'} cannot be read (No such file or directory)"),
+        (["--check", str(HERE / "by_hand.sbatch"), "--", "train.py"], "--check takes no launch line; leave out train.py"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["sbatch", *words])
+        assert (end.value.code, capsys.readouterr().err) == (2, f"megatron-recover sbatch: {said}\n")

@@ -1,0 +1,169 @@
+"""The verb `sbatch`: what it prints, submits and refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_recover import cli
+from megatron_recover.cli import sbatch
+from megatron_recover.cluster.slurm import check
+from tests.observe import traces
+
+SAVING = ["--nproc-per-node", "2", "train.py", "--save", "ckpt", "--load", "ckpt"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a training script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def _printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["sbatch", *words]) == 0
+    return capsys.readouterr().out
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["sbatch", *words])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err.splitlines()
+
+
+@pytest.mark.parametrize("launcher", [[], ["torchrun"], ["megatron-recover", "run"]])
+def test_the_launch_line_may_keep_its_launcher(launcher: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _printed(capsys, "--nodes", "2", "--", *launcher, *SAVING)
+    assert "launch=(\n  --nproc-per-node 2 train.py\n  --save ckpt\n  --load ckpt\n)\n" in text
+    assert f"RUN={folder}/runs/train\n" in text and f"MARK={folder}/ckpt/STOP\n" in text
+    assert "#SBATCH --job-name=train\n#SBATCH --nodes=2\n" in text
+    assert check.findings(text) == []
+
+
+def test_options_become_lines_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--nodelist n[001-003,7] --time 1-2:30 --partition gpu --account a --gpus-per-node h100:8 --job-name j --port 4000"
+    text = _printed(capsys, *words.split(), "--sbatch=--qos=high", "--module", "cuda/13", "--venv", "/v e", "--", *SAVING)
+    for line in (
+        "#SBATCH --time=1-2:30", "#SBATCH --partition=gpu", "#SBATCH --account=a", "#SBATCH --gpus-per-node=h100:8",
+        "#SBATCH --job-name=j", "#SBATCH --nodes=4", "#SBATCH --nodelist=n[001-003,7]", "#SBATCH --qos=high",
+        "module load cuda/13", ". '/v e'/bin/activate", "PYTHON='/v e/bin/python'",
+    ):  # fmt: skip
+        assert f"{line}\n" in text
+    assert '--nnodes 4 --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:4000"' in text
+
+
+def test_one_node_has_nobody_to_meet_and_a_job_that_saves_nothing_never_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _printed(capsys, "--", *SAVING[:3])
+    assert not re.search('rdzv|nnodes|key|requeue "|--chained|STOP|--no-kill', text)
+    assert "#SBATCH --no-requeue\n" in text
+
+
+def test_the_margin_comes_from_a_former_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = traces.write(folder / "former", traces.quiet_run(3).events)
+    assert cli.main(["sbatch", "--like", str(run_dir), "--", *SAVING]) == 0
+    said = capsys.readouterr()
+    assert "#SBATCH --signal=USR2@61\n" in said.out and "begins to end 61 s before its time limit: longest step 0." in said.err
+    assert _refused(capsys, "--like", str(folder / "no"), "--", *SAVING) == [
+        f"megatron-recover sbatch: --like: no trace at {folder}/no; give the --run-dir of a run"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("1:30", 90), ("2:00:00", 7200), ("1-0", 86400), ("1-2:30", 95400), ("2-0:0:5", 172805)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> None:
+    assert sbatch.seconds(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "the launch line is missing; write it behind --, as in: -- --nproc-per-node 8 pretrain_gpt.py ..."),
+        ("-- --nproc-per-node 2 other.py",
+         "there is no training script other.py here, where the job will run; write its path"),
+        ("-- --nnodes 2 --rdzv_endpoint h:1 train.py",
+         "--nnodes of the launch line is given by the script; leave it out"),
+        ("--nodes 0 -- train.py", "--nodes is 0; it must be at least 1"),
+        ("--spares 1 -- train.py", "--spares is 1; it is the number of spare jobs of --shape array"),
+        ("--shape array --requeues 1 -- train.py",
+         "--requeues is 1; only a single job of --shape allocation is requeued; leave it out"),
+        ("--shape array --nodelist a,b -- train.py",
+         "--nodelist is for --shape allocation, since each job of an array has one node; leave it out"),
+        ("--chain 2 -- train.py", "--chain needs --save in the launch line: otherwise each job would begin anew"),
+        ("-- train.py --save x",
+         "--save is {0}/x, and --load is None: a job that comes back would not resume; give both the same "
+         "folder, or --requeues 0"),
+        ("--nodelist a,b --nodes 3 -- train.py", "--nodelist names 2 hosts, and --nodes is 3; leave out --nodes"),
+        ("--nodelist n[2-1] -- train.py", "'n[2-1]' is no host list: the range 2-1 ends below its beginning"),
+        ("--time 5 -- train.py",
+         "the job would begin to end 300 s before a limit of 300 s; give a longer --time or a shorter "
+         "--signal-s"),
+        ("--time soon -- train.py",
+         "--time is soon; give minutes, minutes:seconds, hours:minutes:seconds or days-hours:minutes:seconds"),
+        ("--run-dir a%b -- train.py",
+         "--run-dir is '{0}/a%b'; Slurm replaces % in it and splits it at blanks: use letters, digits and "
+         "./+@=-_"),
+        ("--container-mounts a:b -- train.py", "--container-mounts needs --container-image"),
+        ("--venv v -- train.py",
+         "--venv is v; give its full path, since Slurm starts it in a folder that may be another"),
+        ("--sbatch=--nodes=3 -- train.py", "--sbatch: --nodes is given by the script; leave it out"),
+        ("--sbatch=qos -- train.py",
+         "--sbatch is 'qos'; give one option with =, such as --sbatch=\"--constraint=h100\""),
+        ("--sbatch=--gpus-per-task=1 -- train.py",
+         "--sbatch: --gpus-per-task shows an agent only a part of the node's GPUs, and the agent starts the "
+         "ranks of all; write --gpus-per-node=NUMBER on the #SBATCH side instead"),
+        ("--nproc-per-node 2 -- train.py", "--nproc-per-node belongs to the launch line; write it behind --"),
+        ("--qos x -- train.py",
+         "--qos is unknown; megatron-recover sbatch --help lists all; flags of the launch line go behind --, "
+         "other options of sbatch into --sbatch=..."),
+        ("--like a --signal-s 3 -- train.py", "--like and --signal-s exclude each other; leave one out"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_with_the_remedy(words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _refused(capsys, *words.split())[0] == f"megatron-recover sbatch: {said.format(folder)}"
+
+
+_SBATCH = """\
+#!/bin/sh
+echo "$@" >> {log}
+echo "1$(wc -l < {log});cluster"
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "submissions"),
+    [("allocation", ["--parsable {0}"]),
+     ("array", ["--parsable {0}", "--parsable --dependency=afterany:11 {0}", "--parsable --dependency=afterany:12 {0}"])],
+)  # fmt: skip
+def test_a_submitted_script_stays_in_the_folder_of_the_series(
+    shape: str, submissions: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here sbatch only notes how it is called; `test_jobs.py` has a real one."""
+    (folder / "bin").mkdir()
+    fake, log = folder / "bin" / "sbatch", folder / "calls"
+    fake.write_text(_SBATCH.format(log=log))
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    said = _printed(capsys, "--shape", shape, "--chain", "3", "--submit", "--", *SAVING)
+    place = folder / "runs" / "train" / sbatch.SCRIPT_NAME
+    assert log.read_text().splitlines() == [each.format(place) for each in submissions]
+    assert said == "".join(f"submitted job 1{number}: {place}\n" for number in range(1, len(submissions) + 1))
+    assert check.findings(place.read_text()) == []
+
+
+def test_where_there_is_no_sbatch_the_script_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    assert cli.main(["sbatch", "--submit", "--", *SAVING]) == 1
+    place = folder / "runs" / "train" / sbatch.SCRIPT_NAME
+    assert capsys.readouterr().err == f"megatron-recover sbatch: there is no sbatch here; submit {place} on a login node\n"
+    assert place.read_text().startswith("#!/bin/bash\n")

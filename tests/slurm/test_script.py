@@ -1,0 +1,71 @@
+"""Printed batch scripts: golden texts, clean by shellcheck and by our own judge, accepted by a real slurmctld."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_recover.cluster.slurm import check, script
+from tests.slurm.machine import Machine
+
+HERE = Path(__file__).parent
+LAUNCH = ("--nproc-per-node", "8", "pretrain_gpt.py", "--num-layers", "2")
+SAVING = (*LAUNCH, "--save", "/shared/a b", "--load", "/shared/a b")
+COMMON = {"python": "/opt/venv/bin/python", "run_dir": "/shared/runs/gpt", "command": ("megatron-recover", "sbatch", "...")}
+KEPT = {**COMMON, "launch": SAVING, "save": "/shared/a b"}
+TIMED = ("--job-name=gpt", "--partition=p", "--time=2:00:00", "--gpus-per-node=8")
+SETTINGS = {
+    "allocation": script.Settings(**KEPT, nodes=64, directives=TIMED, modules=("cuda/13",), venv="/opt/venv", signal_s=180),
+    "array": script.Settings(**KEPT, nodes=64, shape="array", spares=2, chain=3, directives=TIMED),
+    "chain": script.Settings(**KEPT, nodes=4, chain=10, directives=TIMED),
+    "container": script.Settings(
+        **{**KEPT, "python": "/usr/bin/python3"}, nodes=4, directives=TIMED,
+        container=("--container-image=/images/it's.sqsh", "--container-mounts=/shared:/shared,/data:/data"),
+    ),
+    "one_node": script.Settings(**COMMON, launch=LAUNCH, nodes=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_script_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
+    golden = HERE / "golden" / f"{name}.sbatch"
+    if request.config.getoption("--update"):
+        golden.write_text(script.text(SETTINGS[name]))
+    assert script.text(SETTINGS[name]) == golden.read_text()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_our_own_scripts_pass_the_judge(name: str) -> None:
+    assert check.findings(script.text(SETTINGS[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "without"),
+    [
+        ("#SBATCH --no-kill\n", ""), ("srun --no-kill", "srun"), (" --kill-on-bad-exit=0 --wait", " --wait"),
+        ("=0 --wait=0 ", "=0 "), ("#SBATCH --open-mode=append\n", ""), ('"${launch[@]}" &', '"${launch[@]}"'),
+    ],
+)  # fmt: skip
+def test_the_judge_misses_each_safeguard_that_is_taken_out(line: str, without: str) -> None:
+    text = script.text(SETTINGS["allocation"])
+    assert text.count(line) == 1
+    assert len(check.findings(text.replace(line, without))) == 1
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")
+def test_scripts_are_clean_by_shellcheck() -> None:
+    done = subprocess.run(["shellcheck", *sorted(map(str, (HERE / "golden").iterdir()))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_real_slurmctld_accepts_the_scripts(machine: Machine, tmp_path: Path) -> None:
+    """64 nodes that nobody has: slurmctld judges all options of the script, and says when it could start."""
+    for name, settings in SETTINGS.items():
+        place = tmp_path / f"{name}.sbatch"
+        place.write_text(script.text(settings))
+        done = machine.run("sbatch", "--test-only", "--partition=wide", str(place))
+        assert done.returncode == 0 and "to start at" in done.stderr, f"{name}: {done.stderr}"
+        assert ("using 4096 processors on nodes f[001-064]" in done.stderr) == (name == "allocation"), f"{name}: {done.stderr}"
