@@ -40,6 +40,7 @@ from megatron_recover.authentication.handshake import KEY_BYTES
 from megatron_recover.cluster.membership import CoordinatorProcess, Membership
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.node_messages import (
     FenceDone,
     FenceReplica,
@@ -57,7 +58,8 @@ from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import Apply, Begun, Held, Holds, PassTimed, Plan, Promised, Report, Shape, Work
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import parse_address
-from megatron_recover.trace import ring
+from megatron_recover.trace import node_clock, ring
+from megatron_recover.trace.node_clock import NodeClock
 from tests.cluster.strangers import raise_descriptor_limit
 
 SIZES = (256, 1024)
@@ -67,7 +69,8 @@ RUNS, STEPS, LOSSES = 3, 5, 2
 """Jobs of each size, and the steps and losses of each of them."""
 PLAYERS = 4
 """Processes that play nodes, besides one for each node that is lost."""
-BEATS_S = 8.0
+BEATS_S, QUIET_S = 8.0, 4.0
+"""Seconds for which beats are measured, and seconds before that for the start to be over."""
 NEVER_S, PATIENCE_S = 1e5, 900.0
 PORT = 20_000
 """Port of the first leader of a node; each node has an address of 127.0.0.0/8."""
@@ -145,8 +148,8 @@ class _Leader:
         )  # fmt: skip
         self._driver = ReplicaDriver(
             context, RecoverConfig(), RankHello(0, SHAPE, "alike", address), key=town.key, loop=town.loop,
-            deliver=lambda order: town.loop.post(lambda: self._obey(order)), fail=self._fail, record=lambda event: None,
-            faults=None, deadlines=town.deadlines,
+            clock=town.clock, naming=NamingRight(town.deadlines.lease_s), deliver=self._deliver, fail=self._fail,
+            record=lambda event: None, faults=None, deadlines=town.deadlines,
         )  # fmt: skip
 
     def train(self, until: int) -> None:
@@ -161,6 +164,9 @@ class _Leader:
         step = self.step
         work = Work(f"train {step + 1}", MICROBATCHES_A_REPLICA * self._town.num_leaders, BUCKETS)
         self._driver.report(Begun(0, step, work))
+
+    def _deliver(self, order: Message) -> None:
+        self._town.loop.post(lambda: self._obey(order))  # the machine has not finished its step
 
     def _obey(self, order: Message) -> None:
         match order:
@@ -195,6 +201,7 @@ class _Town:
     def __init__(self, orders: Connection, coordinator: str, key: bytes, num_leaders: int, beat_s: float) -> None:
         self.coordinator, self.key, self.num_leaders = coordinator, key, num_leaders
         self.deadlines = _deadlines(beat_s)
+        self.clock = NodeClock(None)
         self.loop = _CountingLoop(parse_address(coordinator)[1])
         self._orders = orders
         self._agents: list[Membership] = []
@@ -231,7 +238,8 @@ class _Town:
     def _join(self, number: int, identity: int) -> None:
         hello = NodeHello(identity, f"node{number}", REPLICAS_A_NODE, node_rank=number, address="127.0.0.1", alike=_ALIKE)
         agent = Membership(
-            self.coordinator, hello, key=self.key, loop=self.loop, deadlines=self.deadlines, patience_s=PATIENCE_S
+            self.coordinator, hello, key=self.key, clock=self.clock, loop=self.loop, deadlines=self.deadlines,
+            patience_s=PATIENCE_S,
         )  # fmt: skip
         host = f"127.{1 + os.getppid() % 200}.{number // 250}.{1 + number % 250}"
         mine = {number * REPLICAS_A_NODE + each: f"{host}:{PORT + each}" for each in range(REPLICAS_A_NODE)}
@@ -285,7 +293,8 @@ class Job:
             deadlines=_deadlines(beat_s),
         )  # fmt: skip
         self._events = ring.create(level="steps")
-        self._coordinator = CoordinatorProcess(settings, key, events=self._events)
+        self._clock = node_clock.create(0)
+        self._coordinator = CoordinatorProcess(settings, key, events=self._events, clock=self._clock)
         self.pid = self._coordinator.process.pid
         spawn = multiprocessing.get_context("spawn")
         self._players: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
@@ -306,10 +315,14 @@ class Job:
     def start(self) -> Used:
         """Have all nodes join, and wait for the first generation; return what that used."""
         idle_s = self._settled_s()
+        self.join()
+        return self.used().since(Used(idle_s, 0.0, 0.0, 0.0, 0.0))
+
+    def join(self) -> None:
+        """Have all nodes join, and wait for the first generation."""
         for (_, orders), nodes in zip(self._players, self._nodes, strict=True):
             orders.send(("join", [(number, 1 + number) for number in nodes]))
         self._until(generation=1)
-        return self.used().since(Used(idle_s, 0.0, 0.0, 0.0, 0.0))
 
     def train(self, steps: int) -> Used:
         """Have all leaders commit so many more steps, and begin one; return what that used.
@@ -350,6 +363,7 @@ class Job:
 
     def idle(self, seconds: float) -> Used:
         """Let so much time pass; return what it used."""
+        time.sleep(QUIET_S)
         before, began = self._used(), time.monotonic()
         time.sleep(seconds)
         after, took_s = self._used(), time.monotonic() - began
@@ -368,6 +382,7 @@ class Job:
         self._coordinator.process.kill()
         self._coordinator.process.wait()
         os.close(self._events)
+        os.close(self._clock)
 
     def _ask(self, orders: Connection, what: str, argument: object) -> Sequence[float]:
         orders.send((what, argument))
@@ -436,7 +451,7 @@ def measure(num_leaders: int) -> dict[tuple[str, str], list[float]]:
             add("loss", job.lose_a_node())
             found.setdefault(("loss", "generations"), []).append(job.generation() - generation)
     with contextlib.closing(Job(num_leaders, beat_s=1.0)) as job:
-        job.start()
+        job.join()
         add("beats", job.idle(BEATS_S), BEATS_S)
     return found
 
