@@ -210,7 +210,7 @@ class CoordinatorDriver:
         """Return the beat that all leaders are sent now."""
         state = self._state
         missing = state.roster if state.generation else range(state.policy.num_replicas)
-        here = state.entered if state.generation else [hello.replica for hello in state.hellos]
+        here = frozenset(state.entered if state.generation else (hello.replica for hello in state.hellos))
         return Beat(host_name(), os.getpid(), state.generation, state.step, tuple(each for each in missing if each not in here))
 
     # --- The machine -----------------------------------------------------------------------------
