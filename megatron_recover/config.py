@@ -150,6 +150,8 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     default). All listeners of the rank listen on it."""
     ports: tuple[int, int] | None = None
     """First and last port that these listeners may have; None: any."""
+    node_s: float | None = None
+    """`--node-timeout`; None: the job has one node."""
     dry_run: bool = False
     """True: judge the arguments as this rank would, and end with exit code `DRY_RUN_PASSED` or 2.
 

@@ -244,6 +244,20 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     excuses the waits of others. A rank that hangs where nothing distinguishes a hang from slow work
     is ended after this time, and so is a collective inside a replica."""
 
+    def with_node(self, node_s: float) -> Deadlines:
+        """Return the waits of a job whose nodes are removed after `node_s` of silence.
+
+        That is `--node-timeout`. What depends on it keeps its proportions.
+        """
+        factor = node_s / self.node_s
+        return msgspec.structs.replace(
+            self,
+            node_s=node_s,
+            silence_s=min(self.silence_s, 0.75 * node_s),
+            lease_s=factor * self.lease_s,
+            lapse_s=factor * self.lapse_s,
+        )
+
     @staticmethod
     def of(deadline_s: float = DEFAULT_S) -> Deadlines:
         """Return the waits that follow from the user's deadline.

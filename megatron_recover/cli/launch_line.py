@@ -81,7 +81,8 @@ TORCHRUN = (
     Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node: several nodes meet at --rdzv-endpoint, with "
          "static at --master-addr if no endpoint is given (default: static)"),
     Flag("--rdzv-endpoint", "taken", "HOST or HOST:PORT of the node at which several nodes meet (default port with c10d: "
-         "29400); noted on one node", is_of_several=True),
+         "29400), or file:PATH on a shared disk, into which the first node writes its own; noted on one node",
+         is_of_several=True),
     Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks (default: a new one)"),
     Flag("--rdzv-conf", "taken", "join_timeout=S (also timeout=S with static): seconds to wait for MIN nodes; "
          "last_call_timeout=S: seconds from then on to wait for MAX; is_host=true or false: whether the endpoint is on this "

@@ -19,6 +19,7 @@ from megatron_recover.host.addresses import HOST, LARGEST_PORT, Ports
 
 OURS = ("--key-file", "--interface", "--port-range", "--node-timeout")
 """The flags that torchrun does not have."""
+_FILE = "file:"
 _C10D_PORT = 29400
 _STATIC_PORT = 29500
 _NO_STORE = "nodes meet at a process of megatron-recover, and not in a store of torch"
@@ -156,6 +157,10 @@ def _endpoint(given: Mapping[str, str], found: list[str]) -> dict[str, Any]:
     if not endpoint:
         found.append("--rdzv-endpoint is missing; give HOST or HOST:PORT of one of the nodes, the same on all")
         return {}
+    if endpoint.startswith(_FILE):
+        if "is_host" in _pairs(given.get("rdzv_conf", "")):
+            found.append("--rdzv-conf has is_host, and --rdzv-endpoint is a file: the first node owns it; leave is_host out")
+        return {"endpoint_file": Path(endpoint.removeprefix(_FILE)).absolute(), "flag": "--rdzv-endpoint"}
     match = re.fullmatch(r"(?:\[([\w.:%]+)\]|([\w.-]+))(?::([0-9]{1,5}))?", endpoint)
     port = "" if match is None else match[3] or ("" if is_static else str(_C10D_PORT))
     if match is None or not (port and 0 < int(port) <= LARGEST_PORT):

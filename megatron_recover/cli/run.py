@@ -211,6 +211,7 @@ def _described(
         argv=(*words, *flags), num_replicas=num_replicas, placement=placement, address=address, ports=line.nodes.ports,
         node=0 if joined is None or joined.met is None else joined.met.you,
         nodes=() if joined is None or joined.met is None else joined.met.nodes,
+        node_s=line.nodes.node_timeout_s if line.nodes.is_of_several else None,
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
@@ -377,7 +378,7 @@ def main(argv: list[str]) -> int:
     try:
         return _main(parser, ours, command)
     except SystemExit:
-        if "--chained" in ours and parser.refusal:  # nodes that did not meet (`NotMet`) may meet at the next start
+        if "--chained" in ours and parser.refusal:
             _leave_mark(command, ExitCode.BAD_INPUT, parser.refusal, None)
         raise
 
@@ -397,6 +398,8 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
         wanted = monitor_flags.read(arguments)
         job, chaos_text, joined = _job(arguments, command)
     except NotMet as error:
+        if error.exit_code == ExitCode.BAD_INPUT:  # nodes that only did not meet in time may meet at the next start
+            parser.refusal = str(error)
         parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     except ValueError as error:
         parser.error("\n".join([*str(error).splitlines(), *behind]))

@@ -19,6 +19,7 @@ from megatron_recover.cluster.joining import Place, flags_alike, refuse
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.control_plane.node_messages import Met
 from megatron_recover.core.placement import left_over_line
+from megatron_recover.core.policy import about_the_coordinator
 from megatron_recover.megatron.launch.preflight import Undecided
 from megatron_recover.observe.files import LOGS
 
@@ -111,5 +112,6 @@ def notes(job: Job) -> Iterator[str]:
         return
     here = f"node {job.node} of {len(job.nodes)} runs {job.num_ranks_here} ranks"
     yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
+    yield about_the_coordinator(job.nodes[0].name, saves="--save" in job.argv)
     if job.node == 0 and (line := left_over_line(job.placement, job.num_ranks)) is not None:
         yield line

@@ -87,6 +87,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which the processes of this node listen."""
     ports: Ports | None = None
     """First and last port of the listeners; None: any."""
+    node_s: float | None = None
+    """Seconds of silence after which a node is removed, if there are several."""
 
     @property
     def script(self) -> str:

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
+from megatron_recover.cluster import endpoint_file
 from megatron_recover.cluster.meeting import Meeting, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.control_plane.loop import Loop
@@ -43,6 +46,15 @@ class Place:
         Raises ValueError with the remedy.
         """
         self._meeting, self._deadlines = meeting, deadlines
+        self._file = meeting.endpoint_file
+        if self._file is not None and endpoint_file.claim(self._file):
+            self.address = self._bound = reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr)
+            self._endpoint: tuple[str, ...] = (self.address,)
+            self.may_own = True
+            return
+        if self._file is not None:
+            host, port = endpoint_file.await_address(self._file, meeting.join_timeout_s)
+            meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
         self._endpoint = reachable.resolve(meeting.host, meeting.flag)
         self.address = reachable.node_address(
             (meeting.host, meeting.port), flag=meeting.flag, interface=meeting.interface, local_addr=meeting.local_addr
@@ -79,7 +91,9 @@ class Place:
             identity, host_name(), slots, node_rank=self._meeting.node_rank, run_dir=folder, run_id=run_id,
             alike=tuple(alike), address=self.address,
         )  # fmt: skip
-        where = format_address(self._bound if coordinator is not None else self._endpoint[0], self._meeting.port)
+        if coordinator is not None and self._file is not None:
+            endpoint_file.publish(self._file, coordinator.address)
+        where = format_address(self._endpoint[0], self._meeting.port) if coordinator is None else coordinator.address
         membership = Membership(
             where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
             patience_s=self._meeting.join_timeout_s,
@@ -97,7 +111,8 @@ class Place:
         meeting = self._meeting
         settings = NodesSettings(
             owner=identity, least=meeting.least_nodes, most=meeting.most_nodes, join_s=meeting.join_timeout_s,
-            last_call_s=meeting.last_call_s, node_silence_s=meeting.node_timeout_s, deadlines=self._deadlines,
+            last_call_s=meeting.last_call_s, node_silence_s=meeting.node_timeout_s,
+            deadlines=self._deadlines.with_node(meeting.node_timeout_s),
             ignored=ignored,
         )  # fmt: skip
         events = ring.create(level=level)
@@ -148,7 +163,7 @@ class Place:
                 )
             if lost:
                 self._hang_up(joined)
-                raise NotMet(ExitCode.BAD_INPUT, f"no coordinator is at {where} ({lost[0]}); see the node that owns it")
+                raise NotMet(ExitCode.TOO_FEW_REPLICAS, f"no coordinator is at {where} ({lost[0]}); see the node that owns it")
         return met[0]
 
     def _hang_up(self, joined: Joined) -> None:

@@ -577,8 +577,8 @@ class Launcher:
             coordinator=self._joined.membership.address, leader=leader, store=self._stores.get(replica, ""),
             run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
-            numa_binding=job.numa_binding, clock_place=node_clock.FIRST_RANK + slot, dry_run=dry_run, address=job.address,
-            ports=job.ports,
+            numa_binding=job.numa_binding, clock_place=node_clock.FIRST_RANK + slot, node_s=job.node_s, dry_run=dry_run,
+            address=job.address, ports=job.ports,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
         # this node, which the replicas share. MASTER_* are for scripts that read these variables:

@@ -35,6 +35,9 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     """Port of the endpoint."""
     flag: str = ""
     """The flag that gives `host`, for messages."""
+    endpoint_file: Path | None = None
+    """File, visible to all nodes, into which the first node writes the endpoint; None: `host` and
+    `port` are known."""
     is_static: bool = True
     """True with `--rdzv-backend static`, where `node_rank` decides who owns the endpoint."""
     is_host: bool | None = None

@@ -283,7 +283,7 @@ class NodesDriver:
         if self._stage is Stage.MEETING:
             here = ", ".join(agent.hello.name for agent in self._agents)
             self.end(
-                ExitCode.BAD_INPUT,
+                ExitCode.TOO_FEW_REPLICAS,
                 f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here}); "
                 "run the same command on every node, or give --nnodes MIN:MAX",
             )

@@ -104,6 +104,8 @@ class RankDriver:
         self._clock = clock
         self._record, self._faults, self._end_process = record, faults, end_process
         self._deadlines = deadlines or config.deadlines
+        if context.node_s is not None:
+            self._deadlines = self._deadlines.with_node(context.node_s)
         self._naming = NamingRight(self._deadlines.lease_s)
         self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatron_recover.host.addresses import INTERFACE, family_of, host_name
+from megatron_recover.host.addresses import HOST, INTERFACE, family_of, host_name
 
 HOSTS = Path("/etc/hosts")
 _LINK_LOCAL = "fe80:"
@@ -109,6 +109,25 @@ def node_address(endpoint: tuple[str, int], *, flag: str, interface: str | None,
         f"{flag}: node {host_name()} has no route to {' or '.join(targets)}; see `ip route get {targets[0]}`, or give "
         "--interface NAME"
     )
+
+
+def own_address(*, interface: str | None, local_addr: str | None) -> str:
+    """Return the address of this node where no other node is known yet, as in `node_address`.
+
+    Without both arguments it is the first address to which the host's name resolves that is one of
+    this node, or else the first address of an interface; one of loopback only if there is no other.
+    Raises ValueError with the remedy.
+    """
+    if local_addr is not None:
+        return _own(local_addr, ())
+    if interface is not None:
+        return _of_interface(interface, ())
+    own = [address for each in interfaces().values() for address in each if not is_loopback(address)]
+    with contextlib.suppress(OSError, UnicodeError):
+        for entry in socket.getaddrinfo(host_name(), None, type=socket.SOCK_STREAM):
+            if str(entry[4][0]) in own:
+                return str(entry[4][0])
+    return own[0] if own else HOST
 
 
 def _own(local_addr: str, targets: Iterable[str]) -> str:

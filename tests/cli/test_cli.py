@@ -58,7 +58,7 @@ def test_help_of_every_verb_imports_no_torch(verb: str) -> None:
     ("arguments", "remedy"),
     [
         (["chekc", "runs/a"], "did you mean check?"),
-        (["fly"], "verbs are run, doctor, plan, demo, check, report, top, status, drain, simulate, explain, data, sbatch, "),
+        (
             ["fly"],
             "verbs are run, doctor, plan, demo, check, report, top, status, drain, simulate, explain, data, sbatch, verdict",
         ),

@@ -43,13 +43,20 @@ class Nodes:
             self.port = probe.getsockname()[1]
         self.launchers: list[forks.Program | subprocess.Popen[str]] = []
 
-    def start(self, number: int, line: str = "--nnodes 2 --nproc-per-node 2", flags: str = "", key: Path | None = None) -> None:
+    def start(
+        self, number: int | None, line: str = "--nnodes 2 --nproc-per-node 2", flags: str = "", key: Path | None = None
+    ) -> None:
         command = [
-            sys.executable, "-m", "megatron_recover", "run", *line.split(), "--node-rank", str(number),
-            "--master-addr", "127.0.0.1", "--master-port", str(self.port), "--key-file", str(key or self.key),
-            "--run-dir", str(self.run_dir), str(self.script), *FLAGS, *flags.split(),
+            sys.executable, "-m", "megatron_recover", "run", *line.split(), *self.where(number),
+            "--key-file", str(key or self.key), "--run-dir", str(self.run_dir), str(self.script), *FLAGS, *flags.split(),
         ]  # fmt: skip
         self.launchers.append(forks.start(command, cwd=ROOT, environment=os.environ))
+
+    def where(self, number: int | None) -> list[str]:
+        """The flags that say where a node meets the others; without a number it finds them through a file."""
+        if number is None:
+            return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"file:{self.folder / 'job' / 'endpoint'}"]
+        return ["--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(self.port)]
 
     def end(self) -> list[tuple[int, str]]:
         """Return exit code and output of each."""
@@ -93,6 +100,11 @@ def other_flags(nodes: Nodes) -> None:
     nodes.start(1, flags="--clip-grad 2.0")
 
 
+def other_flags_and_a_file(nodes: Nodes) -> None:
+    nodes.start(None)
+    nodes.start(None, flags="--clip-grad 2.0")
+
+
 def same_rank(nodes: Nodes) -> None:
     nodes.start(0, "--nnodes 3 --nproc-per-node 2")
     nodes.start(1, "--nnodes 3 --nproc-per-node 2")
@@ -113,6 +125,7 @@ def too_few_nodes(nodes: Nodes) -> None:
     [
         (other_script, ": the script is "),
         (other_flags, ": --clip-grad is "),
+        (other_flags_and_a_file, ": --clip-grad is "),
         (same_rank, "--node-rank 1 is also that of "),
         (too_many_replicas, "5 replicas of 1 ranks need 5 slots, and the nodes have 4"),
         (too_few_nodes, "1 of 2 nodes were there after 1 s"),
@@ -123,7 +136,8 @@ def test_what_does_not_fit_together_is_refused_on_all_nodes_before_anything_star
 ) -> None:
     start(nodes)
     for code, output in nodes.end():
-        assert code == ExitCode.BAD_INPUT and why in output, output
+        expected = ExitCode.TOO_FEW_REPLICAS if start is too_few_nodes else ExitCode.BAD_INPUT
+        assert code == expected and why in output, output
         assert "Traceback" not in output and "it must not run" not in output
     nodes.assert_nothing_left()
 

@@ -37,6 +37,7 @@ from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode, Hello, Loss, LossKind
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
+from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY, PATIENCE_S, call
 
 pytestmark = pytest.mark.timeout(120)
@@ -79,7 +80,7 @@ class Town:
         given = {"join_s": 20.0, "last_call_s": 0.2, "node_silence_s": 0.5, **settings}
         self.nodes = NodesDriver(
             NodesSettings(owner=OWNER, least=least, most=most, deadlines=DEADLINES, **given), listener,
-            key=KEY, loop=self.loop, record=self.events.append,
+            key=KEY, clock=NodeClock(None), loop=self.loop, record=self.events.append,
         )  # fmt: skip
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -176,6 +177,7 @@ def test_the_loss_of_a_node_is_one_event_for_all_its_replicas_and_no_others(make
     town.until(lambda: town.announced(0)[-1].new.roster == (0, 1, 4))
     [lost] = town.of(trace.NodeLost)
     assert (lost.node, lost.name, lost.replicas) == (1, "n1", (2, 3))
+    assert len(town.announced(0)) == 2, "one generation for both"
     town.until(lambda: FenceReplica(3) in agents[2].received)
     assert FenceReplica(2) not in agents[2].received, "replica 3 alone has ranks there"
     assert town.announced(0)[-1].new.losses[0].detail.startswith("node n1: its agent is gone")
@@ -257,7 +259,7 @@ def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> Non
     agents = [Agent(town, number) for number in range(2)]
     town.until(lambda: all(agent.of(JobEnds) for agent in agents))
     [end] = agents[0].of(JobEnds)
-    assert end.exit_code == ExitCode.BAD_INPUT and end.reason.startswith("2 of 3 nodes were there after 0.3 s (n0, n1)")
+    assert end.exit_code == ExitCode.TOO_FEW_REPLICAS and end.reason.startswith("2 of 3 nodes were there after 0.3 s (n0, n1)")
 
 
 def test_a_job_starts_with_fewer_after_the_last_call_and_a_later_node_idles_until_its_end(make_town: Make) -> None:

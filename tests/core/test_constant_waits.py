@@ -40,6 +40,7 @@ INTERVALS = {
     "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
     "cluster/coordinator.py _TURN_S": "between two looks at whether anybody still needs the coordinator",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
+    "cluster/endpoint_file.py _LOOK_S": "between two looks at a file, while `join_timeout` runs",
     "cluster/membership.py _PAUSE_S": "between two tries to reach the coordinator, while `join_s` or `leader_s` runs",
     "cluster/membership.py _TURN_S": "between two turns of the loop, while `words_s` runs",
     "cluster/logs.py _INTERVAL_S": "between two copies of what ranks print",

@@ -1,0 +1,70 @@
+"""The file through which nodes find their endpoint where no node is known before (Slurm arrays).
+
+The first node to create `FILE.owner` owns the endpoint. It starts the coordinator, and writes the
+address into FILE, which the others wait for. Both files are for one job, and stay: a node that
+comes after the end of the job must not begin another one. A job that finds the owner's file of
+another job waits in vain, and names it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from megatron_recover.host.addresses import host_name, parse_address
+from megatron_recover.host.whole_file import replacing
+
+_LOOK_S = 0.2
+
+
+def owner_file(file: Path) -> Path:
+    """Return the file that only the owner of the endpoint can create."""
+    return file.with_name(f"{file.name}.owner")
+
+
+def claim(file: Path) -> bool:
+    """Return whether this node owns the endpoint from now on. Raises ValueError with the remedy."""
+    owner = owner_file(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and os.path.lexists(owner):
+            return False
+        raise ValueError(
+            f"--rdzv-endpoint file:{file}: {error.filename} cannot be made on node {host_name()} ({error.strerror}); name a "
+            "file in a folder that all nodes see and may write"
+        ) from error
+    os.write(descriptor, host_name().encode())
+    os.close(descriptor)
+    return True
+
+
+def publish(file: Path, address: str) -> None:
+    """Write the address of the endpoint, for the other nodes. Raises OSError."""
+    with replacing(file, durable=True) as opened:
+        opened.write(f"{address}\n".encode())
+
+
+def await_address(file: Path, patience_s: float) -> tuple[str, int]:
+    """Return host and port of the endpoint once its owner has written them.
+
+    Raises ValueError with the remedy after `patience_s` seconds.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return parse_address(file.read_text().strip())
+        except (OSError, ValueError):
+            if time.monotonic() > until:
+                break
+        time.sleep(_LOOK_S)
+    try:
+        owner = owner_file(file).read_text()
+    except OSError:
+        owner = "nobody"
+    raise ValueError(
+        f"--rdzv-endpoint file:{file} had no address after {patience_s:g} s; {owner} was to write it, as {owner_file(file)} "
+        "says: see that node, or give each job a file of its own"
+    )
