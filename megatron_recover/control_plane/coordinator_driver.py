@@ -91,6 +91,14 @@ class CoordinatorDriver:
         return self._state.generation
 
     @property
+    def num_expected(self) -> int:
+        """Return how many leaders have not connected yet: at least one before the first generation.
+
+        None is expected after that.
+        """
+        return 0 if self._state.generation else max(1, self._state.policy.num_replicas - len(self._links))
+
+    @property
     def progress(self) -> tuple[int, tuple[int, ...], int]:
         """Return the generation, its roster, and the number of committed steps."""
         return self._state.generation, self._state.roster, self._state.step

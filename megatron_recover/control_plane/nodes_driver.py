@@ -153,7 +153,7 @@ class NodesDriver:
         self._told: JobState | None = None
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
-            expects=lambda: self._membership is None or not self._membership.generation,
+            expects=self._num_expected,
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
             ),
@@ -189,6 +189,15 @@ class NodesDriver:
         self._send_to(self._agents, self._end)
 
     # --- Connections ------------------------------------------------------------------------------
+
+    def _num_expected(self) -> int:
+        """Return how many agents or leaders are needed and may connect at the same time.
+
+        Before the first generation at least one peer is expected.
+        """
+        if self._membership is not None:
+            return self._membership.num_expected
+        return max(1, self._settings.most - len(self._agents))
 
     def _admits(self, peer: Party, wanted: Party) -> bool:
         is_agent = peer == Party(Role.AGENT)
