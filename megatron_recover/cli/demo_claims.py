@@ -76,11 +76,7 @@ def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> t
         Claim(
             "A whole node was killed within a step: its launcher and all its ranks",
             bool(killed) and len(lost) == len(recoveries) == 1 and began is not None and gone == {*recoveries[0].lost_replicas},
-            "; ".join(
-                f"{began}: node {event.node} with replica{'s' * (len(event.replicas) > 1)} "
-                f"{', '.join(map(str, event.replicas))}, {len(killed)} processes"
-                for event in lost
-            )
+            "; ".join(f"{began}: node {event.node} with {_replicas(event.replicas)}, {len(killed)} processes" for event in lost)
             or "none was lost",
         ),
         Claim(
@@ -92,6 +88,10 @@ def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> t
         ),
         *_claims_of_any_loss(reference, faulty),
     )
+
+
+def _replicas(numbers: Sequence[int]) -> str:
+    return f"replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _how_far(summary: Summary, quiet: Summary) -> str:
@@ -166,7 +166,7 @@ def story(summary: Summary) -> Iterator[str]:
                 yield _recovery(one)
     for one in summary.recoveries:
         if one.lost_replicas and one.generation not in told:
-            yield f"{one.label}: replicas {', '.join(map(str, one.lost_replicas))} were lost ({one.reason})"
+            yield f"{one.label}: without {_replicas(one.lost_replicas)} from then on ({one.reason})"
             yield _recovery(one)
 
 
