@@ -157,7 +157,10 @@ def test_the_loss_of_a_whole_node_is_proven_and_told(
     text = capsys.readouterr().out
     assert "PROVEN" in text and "NOT PROVEN" not in text and " NO]" not in text
     assert "        train 2: node 2 with replica 2, 3 processes" in text
-    assert "     train 2: without replica 2 from then on (" in text and "the others finished that very step in generation 2" in text
+    assert (
+        "     train 2: without replica 2 from then on (" in text
+        and "the others finished that very step in generation 2" in text
+    )
 
 
 @pytest.mark.parametrize(
