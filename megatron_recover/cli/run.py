@@ -91,7 +91,7 @@ def _parser() -> _RunParser:
         prog="megatron-recover run",
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
         usage="megatron-recover run [--nproc-per-node N | --replicas R] [options] SCRIPT [Megatron flags]",
-        epilog="A replica is TP x PP x CP x lanes processes, all of them on this machine. --global-batch-size is that of the "
+        epilog="A replica is TP x PP x CP x lanes processes. --global-batch-size is that of the "
         "whole job. Exit codes: docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
     )
     add_flags(parser)
