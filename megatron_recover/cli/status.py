@@ -10,11 +10,10 @@ import msgspec
 
 from megatron_recover.cli.run_dirs import run_folder
 from megatron_recover.cluster import status
+from megatron_recover.cluster.slurm.script import COMMENT
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 
-COMMENT = "megatron-recover:"
-"""Prefix of the comment that printed batch scripts give their Slurm job; the folder follows."""
 _SLURM_S = 20.0
 
 
