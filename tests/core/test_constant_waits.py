@@ -39,6 +39,7 @@ INTERVALS = {
     "cluster/event_command.py _REAPED_S": "after the kill of a command: it is reaped later if the kernel still holds it",
     "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
     "cluster/coordinator.py _TURN_S": "between two looks at whether anybody still needs the coordinator",
+    "cluster/gathering.py _LOOK_S": "between two looks at the folders of other nodes, while `traces_s` or `offer_s` runs",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
     "cluster/endpoint_file.py _LOOK_S": "between two looks at a file, while `join_timeout` runs",
     "cluster/membership.py _PAUSE_S": "between two tries to reach the coordinator, while `join_s` or `leader_s` runs",
