@@ -38,25 +38,27 @@ class CoordinatorLoss:
             return
         self._recording.says(f"{self.why}: training goes on to the next save point, and ends there")
 
-    def look(self, silent_s: float, *, has_begun: bool) -> None:
+    def look(self, silent_s: float, *, is_gone: bool, has_begun: bool) -> None:
         """Report a coordinator that is silent, and that it is heard again; end without one at last.
 
-        `silent_s`: seconds since it was heard last. Without living ranks this node waits only for
-        `JobEnds`: not longer than `deadline_s` for a coordinator of which nothing is heard, and no
-        longer for one that is gone.
+        `silent_s`: seconds since it was heard last. `is_gone`: the link to it has ended. On another
+        node than its own, a coordinator that is silent for `--node-timeout` counts as gone until it
+        is heard again. Without living ranks a node waits only for `JobEnds`: no longer for a
+        coordinator that is gone.
         """
+        if not self._job.nodes:
+            return
         if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
             self._is_cut_off = not self._is_cut_off
-            if self._is_cut_off and self._job.nodes:
+            if self._is_cut_off:
                 self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
-            elif self._job.nodes:
+            else:
                 self._recording.says("the coordinator is heard again")
-        if has_begun and self._fences.is_nobody_left:
-            if self.why:
-                self._end(ExitCode.NO_REPLICA_LEFT, f"{self.why}, and no rank of this node is left")
-            elif silent_s >= self._deadlines.deadline_s:
-                why = f"nothing was heard of the coordinator for {silent_s:.0f} s, and no rank of this node is left"
-                self._end(ExitCode.NO_REPLICA_LEFT, why)
+        if not is_gone and self._job.node:
+            limit_s = self._job.node_s or self._deadlines.node_s
+            self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s" if silent_s >= limit_s else ""
+        if has_begun and self.why and self._fences.is_nobody_left:
+            self._end(ExitCode.NO_REPLICA_LEFT, f"{self.why}, and no rank of this node is left")
 
     def ended(self, end: ProcessEnd) -> None:
         """Handle the end of a rank without a coordinator."""

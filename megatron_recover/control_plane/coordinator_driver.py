@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+import msgspec
+
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.beats import LeaderWatch
@@ -122,6 +124,11 @@ class CoordinatorDriver:
     def at_work(self, replicas: tuple[int, ...]) -> None:
         """Feed the machine the replicas that have work of their own, by their progress pages."""
         self._step(machine.AtWork(replicas))
+
+    def end(self, exit_code: int, reason: str) -> None:
+        """End the job for a reason that the machine does not know; later inputs have no effect."""
+        self._state = msgspec.structs.replace(self._state, over=True)
+        self._end(exit_code, reason)
 
     def ask_exit(self, reason: str) -> None:
         """Have all replicas end after a common step; before generation 1, end the run.

@@ -111,7 +111,7 @@ class _Agent:
         """Number of the node; -1: the job does not use it."""
         self.heard_at = now
         self.shared: NodeShares | None = None
-        """What the node has sent in the newest round of the examination."""
+        """The findings that the node has sent in the newest round of the examination."""
         self.ready: NodeReady | None = None
         self.is_launched = False
         self.is_silent = False
@@ -171,10 +171,14 @@ class NodesDriver:
     def is_done(self) -> bool:
         """Return whether nobody needs the coordinator any more.
 
-        The link to a node that was lost may never end. Once the job is over, the node is not
-        awaited: the kernel delivers the last message if the node comes back.
+        The link to a node that was lost or is silent may never end. Once the job is over, the node
+        is not awaited: the kernel delivers the last message if the node comes back.
         """
-        awaited = [each for each in self._agents if not (self.has_ended and each.is_lost and not each.link.wants_write)]
+        awaited = [
+            each
+            for each in self._agents
+            if not (self.has_ended and (each.is_lost or each.is_silent) and not each.link.wants_write)
+        ]
         return self.was_joined and not awaited
 
     @property
@@ -212,6 +216,9 @@ class NodesDriver:
             self._loop.drop(link)
             return
         agent = _Agent(link, message, self._loop.time())
+        for old in [each for each in self._agents if each.hello.identity == message.identity]:
+            self._loop.drop(old.link)  # it broke, and only the agent has seen that
+            self._agent_gone(old, "its connection broke")
         if (before := self._removed.get(message.identity)) is not None:
             self._returns(agent, before)
             return
@@ -226,7 +233,10 @@ class NodesDriver:
         elif self._end is not None:
             self._loop.send(link, self._end)
         else:
-            self._loop.send(link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
+            self._have_idle(agent)
+
+    def _have_idle(self, agent: _Agent) -> None:
+        self._loop.send(agent.link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
 
     def _returns(self, agent: _Agent, number: int) -> None:
         """Take the new link of an agent whose node was removed, and have it fence its ranks."""
@@ -249,7 +259,7 @@ class NodesDriver:
             self._end_everywhere(ExitCode.BAD_INPUT, newcomer, mistake)
             return
         present = len(self._agents)
-        if present == self._settings.most and self._owner is not None:
+        if present >= self._settings.most and self._owner is not None:
             self._all_met()
         elif present == self._settings.least:
             self._loop.after(self._settings.last_call_s, self._last_call)
@@ -292,25 +302,22 @@ class NodesDriver:
             )
 
     def _all_met(self) -> None:
-        """Give each node its number, and tell all agents."""
+        """Give each node its number, and tell all agents. Nodes beyond the most idle."""
         owner = self._owner
         assert owner is not None
-        last = len(self._agents)
-        self._agents.sort(
-            key=lambda each: (each is not owner, last if each.hello.node_rank is None else each.hello.node_rank)
-        )  # fmt: skip
-        for number, agent in enumerate(self._agents):
+        others, last = [each for each in self._agents if each is not owner], len(self._agents)
+        others, late = others[: self._settings.most - 1], others[self._settings.most - 1 :]
+        others.sort(key=lambda each: last if each.hello.node_rank is None else each.hello.node_rank)
+        used = [owner, *others]
+        self._agents = [*used, *late]
+        for number, agent in enumerate(used):
             agent.number = number
-        self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents)
+        self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in used)
         self._stage = Stage.PREPARING
-        if len(self._nodes) > 1:
-            self._record(
-                trace.NodesMet(
-                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
-                )
-            )
-        for agent in self._agents:
+        for agent in used:
             self._loop.send(agent.link, Met(self._nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
+        for agent in late:
+            self._have_idle(agent)
 
     # --- Preparing --------------------------------------------------------------------------------
 
@@ -346,6 +353,12 @@ class NodesDriver:
             fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
         self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
+        if len(self._nodes) > 1:  # not before: node 0 records since it has met the others
+            self._record(
+                trace.NodesMet(
+                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
+                )
+            )
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
         stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
@@ -365,6 +378,9 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
+            case FenceDone(replica) | ReplicaGone(values.Loss(replica=replica)) if replica not in self._hosts:
+                self._loop.drop(agent.link)
+                self._agent_gone(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
             case EndAsked(reason):
@@ -405,12 +421,19 @@ class NodesDriver:
     def _tell_work(self) -> None:
         """Feed the machine the replicas at work on all nodes, but none that a node accuses.
 
-        Nobody knows what those of a silent node do now.
+        Nobody knows what those of a silent node do now. Of several nodes a silent one is removed
+        after its own time, so its replicas count as at work until then. The only node of a job is
+        never removed, so they do not count there.
         """
-        if self._membership is not None:
-            heard = [agent for agent in self._agents if not agent.is_silent and not agent.is_lost]
-            at_work = {replica for agent in heard for replica in agent.at_work} - condemning.accused(self._condemning)
-            self._membership.at_work(tuple(sorted(at_work)))
+        if self._membership is None:
+            return
+        living = [agent for agent in self._agents if agent.number >= 0 and not agent.is_lost]
+        at_work = {replica for agent in living if not agent.is_silent for replica in agent.at_work}
+        at_work -= condemning.accused(self._condemning)
+        if len(self._nodes) > 1:
+            silent = {agent.number for agent in living if agent.is_silent}
+            at_work |= {replica for replica, nodes in self._hosts.items() if silent.intersection(nodes)}
+        self._membership.at_work(tuple(sorted(at_work)))
 
     def _judge(self, event: condemning.Input) -> None:
         """Feed the machine that decides on hangs, and send what it asks and tells."""
@@ -536,6 +559,11 @@ class NodesDriver:
             )
         return tuple(states[number] for number in sorted(states))
 
+    def _give_up(self, reason: str) -> None:
+        """End the job here: the nodes that are not heard have no coordinator, and end too."""
+        assert self._membership is not None
+        self._membership.end(ExitCode.NO_REPLICA_LEFT, reason)
+
     def _heard(self, agent: _Agent) -> None:
         now = self._loop.time()
         silent_s, agent.heard_at = now - agent.heard_at, now
@@ -556,11 +584,15 @@ class NodesDriver:
                 agent.is_silent = True
                 self._tell(agent, "began", silent_s[number])
                 self._tell_silence()
-        if self._stage is Stage.RUNNING and all(agent.is_launched for agent in living.values()):
+        membership = self._membership
+        if membership is not None and (membership.generation or all(agent.is_launched for agent in living.values())):
             # Before, an agent may wait for its fork server; what never starts is late (`start`).
             limit_s = self._settings.node_silence_s
             for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=limit_s):
                 self._lose(living[number], f"nothing was heard of it for {silent_s[number]:.1f} s")
+            if len(self._nodes) > 1 and node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=limit_s):
+                heard = sum(seconds < seen_s for seconds in silent_s.values())
+                self._give_up(f"{heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost")
 
     def _tell(self, agent: _Agent, phase: str, seconds: float) -> None:
         self._record(

@@ -15,6 +15,7 @@ from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     EndAsked,
+    FenceDone,
     FenceReplica,
     Idle,
     JobEnds,
@@ -39,6 +40,7 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
+from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode, Hello, Loss, LossKind
 from megatron_recover.deadlines import Deadlines
@@ -79,7 +81,9 @@ class Town:
     """A coordinator, and whoever the test plays, in one loop."""
 
     def __init__(self, *, least: int = 3, most: int = 3, **settings: float) -> None:
-        self.loop = Loop()
+        self.now = 0.0
+        """Time of the loop's clock, which goes on by turns of the test and not by itself."""
+        self.loop = Loop(clock=lambda: self.now, cpu_clock=lambda: 0.0)
         self.events: list[trace.Event] = []
         listener = listen("127.0.0.1:0")
         self.address = address_of(listener)
@@ -93,15 +97,23 @@ class Town:
         end = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < end, f"in vain: {self.events}"
-            self.loop.run_once(0.01)
+            self.turn(0.001)
+
+    def turn(self, seconds: float) -> None:
+        """Let so much time pass, and serve what has arrived by then."""
+        self.now += seconds
+        for _ in range(4):
+            self.loop.run_once(0.0)
+        time.sleep(0.0005)  # for the kernel to deliver what was just sent
+        self.loop.run_once(0.0)
 
     def run(self, seconds: float, *beating: Agent) -> None:
         """Go on so long; agents `beating` send signs of life."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        end = self.now + seconds
+        while self.now < end:
             for agent in beating:
                 agent.say(NodeBeat())
-            self.loop.run_once(0.02)
+            self.turn(0.01)
 
     def meet(self, num_nodes: int = 3) -> list[Agent]:
         agents = [Agent(self, number) for number in range(num_nodes)]
@@ -165,13 +177,13 @@ def test_nodes_are_numbered_with_the_coordinators_first_and_the_given_ranks_next
     assert [(node.number, node.name) for node in met.nodes] == [(0, "n0"), (1, "n8"), (2, "n7")]
     assert (met.you, late.of(Met)[0].you, early.of(Met)[0].you) == (0, 2, 1)
     assert late.of(Met)[0].run_dir == "/run0", "that of node 0"
-    [event] = town.of(trace.NodesMet)
-    assert [node.name for node in event.nodes] == ["n0", "n8", "n7"]
 
 
 def test_ranks_start_when_all_nodes_are_ready_and_know_every_leader(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
+    [event] = town.of(trace.NodesMet)
+    assert [node.name for node in event.nodes] == ["n0", "n1", "n2"]
     assert agents[2].of(Launch) == [Launch(((0, "a:0"), (1, "a:1"), (2, "a:2")))]
     assert [message.new.roster for message in town.announced(0)] == [(0, 1, 2)]
 
@@ -217,24 +229,51 @@ def test_a_short_silence_costs_nothing(make_town: Make) -> None:
 def test_a_coordinator_that_hears_fewer_than_half_removes_nobody(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
-    town.run(1.2, agents[0])
+    town.run(0.8, agents[0])
     assert {event.node for event in town.of(trace.NodeSilent)} == {1, 2} and not town.of(trace.NodeLost)
     town.run(0.3, *agents)
     assert not town.of(trace.NodeLost), "they are heard again"
 
 
-def test_work_on_a_silent_node_excuses_nobody(make_town: Make) -> None:
+def test_a_silent_node_is_removed_by_its_own_time_alone_and_on_the_only_node_nobody_is_excused(make_town: Make) -> None:
     town = make_town(node_silence_s=10.0)
-    agents = town.start([[0], [1], [2]])
-    agents[2].say(NodeAtWork((2,)))
-    agents[1].say(NodeAtWork((1,)))
+    agents = town.start([[0], [1], [1, 2]])
+    agents[0].say(NodeAtWork((0,)))
     membership = town.nodes._membership
     assert membership is not None
-    town.until(lambda: membership._state.at_work == (1, 2))
+    town.run(0.1, *agents)
+    assert membership._state.at_work == (0,)
     town.run(0.3, agents[0], agents[1])
-    assert membership._state.at_work == (1,)
+    assert membership._state.at_work == (0, 1, 2), "no timer of the coordinator removes the others"
     town.run(0.2, *agents)
-    assert membership._state.at_work == (1, 2), "it is heard again, and has said nothing else since"
+    assert membership._state.at_work == (0,), "it is heard again"
+    alone = make_town(least=1, most=1)
+    [agent] = alone.start([[0, 1]], num_nodes=1)
+    agent.say(NodeAtWork((0, 1)))
+    membership = alone.nodes._membership
+    assert membership is not None
+    alone.run(0.1, agent)
+    assert membership._state.at_work == (0, 1)
+    alone.run(0.3)
+    assert membership._state.at_work == ()
+
+
+def test_a_coordinator_that_is_cut_off_ends_its_side_after_twice_the_time(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.run(0.8, agents[0])
+    assert not agents[0].of(JobEnds)
+    town.run(0.6, agents[0])
+    [end] = agents[0].of(JobEnds)
+    assert end.exit_code == ExitCode.NO_REPLICA_LEFT and end.reason.startswith("1 of 3 nodes are heard, too few")
+    assert not town.of(trace.NodeLost)
+
+
+def test_an_agent_of_node_0_that_is_stopped_ends_nothing(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.run(1.4, agents[1], agents[2])
+    assert not town.of(trace.NodeLost) and not agents[1].of(JobEnds)
 
 
 @pytest.mark.parametrize(
@@ -400,3 +439,61 @@ def test_the_loss_of_a_node_is_told_to_node_0_which_does_not_wait_for_its_trace(
     second.hang_up()
     town.until(lambda: first.of(NodeGone))
     assert first.of(NodeGone)[0].node == 1 and "the node was lost" in first.of(NodeGone)[0].why
+
+
+def test_a_node_may_come_back_before_the_end_of_its_broken_link_is_seen(make_town: Make) -> None:
+    town = make_town(node_silence_s=20.0)
+    owner, broken = Agent(town, 0, node_rank=0), Agent(town, 1, node_rank=1)
+    town.until(lambda: owner.received and broken.received)
+    again, last = Agent(town, 1, node_rank=1), Agent(town, 2, node_rank=2)
+    town.until(lambda: again.of(Met) and last.of(Met))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n1", "n2"] and broken.is_closed
+    town = make_town(node_silence_s=20.0)
+    agents = town.start([[0], [1], [2]])
+    for _ in range(2):
+        again = Agent(town, 2)
+        town.until(lambda agent=again: FenceReplica(2) in agent.received)
+        assert town.announced(0)[-1].new.roster == (0, 1) and not again.of(Idle)
+    assert agents[2].is_closed and len(town.of(trace.NodeLost)) == 1
+
+
+def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_town: Make) -> None:
+    town = make_town()
+    agents = town.meet()
+    for number, agent in enumerate(agents):
+        agent.say(NodeReady(MembershipSettings(num_replicas=3), (number,), ((number, f"a:{number}"),)))
+    town.until(lambda: all(agent.of(Launch) for agent in agents))
+    for agent in agents[:2]:
+        agent.say(NodeLaunched())
+    town.leaders = {}
+    town._lead(0)
+    town._lead(1)
+    membership = town.nodes._membership
+    assert membership is not None
+    town.until(lambda: membership._state.start)
+    town.run(1.0, *agents[:2])
+    assert not town.of(trace.NodeLost), "it may still start ranks"
+    membership._step(coordinator.TimerFired(membership._state.start))
+    town.run(1.0, *agents[:2])
+    town.run(1.0, agents[0])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2, 1]
+    assert town.announced(0)[-1].new.roster == (0,)
+
+
+@pytest.mark.parametrize("message", [FenceDone(7), ReplicaGone(Loss(7, LossKind.SUSPECTED))])
+def test_an_agent_that_names_no_replica_of_the_job_loses_its_node_alone(make_town: Make, message: Message) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[2].say(message)
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    kind = type(message).__name__
+    assert town.of(trace.NodeLost)[0].detail == f"its agent is gone (sent a {kind} of replica 7, which the job does not have)"
+
+
+def test_nodes_beyond_the_most_idle_also_if_they_are_there_before_the_coordinators(make_town: Make) -> None:
+    town = make_town(least=2, most=2)
+    first, late = Agent(town, 5), Agent(town, 6)
+    town.until(lambda: first.received and late.received)
+    owner = Agent(town, 0)
+    town.until(lambda: owner.of(Met) and first.of(Met) and late.of(Idle))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n5"] and not late.of(Met)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_recover.core.node_silence import OWN, to_remove
+from megatron_recover.core.node_silence import OWN, is_cut_off, to_remove
 
 SEEN_S, LIMIT_S = 1.5, 10.0
 HEARD, SILENT, LONG = 0.0, 5.0, 11.0
@@ -41,3 +41,14 @@ def test_of_two_sides_of_a_cut_only_that_of_the_coordinator_removes_and_only_wit
 def test_an_agent_that_has_ended_is_not_counted_and_the_own_one_may_have_ended() -> None:
     assert to_remove({1: HEARD, 2: LONG}, seen_s=SEEN_S, limit_s=LIMIT_S) == (2,)
     assert to_remove({}, seen_s=SEEN_S, limit_s=LIMIT_S) == ()
+
+
+def test_the_side_of_the_coordinator_ends_only_if_it_is_the_one_that_is_cut_off() -> None:
+    def is_cut(*silent_s: float) -> bool:
+        return is_cut_off(dict(enumerate(silent_s)), seen_s=SEEN_S, limit_s=LIMIT_S)
+
+    assert is_cut(HEARD, 20.0, 20.0) and is_cut(HEARD, 20.0, SILENT)
+    assert not is_cut(HEARD, LONG, LONG), "it may heal"
+    assert not is_cut(HEARD, HEARD, 20.0), "that node is removed"
+    assert not is_cut(20.0, HEARD, HEARD), "its own agent is stopped"
+    assert not is_cut(20.0, 20.0, 20.0), "so it may be, with the network"

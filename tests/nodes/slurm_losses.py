@@ -213,7 +213,7 @@ NEEDS_SCANCEL = ENDS_ALL - {(down, Shape.ALLOCATION, Where.BATCH_HOST)} | {
     *itertools.product([slurmstepd], Shape, Where),
 }
 """The job runs on when its programs have ended: nobody is left who would end it."""
-SPARES_VICTIM = (slurmstepd, slurmd, drain, srun_stopped, srun_killed)
+SPARES_VICTIM = (slurmstepd, slurmd, drain, srun_stopped)
 """Losses that the program on the node itself survives."""
 WATCHED_S = 3.0
 """For so long after a loss it is seen who goes on."""

@@ -6,6 +6,7 @@ They print `got`, `echo after X ms`, `silence` (for half a second), `end of file
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -16,7 +17,7 @@ PAUSE_S = 0.02
 
 
 def _say(words: str) -> None:
-    print(words, flush=True)
+    os.write(1, f"{words}\n".encode())  # whole lines, from any thread
 
 
 def _answer(connection: socket.socket) -> None:

@@ -18,6 +18,7 @@ from tests.nodes.slurm_losses import (
     Where,
     cancel,
     play,
+    srun_killed,
 )
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(300)]
@@ -63,5 +64,6 @@ def test_a_loss(slurm: Slurm, strike: Callable, shape: Shape, where: Where) -> N
     else:
         assert set(others) <= set(result.going_on), "the loss of one node ended what ran on others"
         assert result.pause_s < 2.0
-        assert (victim in result.going_on) == (strike in SPARES_VICTIM)
+        if strike is not srun_killed:  # it depends on when slurmstepd misses its srun
+            assert (victim in result.going_on) == (strike in SPARES_VICTIM)
     assert result.has_ended == ((strike, shape, where) not in NEEDS_SCANCEL)
