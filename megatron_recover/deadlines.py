@@ -210,6 +210,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     the rest is lost, and the recorder reports it. Fixed: the exit code is known by then, and a
     scheduler that asked for the end kills soon (Slurm after 30 s). With `terminal_s` this is over
     before."""
+    traces_s: float
+    """Longest wait of node 0, at the end, for the traces of the other nodes to have their end in
+    the run directory, without a part of one that node 0 gathers. Then node 0 makes summary and
+    report without the traces that are missing, and names them. Fixed: see `trace_s`."""
+    offer_s: float
+    """Longest wait of another node, at the end, for node 0 to ask for a part of its trace, or to
+    have all. Then the node ends; its files stay on its disk."""
     scrape_s: float
     """Longest time that a connection to the port of `--metrics-port` is kept. Then the monitor
     closes it. Fixed: Prometheus itself waits for 10 s by default, and an answer takes
@@ -327,6 +334,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             screen_s=screen_s,
             terminal_s=shown_s + replies_s,
             trace_s=trace_s,
+            traces_s=12.0,
+            offer_s=min(90.0, 0.9 * deadline_s),
             scrape_s=5.0,
             last_events_s=last_events_s,
             command_s=command_s,
@@ -424,6 +433,12 @@ ORDER = (
     Below("slow_disk_s", "trace_s", "people hear of a slow disk before events are given up"),
     Below("terminal_s", "report_s", "the end of the run is shown before anyone waits for its plot"),
     Below("trace_s", "report_s", "summary and plot take longer than the trace that they are made from"),
+    Below("trace_s", "traces_s", "node 0 waits for a node whose disk is slow"),
+    Below("traces_s", "report_s", "summary and report are made also where a trace never comes"),
+    Below("end_s", "offer_s", "a node offers its trace until the ranks of node 0 have ended"),
+    Below("monitor_s", "offer_s", "a node offers its trace until node 0 has given its last event"),
+    Below("traces_s", "offer_s", "a node does not leave while node 0 still waits for its trace"),
+    Below("offer_s", "deadline_s", "an end is shorter than a run's longest wait"),
     Below("scrape_s", "deadline_s", "a client that stalls gives its place to the next one"),
     Below("last_events_s", "monitor_s", "the end of a run is given without its trace before the launcher gives the monitor up"),
     Below("command_s", "monitor_s", "a command that hangs is killed, and the end is given, before the monitor is given up"),

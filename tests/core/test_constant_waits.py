@@ -45,6 +45,7 @@ INTERVALS = {
     "cluster/slurm/script.py SIGNAL_S": "the default of --signal-s: how long before its end Slurm asks a job to end",
     "cluster/slurm/script.py _GRACE_S": "after the end of the run is in the trace, by a batch script",
     "cluster/slurm/script.py _LOOK_S": "between two looks at the trace, by a batch script",
+    "cluster/gathering.py _LOOK_S": "between two looks at the folders of other nodes, while `traces_s` or `offer_s` runs",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
     "cluster/endpoint_file.py _LOOK_S": "between two looks at a file, while `join_timeout` runs",
     "cluster/membership.py _PAUSE_S": "between two tries to reach the coordinator, while `join_s` or `leader_s` runs",
