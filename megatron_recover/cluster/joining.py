@@ -1,4 +1,4 @@
-"""How a node joins a job of several nodes: it finds its address, and waits until all are there.
+"""Joining a job of several nodes: a node finds its address, and waits until all nodes are there.
 
 The node that owns the endpoint starts the coordinator. `cluster/meeting.py` has the decisions.
 """
@@ -111,8 +111,8 @@ class Place:
         meeting = self._meeting
         settings = NodesSettings(
             owner=identity, least=meeting.least_nodes, most=meeting.most_nodes, join_s=meeting.join_s,
-            last_call_s=meeting.last_call_s, node_silence_s=meeting.node_silence_s,
-            deadlines=self._deadlines.with_node(meeting.node_silence_s),
+            last_call_s=meeting.last_call_s, node_silence_s=meeting.node_s,
+            deadlines=self._deadlines.with_node(meeting.node_s),
             ignored=ignored,
         )  # fmt: skip
         events = ring.create(level=level)

@@ -1,4 +1,4 @@
-"""What follows from the reports of all nodes: pure functions, which node 0 calls."""
+"""The findings that follow from the reports of all nodes: pure functions, which node 0 calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARED_NEEDED = (Check.SAVE, Check.LOAD)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node has found out."""
+    """All findings of one node."""
 
     node: int
     name: str
@@ -29,11 +29,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     taken: tuple[int, ...] = ()
     """Ports of --port-range that other programs have (`Service.taken`)."""
     sights: Mapping[str, Sight] = {}
-    """What the node sees of node 0's marks, by flag (`sharing.look`). Empty on node 0."""
+    """The node's view of node 0's marks, by flag (`sharing.look`). Empty on node 0."""
     answers: tuple[Answer, ...] = ()
-    """What the node found out about its connections (`probing.probe`)."""
+    """The findings of the node about its connections (`probing.probe`)."""
     has_later_ranks: bool = False
-    """That of its `Need`."""
+    """`Need.has_later_ranks` of the node."""
 
 
 def judged(reports: Sequence[Report]) -> list[tuple[int, Finding]]:

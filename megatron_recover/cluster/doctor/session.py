@@ -24,7 +24,7 @@ from megatron_recover.cluster.doctor.service import Service
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """What the other nodes have to know of a node for the second round."""
+    """The facts about a node that the other nodes need for the second round."""
 
     node: int
     host: str = ""
