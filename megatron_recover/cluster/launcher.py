@@ -150,10 +150,12 @@ class Launcher:
         self._recording: Recording
         self._wanted = wanted
         self._monitoring: Monitoring | None = None
-        self._generation = 0
         self._others: OtherNodes | None = None
         """None: the job has one node."""
+        self._generation = 0
         """Newest generation that the coordinator has announced."""
+        self._roster: tuple[int, ...] = ()
+        """Newest roster that the coordinator has announced."""
         self._leaders: dict[int, str] = {}
         """Replica -> address of its leader, once the ranks may be started."""
         self._stores: dict[int, str] = {}
@@ -328,9 +330,11 @@ class Launcher:
                 if self._others is not None:
                     self._others.num_members = len(roster)
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
+                left = tuple(sorted({*self._roster} - {*roster} - {loss.replica for loss in losses}))
+                self._roster = roster
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
-                    trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason)
+                    trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason, left=left)
                 )
             case FenceReplica(replica):
                 self._fence(replica)
@@ -360,7 +364,8 @@ class Launcher:
         self._recording.keep(
             status.Status(
                 at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
-                step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,
+                step=state.step, losses=len(account.lost), saved=account.saved, knows_saved=account.is_complete,
+                exit_code=exit_code, reason=reason,
                 answers=self._answers,
                 nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
             ),
@@ -389,7 +394,13 @@ class Launcher:
         if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
             self._is_cut_off = not self._is_cut_off
             if self._is_cut_off:
-                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
+                own = self._joined.coordinator
+                cause = (
+                    "this node may be cut off"
+                    if own is None
+                    else f"if somebody has stopped it, continue it with `kill -CONT {own.process.pid}`"
+                )
+                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: {cause}")
             else:
                 self._recording.says("the coordinator is heard again")
         if not self._joined.membership.is_lost and self._job.node:
@@ -739,6 +750,11 @@ class Launcher:
         """Expect that all ranks of a replica end with exit code 0: the replica leaves the job."""
         self._gone.add(replica)
         self._dismissed[replica] = self._loop.time() + self._deadlines.end_s
+        if self._job.nodes and self._gone.issuperset(self._job.replicas_here):
+            self._recording.says(
+                "all replicas with ranks on this node have left or are lost: the node waits for the end of the job"
+                + (f"; `kill -9 {os.getpid()}` gives it back at once" if self._job.node else "")
+            )
 
     def _fence_dismissed(self) -> None:
         """Report the end of replicas that leave; kill those whose ranks have not ended in time."""
@@ -788,7 +804,8 @@ class Launcher:
         timeout_s = self._job.shutdown_s
         if timeout_s is not None and not self._end_request.is_made:
             self._kill = self._loop.time() + timeout_s, number
-        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
+        where = " on each node" if len(self._job.nodes) > 1 else ""
+        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9` of the launcher{where} ({os.getpid()} here)"
         match self._end_request.take(number, at_terminal=at_terminal):
             case Answer.END if not self._generation:
                 self._recording.says(f"{name}: ending before training has begun")
