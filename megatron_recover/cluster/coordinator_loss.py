@@ -38,20 +38,22 @@ class CoordinatorLoss:
             return
         self._recording.says(f"{self.why}: training goes on to the next save point, and ends there")
 
-    def look(self, silent_s: float, *, is_gone: bool, has_begun: bool) -> None:
+    def look(self, silent_s: float, *, is_gone: bool, has_begun: bool, own_pid: int | None = None) -> None:
         """Report a coordinator that is silent, and that it is heard again; end without one at last.
 
         `silent_s`: seconds since it was heard last. `is_gone`: the link to it has ended. On another
         node than its own, a coordinator that is silent for `--node-timeout` counts as gone until it
         is heard again. Without living ranks a node waits only for `JobEnds`: no longer for a
-        coordinator that is gone.
+        coordinator that is gone. `own_pid`: the process of a coordinator on this node.
         """
         if not self._job.nodes:
             return
         if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
             self._is_cut_off = not self._is_cut_off
             if self._is_cut_off:
-                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
+                stopped = f"if somebody has stopped it, continue it with `kill -CONT {own_pid}`"
+                cause = "this node may be cut off" if own_pid is None else stopped
+                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: {cause}")
             else:
                 self._recording.says("the coordinator is heard again")
         if not is_gone and self._job.node:

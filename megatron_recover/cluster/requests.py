@@ -43,7 +43,8 @@ class Requests:
         self._recording.keep(
             status.Status(
                 at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
-                step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,
+                step=state.step, losses=len(account.lost), saved=account.saved, knows_saved=account.is_complete,
+                exit_code=exit_code, reason=reason,
                 answers=self._answers,
                 nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
             ),

@@ -58,7 +58,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     losses: int
     """Number of lost replicas."""
     saved: int | None
-    """Newest iteration that the job has saved."""
+    """Newest iteration that the job has saved, as far as node 0 knows."""
+    knows_saved: bool = True
+    """False if another node sees what is saved; the folder of `--save` then names the newest."""
     nodes: tuple[NodeStatus, ...]
     answers: tuple[Answer, ...] = ()
     """Answers to the newest requests."""
