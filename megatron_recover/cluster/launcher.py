@@ -168,6 +168,8 @@ class Launcher:
         """True once the coordinator was reported as silent, until it is heard again."""
         self._orphaned = ""
         """The loss of the coordinator in words; empty while the link to it lives."""
+        self._ended_together: int | None = None
+        """Exit code of ranks that ended by agreement after the coordinator was lost."""
         self._node: Node
         self._ranks: Watch
 
@@ -378,11 +380,10 @@ class Launcher:
         self._recording.says(f"{self._orphaned}: training goes on to the next save point, and ends there")
 
     def _look_at_coordinator(self) -> None:
-        """Report a coordinator that is silent, and that it is heard again; end without one at last.
+        """Report a coordinator that is silent, and that it is heard again.
 
         On another node than its own, a coordinator that is silent for `--node-timeout` counts as
-        gone until it is heard again. Without living ranks a node waits only for `JobEnds`: no
-        longer for a coordinator that is gone.
+        gone until it is heard again.
         """
         if self._ending is not None or self._joined is None or not self._job.nodes:
             return
@@ -396,7 +397,14 @@ class Launcher:
         if not self._joined.membership.is_lost and self._job.node:
             limit_s = self._job.node_s or self._deadlines.node_s
             self._orphaned = f"nothing was heard of the coordinator for {silent_s:.0f} s" if silent_s >= limit_s else ""
-        if self._generation and self._orphaned and self._node.num_living() <= len(self._set_aside):
+
+    def _end_alone(self) -> None:
+        """End without living ranks and without a coordinator that would send `JobEnds`."""
+        if not (self._generation and self._orphaned) or self._node.num_living() > len(self._set_aside):
+            return
+        if self._ended_together is not None:
+            self._end(self._ended_together, f"{self._orphaned}; the ranks of this node ended together")
+        else:
             self._end(ExitCode.NO_REPLICA_LEFT, f"{self._orphaned}, and no rank of this node is left")
 
     def _ended_alone(self, end: ProcessEnd) -> None:
@@ -407,8 +415,8 @@ class Launcher:
                 f"{self._orphaned}, and replica {end.replica} rank {end.rank} ended by {end.cause}: the others cannot go on "
                 "without it",
             )
-        elif self._node.num_living() <= len(self._set_aside):
-            self._end(end.status, f"{self._orphaned}; the ranks of this node ended together")
+        else:  # the end of a process is known before its death is confirmed
+            self._ended_together = end.status
 
     def _fail(self, exit_code: int, reason: str) -> None:
         """End the run on this node, and report to the coordinator why it cannot take part."""
@@ -625,6 +633,7 @@ class Launcher:
                 self._loop.run_once(0.0)
             for end in explaining_first(ends):
                 self._ended(end)
+            self._end_alone()
             self._look_for_hangs()
             self._fence_dismissed()
             self._carry_out_requests()
