@@ -374,8 +374,7 @@ class Launcher:
             membership = self._joined.membership
             own = self._joined.coordinator
             self._loss.look(
-                membership.silent_s(), is_gone=membership.is_lost, has_begun=self.has_begun,
-                own_pid=None if own is None else own.process.pid,
+                membership.silent_s(), is_gone=membership.is_lost, own_pid=None if own is None else own.process.pid
             )  # fmt: skip
 
     def _fail(self, exit_code: int, reason: str) -> None:
@@ -481,6 +480,9 @@ class Launcher:
                 self._loop.run_once(0.0)
             for end in explaining_first(ends):
                 self._ended(end)
+            self._end_alone()
+            if self._ending is None:
+                self._loss.end_alone(has_begun=self.has_begun)
             self._look_for_hangs()
             self._fences.fence_late()
             self._requests.carry_out()

@@ -53,7 +53,8 @@ class Requests:
     def carry_out(self) -> None:
         """Give the coordinator the requests that were left in the run directory of node 0."""
         for request in self._recording.requests():
-            replicas = (int(request.drain),) if request.drain.isdecimal() else self._replicas_on(request.drain)
+            named = tuple(replica for replica in range(self._job.num_replicas) if str(replica) == request.drain)
+            replicas = named or self._replicas_on(request.drain)
             if replicas:
                 self._send(DrainAsked(replicas, f"drain {request.drain} of {request.by}", request.id))
             else:

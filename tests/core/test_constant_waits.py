@@ -51,12 +51,7 @@ INTERVALS = {
     "cluster/event_command.py _REAPED_S": "after the kill of a command: it is reaped later if the kernel still holds it",
     "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
     "cluster/coordinator.py _TURN_S": "between two looks at whether anybody still needs the coordinator",
-    "cluster/joining.py _TURN_S": "between two turns of the loop, while `join_s` of the meeting runs",
     "cluster/meeting.py JOIN_S": "before there is a run: the default of join_timeout, which is torchrun's",
-    "cluster/meeting.py LAST_CALL_S": "before there is a run: the default of last_call_timeout, which is torchrun's",
-    "cluster/slurm/script.py SIGNAL_S": "the default of --signal-s: how long before its end Slurm asks a job to end",
-    "cluster/slurm/script.py _GRACE_S": "after the end of the run is in the trace, by a batch script",
-    "cluster/slurm/script.py _LOOK_S": "between two looks at the trace, by a batch script",
     "cluster/gathering.py _LOOK_S": "between two looks at the folders of other nodes, while `traces_s` or `offer_s` runs",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
     "cluster/endpoint_file.py _LOOK_S": "between two looks at a file, while `join_timeout` runs",
@@ -97,10 +92,7 @@ INTERVALS = {
     "host/gpus.py _ANSWERS_S": "before there is a run: with a driver that hangs no GPU is found, and the user gives the number",
     "host/gpus.py _READ_S": "to read what a program has written already",
     "host/lock_file.py _POLL_S": "between two tries to get the lock, while `build_s` or `lock_s` runs",
-    "observe/margin.py _RESERVE_S": "a part of what a person is advised to give as --signal-s",
     "observe/summary.py _SLACK_S": "between two events of a trace that is read when the run is over",
-    "trace/merging.py MARGIN_S": "a difference between the clocks of two traces, for which nobody waits",
-    "trace/node_clock.py _TELL_S": "between two reports of refused stamps",
     "trace/ring.py _SETTLE_S": "a store leaves the store buffer of a core (Note [Visibility]); no process is waited for",
 }
 """Intervals at which something is looked at or tried again: the place, and why nothing is decided by it."""
