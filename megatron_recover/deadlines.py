@@ -32,6 +32,11 @@ Published logs of nodes with 8 GPUs show 0.7 to 3.7 s ("Init timings" of `ncclCo
 and once 55 s (NVIDIA/nccl#1646). Not measured here.
 """
 
+NODE_S, LEAST_NODE_S = 10.0, 2.0
+"""Seconds of silence after which a node is removed: the default of `--node-timeout`, and its least.
+
+The least is twice the time between two beats of a node, so that one late beat costs no node.
+"""
 STILL_S = 0.5
 OOM_S = 1.0
 STUCK_S = 3.0
@@ -100,7 +105,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     node_s: float
     """Longest silence of the coordinator before a leader on another host takes the coordinator for
     lost. Also the longest wait of a replica for what only a lost coordinator could give it. Then
-    the replica ends (code 13). Fixed: a network heals in less, or not soon."""
+    the replica ends (code 13). Fixed: a network heals in less, or not soon. With several nodes
+    `--node-timeout` gives it (`with_node`)."""
     lease_s: float
     """Longest time for which a replica may begin to name a checkpoint without a new proof that it
     is a member. Fixed: a leader that is only slow answers beats in less."""
@@ -299,7 +305,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             silence_s=3 * beat_s,
             words_s=follow_s / 2,
             sigkill_s=_between(0.8, 0.3 * follow_s, 3.0),
-            node_s=10.0,
+            node_s=NODE_S,
             lease_s=12.0,
             lapse_s=13.0,
             follow_s=follow_s,

@@ -91,7 +91,7 @@ def _parser() -> _RunParser:
         prog="megatron-recover run",
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
         usage="megatron-recover run [--nproc-per-node N | --replicas R] [options] SCRIPT [Megatron flags]",
-        epilog="A replica is TP x PP x CP x lanes processes, all of them on this machine. --global-batch-size is that of the "
+        epilog="A replica is TP x PP x CP x lanes processes. --global-batch-size is that of the "
         "whole job. Exit codes: docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
     )
     add_flags(parser)
@@ -211,7 +211,7 @@ def _described(
         argv=(*words, *flags), num_replicas=num_replicas, placement=placement, address=address, ports=line.nodes.ports,
         node=0 if joined is None or joined.met is None else joined.met.you,
         nodes=() if joined is None or joined.met is None else joined.met.nodes,
-        node_s=line.nodes.node_silence_s if line.nodes.is_of_several else None,
+        node_s=line.nodes.node_s if line.nodes.is_of_several else None,
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,

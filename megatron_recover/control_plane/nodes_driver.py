@@ -63,7 +63,7 @@ from megatron_recover.control_plane.node_messages import (
     TracePart,
 )
 from megatron_recover.control_plane.traces import Traces
-from megatron_recover.control_plane.wire import Link, Message
+from megatron_recover.control_plane.wire import Link, Message, encode
 from megatron_recover.core import condemning, node_silence, values
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
@@ -143,6 +143,8 @@ class NodesDriver:
         self._nodes: tuple[NodePlace, ...] = ()
         self._hosts: Mapping[int, tuple[int, ...]] = {}
         """Replica -> numbers of the nodes that have ranks of it."""
+        self._replicas: Mapping[int, tuple[int, ...]] = {}
+        """Number of a node -> the replicas that have ranks there."""
         self._condemning = condemning.CondemningState({})
         self._fenced: dict[int, set[int]] = {}
         """Replica -> numbers of the nodes that have confirmed its fence."""
@@ -158,7 +160,7 @@ class NodesDriver:
         self._traces = Traces(lambda: {agent.number: agent.link for agent in self._agents if agent.number >= 0}, loop)
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
-            expects=lambda: self._membership is None or not self._membership.generation,
+            expects=self._num_expected,
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
             ),
@@ -198,6 +200,15 @@ class NodesDriver:
         self._send_to(self._agents, self._end)
 
     # --- Connections ------------------------------------------------------------------------------
+
+    def _num_expected(self) -> int:
+        """Return how many agents or leaders are needed and may connect at the same time.
+
+        Before the first generation at least one peer is expected.
+        """
+        if self._membership is not None:
+            return self._membership.num_expected
+        return max(1, self._settings.most - len(self._agents))
 
     def _admits(self, peer: Party, wanted: Party) -> bool:
         is_agent = peer == Party(Role.AGENT)
@@ -245,9 +256,8 @@ class NodesDriver:
         self._loop.watch(
             agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
         )
-        for replica, nodes in self._hosts.items():
-            if number in nodes:
-                self._loop.send(agent.link, FenceReplica(replica))
+        for replica in self._replicas[number]:
+            self._loop.send(agent.link, FenceReplica(replica))
         if self._end is not None:
             self._loop.send(agent.link, self._end)
 
@@ -265,13 +275,16 @@ class NodesDriver:
             self._loop.after(self._settings.last_call_s, self._last_call)
 
     def _mistake(self, newcomer: _Agent) -> str:
-        """Return why a node cannot take part beside the others; empty if it can."""
-        for other in self._agents:
-            if other is newcomer:
-                continue
-            mine, theirs = newcomer.hello, other.hello
-            if mine.node_rank is not None and mine.node_rank == theirs.node_rank:
-                return f"--node-rank {mine.node_rank} is also that of {theirs.name}; give each node its own"
+        """Return why a node cannot take part beside the others; empty if it can.
+
+        The others are alike, so that a comparison with one of them suffices.
+        """
+        mine = newcomer.hello
+        others = [agent.hello for agent in self._agents if agent is not newcomer]
+        same = next((each for each in others if each.node_rank is not None and each.node_rank == mine.node_rank), None)
+        if same is not None:
+            return f"--node-rank {mine.node_rank} is also that of {same.name}; give each node its own"
+        for theirs in others[:1]:
             here, there = dict(mine.alike), dict(theirs.alike)
             for name in [*here, *there]:
                 one, two = here.get(name, "not given"), there.get(name, "not given")
@@ -343,10 +356,12 @@ class NodesDriver:
             if each.ready is not None and each.ready.settings != first.settings:
                 self._end_everywhere(ExitCode.BAD_INPUT, each, "its flags make another job than those of node 0; use the same")
                 return
-        self._hosts = {
-            replica: tuple(each.number for each in used if each.ready is not None and replica in each.ready.replicas)
-            for replica in range(first.settings.num_replicas)
-        }
+        self._replicas = {each.number: each.ready.replicas for each in used if each.ready is not None}
+        hosts: dict[int, list[int]] = {replica: [] for replica in range(first.settings.num_replicas)}
+        for number, replicas in self._replicas.items():
+            for replica in replicas:
+                hosts[replica].append(number)
+        self._hosts = {replica: tuple(numbers) for replica, numbers in hosts.items()}
         self._membership = CoordinatorDriver(
             first.settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
@@ -495,8 +510,9 @@ class NodesDriver:
         self._send_to((each for each in self._agents if each.number in nodes), DismissReplica(replica))
 
     def _send_to(self, agents: Iterable[_Agent], message: Message) -> None:
+        body = encode(message)
         for agent in list(agents):
-            self._loop.send(agent.link, message)
+            self._loop.put(agent.link, body)
 
     # --- Losing nodes -----------------------------------------------------------------------------
 
@@ -522,7 +538,7 @@ class NodesDriver:
             return
         agent.is_lost = True
         self._tell_silence()
-        replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
+        replicas = self._replicas.get(agent.number, ())
         name = agent.hello.name
         self._removed[agent.hello.identity] = agent.number
         self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
@@ -550,7 +566,7 @@ class NodesDriver:
         for agent in self._agents:
             if agent.number in states:
                 continue
-            replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
+            replicas = self._replicas.get(agent.number, ())
             states[agent.number] = NodeState(
                 agent.number,
                 agent.hello.name,

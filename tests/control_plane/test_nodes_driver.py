@@ -188,6 +188,19 @@ def test_ranks_start_when_all_nodes_are_ready_and_know_every_leader(make_town: M
     assert [message.new.roster for message in town.announced(0)] == [(0, 1, 2)]
 
 
+def test_the_coordinator_has_room_for_all_that_it_expects(make_town: Make) -> None:
+    town = make_town()
+    agents, expected = [Agent(town, 0)], town.nodes._num_expected
+    town.until(lambda: agents[0].received)
+    assert expected() == 2, "two nodes are missing"
+    agents += [Agent(town, number) for number in (1, 2)]
+    town.until(lambda: all(agent.of(Met) for agent in agents))
+    assert expected() == 1, "it cannot know whether one is needed"
+    other = make_town()
+    other.start([[0, 1], [2], [3]])
+    assert other.nodes._num_expected() == 0
+
+
 def test_the_loss_of_a_node_is_one_event_for_all_its_replicas_and_no_others(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0, 1], [2, 3], [3, 4]])

@@ -18,14 +18,16 @@ COMMON = {"python": "/opt/venv/bin/python", "run_dir": "/shared/runs/gpt", "comm
 KEPT = {**COMMON, "launch": SAVING, "save": "/shared/a b"}
 TIMED = ("--job-name=gpt", "--partition=p", "--time=2:00:00", "--gpus-per-node=8")
 SETTINGS = {
-    "allocation": script.Settings(**KEPT, nodes=64, directives=TIMED, modules=("cuda/13",), venv="/opt/venv", signal_s=180),
+    "allocation": script.Settings(
+        **KEPT, nodes=64, shape="allocation", directives=TIMED, modules=("cuda/13",), venv="/opt/venv", signal_s=180
+    ),
     "array": script.Settings(**KEPT, nodes=64, shape="array", spares=2, chain=3, directives=TIMED),
-    "chain": script.Settings(**KEPT, nodes=4, chain=10, directives=TIMED),
+    "chain": script.Settings(**KEPT, nodes=4, shape="allocation", chain=10, directives=TIMED),
     "container": script.Settings(
-        **{**KEPT, "python": "/usr/bin/python3"}, nodes=4, directives=TIMED,
+        **{**KEPT, "python": "/usr/bin/python3"}, nodes=4, shape="allocation", directives=TIMED,
         container=("--container-image=/images/it's.sqsh", "--container-mounts=/shared:/shared,/data:/data"),
     ),
-    "one_node": script.Settings(**COMMON, launch=LAUNCH, nodes=1),
+    "one_node": script.Settings(**COMMON, launch=LAUNCH, nodes=1, shape="allocation"),
 }  # fmt: skip
 
 
@@ -53,6 +55,14 @@ def test_the_judge_misses_each_safeguard_that_is_taken_out(line: str, without: s
     text = script.text(SETTINGS["allocation"])
     assert text.count(line) == 1
     assert len(check.findings(text.replace(line, without))) == 1
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_start_has_its_run_directory_in_the_comment_of_its_job(name: str) -> None:
+    text = script.text(SETTINGS[name])
+    [line] = [each for each in text.splitlines() if "Comment=" in each]
+    assert line == f'scontrol update JobId="$SLURM_JOB_ID" Comment="{script.COMMENT}$start"'
+    assert text.index('start="$RUN/') < text.index(line) < text.index('--run-dir "$start"')
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")

@@ -25,9 +25,9 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.stop_mark import STOP_MARK
 
 Shape = Literal["allocation", "array"]
-DEFAULT_SHAPE: Shape = "allocation"
-"""Shape without `--shape`. To be decided by a measured table of losses; until then the shape with
-one job, which all tools of a cluster show as one."""
+COMMENT = "megatron-recover:"
+"""Prefix of the comment that a script gives its job; the run directory of the start follows.
+`megatron-recover status --jobid` reads it."""
 SIGNAL_S = 300
 """Seconds between the signal and the end of the time limit where neither `--signal-s` nor `--like`
 is given."""
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     """Full path of the interpreter on the nodes, or inside the container."""
     nodes: int
-    shape: Shape = DEFAULT_SHAPE
+    shape: Shape
     spares: int = 0
     """Array: number of further jobs, each of which starts when one of the others has ended."""
     save: str | None = None
@@ -92,6 +92,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.save is not None and (self.chain > 1 or (self.shape == "allocation" and self.requeues > 0))
 
 
+def default_shape(nodes: int) -> Shape:
+    """Return the shape without `--shape`. Source: the table of losses in docs/how_to/slurm.md.
+
+    No loss of a node touches the other jobs of an array. An allocation that has lost the node of
+    its script holds all other nodes until somebody cancels it, or Slurm kills all its steps. With
+    one node the shapes do not differ, and a single job can put itself back into the queue.
+    """
+    return "array" if nodes > 1 else "allocation"
+
+
 def text(settings: Settings) -> str:
     """Return the batch script."""
     is_array = settings.shape == "array"
@@ -122,6 +132,8 @@ def _head(settings: Settings) -> Iterator[str]:
             f"{settings.chain} jobs, one after the other: submit the script {settings.chain} times, from the second time on "
             "with the id of the job before: sbatch --dependency=afterany:ID FILE"
         )
+    elif settings.shape == "array" and settings.save is not None:
+        yield from _because("One start. With --chain N there are N, of which each goes on where the one before has ended.")
     yield "# After a change by hand, have the script judged: megatron-recover sbatch --check FILE"
     yield ""
     yield from (f"#SBATCH {each}" for each in settings.directives)
@@ -261,6 +273,8 @@ def _start(settings: Settings) -> Iterator[str]:
         yield 'if [ -e "$start" ] && [[ $(judge) != unknown* ]]; then exit 0; fi'
     else:
         yield 'start="$RUN/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
+    yield from _because("For megatron-recover status --jobid, on any node of the cluster.")
+    yield f'scontrol update JobId="$SLURM_JOB_ID" Comment="{COMMENT}$start"'
     if settings.meets:
         yield from _because(
             "The key by which processes of several nodes know each other, made once and readable for you alone. ln gives it "
