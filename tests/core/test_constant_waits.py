@@ -18,6 +18,8 @@ import megatron_recover
 PACKAGE = Path(megatron_recover.__file__).parent
 
 INTERVALS = {
+    "cli/demo.py KILL_DELAY_S": "from the end of a step to the kill that the demo shows",
+    "cli/demo.py _LOOK_S": "between two looks at the file of the endpoint, while a node runs that writes it",
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
     "cli/drain.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
     "cli/drain.py WAIT_S": "the default of --wait: a person reads that the replica has not left yet",
@@ -42,6 +44,7 @@ INTERVALS = {
     "cluster/joining.py _TURN_S": "between two turns of the loop, while `join_s` of the meeting runs",
     "cluster/meeting.py JOIN_S": "before there is a run: the default of join_timeout, which is torchrun's",
     "cluster/meeting.py LAST_CALL_S": "before there is a run: the default of last_call_timeout, which is torchrun's",
+    "cluster/slurm/script.py QUEUE_S": "before there is a run: other jobs may be in the queue, and the time limit ends the wait",
     "cluster/slurm/script.py SIGNAL_S": "the default of --signal-s: how long before its end Slurm asks a job to end",
     "cluster/slurm/script.py _GRACE_S": "after the end of the run is in the trace, by a batch script",
     "cluster/slurm/script.py _LOOK_S": "between two looks at the trace, by a batch script",
