@@ -44,9 +44,13 @@ from megatron_recover.trace import TraceError
 REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 20, 36, 1234
 """Sizes of the runs. A replica learns of a death within 0.1 s. With 36 microbatches it is still
 computing then, on fast machines too."""
-NODES, NODES_STEPS, KILLED_AFTER, KILL_DELAY_S = 3, 10, 4, 0.4
-"""With `--nodes`: the number of nodes, the steps of each run, and the step after whose end a node
-is killed, so many seconds later."""
+NODES, NODES_STEPS, KILLED_AFTER = 3, 10, 4
+"""Numbers of a demo with `--nodes`: nodes, steps of each run, and the step after whose end a node
+is killed."""
+KILL_DELAY_S = 0.4
+"""Seconds from the end of step `KILLED_AFTER` to the kill."""
+_LOOK_S = 0.05
+"""Seconds between two looks at the file of the endpoint."""
 PRETRAIN = shipped("scripts") / "pretrain_gpt.py"
 DEADLINES = Deadlines.of()
 """Deadlines of the runs that the demo starts, which set no deadline. A run that takes longer than
@@ -288,7 +292,7 @@ class _NodesDemo(_Demo):
                 stack.enter_context(contextlib.closing(_Command(self.folder, "run-node-0", line, is_shown=True))),
             ]
             while not endpoint.exists() and nodes[0].process.poll() is None:
-                time.sleep(0.05)  # the first that comes owns the endpoint, and is node 0
+                time.sleep(_LOOK_S)  # the first that comes owns the endpoint, and is node 0
             nodes += [
                 stack.enter_context(contextlib.closing(_Command(self.folder, f"run-node-{each}", line, is_shown=False)))
                 for each in range(1, NODES)

@@ -124,8 +124,6 @@ def whole(hint: Any, default: object = msgspec.NODEFAULT) -> st.SearchStrategy[A
         found = st.builds(
             hint, **{field.name: whole(hints[field.name], field.default) for field in msgspec.structs.fields(hint)}
         )
-    elif origin is typing.Literal:
-        found = st.sampled_from(parts)
     elif isinstance(hint, type) and issubclass(hint, enum.Enum):
         found = st.sampled_from(hint)
     else:
