@@ -18,6 +18,7 @@ import megatron_recover
 PACKAGE = Path(megatron_recover.__file__).parent
 
 INTERVALS = {
+    "host/addresses.py KEPT_ALIVE_S": "between two packets of the kernel on a quiet connection",
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
     "cli/drain.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
     "cli/drain.py WAIT_S": "the default of --wait: a person reads that the replica has not left yet",
@@ -43,6 +44,7 @@ INTERVALS = {
     "cluster/meeting.py JOIN_S": "before there is a run: the default of join_timeout, which is torchrun's",
     "cluster/meeting.py LAST_CALL_S": "before there is a run: the default of last_call_timeout, which is torchrun's",
     "cluster/slurm/script.py SIGNAL_S": "the default of --signal-s: how long before its end Slurm asks a job to end",
+    "cluster/slurm/script.py QUEUE_S": "before there is a run: as JOIN_S, for jobs in a queue; a time limit ends it first",
     "cluster/slurm/script.py _GRACE_S": "after the end of the run is in the trace, by a batch script",
     "cluster/slurm/script.py _LOOK_S": "between two looks at the trace, by a batch script",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
