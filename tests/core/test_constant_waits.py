@@ -20,6 +20,7 @@ PACKAGE = Path(megatron_recover.__file__).parent
 INTERVALS = {
     "cli/demo.py KILL_DELAY_S": "from the end of a step to the kill that the demo shows",
     "cli/demo.py _LOOK_S": "between two looks at the file of the endpoint, while a node runs that writes it",
+    "host/addresses.py KEPT_ALIVE_S": "between two packets of the kernel on a quiet connection",
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
     "cli/drain.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
     "cli/drain.py WAIT_S": "the default of --wait: a person reads that the replica has not left yet",
@@ -54,7 +55,7 @@ INTERVALS = {
     "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
     "cluster/coordinator.py _TURN_S": "between two looks at whether anybody still needs the coordinator",
     "cluster/meeting.py JOIN_S": "before there is a run: the default of join_timeout, which is torchrun's",
-    "cluster/slurm/script.py QUEUE_S": "before there is a run: other jobs may be in the queue, and the time limit ends the wait",
+    "cluster/slurm/script.py QUEUE_S": "before there is a run: other jobs may be in the queue, and a time limit ends the wait",
     "cluster/gathering.py _LOOK_S": "between two looks at the folders of other nodes, while `traces_s` or `offer_s` runs",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
     "cluster/endpoint_file.py _LOOK_S": "between two looks at a file, while `join_timeout` runs",
