@@ -29,7 +29,7 @@ _OURS = ("--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv
          "--master-port", "--run-dir", "--key-file", "--chained")  # fmt: skip
 """Flags of `run` that the script gives."""
 _SET = ("--nodes", "--ntasks", "--ntasks-per-node", "--exclusive", "--mem", "--no-kill", "--array", "--requeue", "--no-requeue",
-        "--signal", "--open-mode", "--output", "--error", "--propagate")  # fmt: skip
+        "--signal", "--open-mode", "--output", "--error", "--propagate", "--comment")  # fmt: skip
 """Options of sbatch that the script gives, and --error, which would split the output."""
 _LAUNCHERS = (("megatron-recover", "run"), ("torchrun",))
 _PLAIN = re.compile(r"[\w./+@=-]+")
@@ -51,15 +51,16 @@ def _parser() -> Parser:
         "docs/how_to/slurm.md",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: those of --nodelist, or 1)")
-    parser.add_argument("--nodelist", metavar="LIST", help="the very nodes to use, as n[001-004,7]; with --shape allocation")
+    parser.add_argument("--nodelist", metavar="LIST", help="the very nodes to use, as n[001-004,7]; one job has them all")
     parser.add_argument("--time", metavar="T", help="time limit, as sbatch takes it: minutes, h:mm:ss or d-hh:mm:ss")
     parser.add_argument("--partition", metavar="P", help="as for sbatch")
     parser.add_argument("--account", metavar="A", help="as for sbatch")
     parser.add_argument("--gpus-per-node", metavar="G", help="a number, or a type and a number, such as h100:8")
     parser.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the training script)")
     parser.add_argument(
-        "--shape", choices=get_args(script.Shape), default=script.DEFAULT_SHAPE,
-        help=f"allocation: one job with all nodes; array: one job for each node (default: {script.DEFAULT_SHAPE})",
+        "--shape", choices=get_args(script.Shape),
+        help="allocation: one job with all nodes; array: one job for each node (default: array with several nodes; allocation "
+        "with one node, or with --nodelist)",
     )  # fmt: skip
     parser.add_argument("--spares", type=int, metavar="K", help="with --shape array: K more jobs, which start when others end")
     parser.add_argument(
@@ -78,7 +79,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--like", type=run_folder, metavar="RUN_DIR", help="take S from a former run: longest step, longest save, and 60 s"
     )
-    parser.add_argument("--port", type=int, metavar="P", help=f"port on which the first node is met (default: {script.PORT})")
+    parser.add_argument(
+        "--port", type=int, metavar="P",
+        help=f"with --shape allocation: port on which the first node is met (default: {script.PORT})",
+    )  # fmt: skip
     parser.add_argument("--module", action="append", default=[], metavar="M", help="a module to load; may be repeated")
     parser.add_argument("--venv", metavar="DIR", help="virtual environment to activate, with its interpreter")
     parser.add_argument("--python", metavar="PATH", help="full path of the interpreter on the nodes, or inside the container")
@@ -136,13 +140,15 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     """Return what the script depends on. Raises ValueError with one line for each mistake."""
     words, save = _launch(launch, in_container=arguments.container_image is not None)
     training = split(words, run._parser())[1]
-    found = [*_mistakes(arguments, save, value_of(training, "--load")), *_refused(arguments.sbatch)]
     nodes = 1 if arguments.nodes is None else arguments.nodes
+    found = [*_refused(arguments.sbatch)]
     if arguments.nodelist is not None:
         listed = len(expand(arguments.nodelist))
         if arguments.nodes not in (None, listed):
             found.append(f"--nodelist names {listed} hosts, and --nodes is {nodes}; leave out --nodes")
         nodes = listed
+    shape = arguments.shape or ("allocation" if arguments.nodelist else script.default_shape(nodes + (arguments.spares or 0)))
+    found += _mistakes(arguments, shape, save, value_of(training, "--load"))
     name = arguments.job_name or Path(training[0]).stem
     run_dir = str((arguments.run_dir or Path("runs", name)).absolute())
     for flag, text in (("--run-dir", run_dir), ("--job-name", name)):
@@ -161,7 +167,7 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     return script.Settings(
         command=tuple(command), launch=tuple(words), run_dir=run_dir,
         python=arguments.python or ("/usr/bin/python3" if arguments.container_image else default_python),
-        nodes=nodes, shape=arguments.shape, spares=arguments.spares or 0, save=save, chain=arguments.chain or 1,
+        nodes=nodes, shape=shape, spares=arguments.spares or 0, save=save, chain=arguments.chain or 1,
         requeues=script.REQUEUES if arguments.requeues is None else arguments.requeues, signal_s=signal_s,
         port=arguments.port or script.PORT, directives=tuple(_directives(arguments, name)),
         modules=tuple(arguments.module), venv=arguments.venv, container=tuple(_container(arguments, run_dir)),
@@ -191,17 +197,22 @@ def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], st
     return words, None if save is None else str(Path(save).absolute())
 
 
-def _mistakes(arguments: argparse.Namespace, save: str | None, load: str | None) -> Iterator[str]:
+def _mistakes(arguments: argparse.Namespace, shape: script.Shape, save: str | None, load: str | None) -> Iterator[str]:
     yield from below_one(
         {f"--{name}": getattr(arguments, name.replace("-", "_")) for name in ("nodes", "chain", "signal-s", "port")}
     )
-    is_array = arguments.shape == "array"
+    is_array = shape == "array"
     if arguments.spares is not None and (not is_array or arguments.spares < 0):
         yield f"--spares is {arguments.spares}; it is the number of spare jobs of --shape array"
     if arguments.requeues is not None and (is_array or arguments.requeues < 0 or (arguments.chain or 1) > 1):
-        yield f"--requeues is {arguments.requeues}; only a single job of --shape allocation is requeued; leave it out"
+        yield (
+            f"--requeues is {arguments.requeues}; only a single job of --shape allocation is requeued; leave it out, or change "
+            "--shape"
+        )
     if arguments.nodelist is not None and is_array:
         yield "--nodelist is for --shape allocation, since each job of an array has one node; leave it out"
+    if arguments.port is not None and is_array:
+        yield f"--port is {arguments.port}; the agents of --shape array meet through a file; leave it out"
     if arguments.like is not None and arguments.signal_s is not None:
         yield "--like and --signal-s exclude each other; leave one out"
     goes_on = (arguments.chain or 1) > 1 or (not is_array and arguments.requeues != 0)

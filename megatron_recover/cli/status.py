@@ -10,11 +10,10 @@ import msgspec
 
 from megatron_recover.cli.run_dirs import run_folder
 from megatron_recover.cluster import status
+from megatron_recover.cluster.slurm.script import COMMENT
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 
-COMMENT = "megatron-recover:"
-"""Prefix of the comment that printed batch scripts give their Slurm job; the folder follows."""
 _SLURM_S = 20.0
 _OLD_S = 60.0
 """Age in seconds from which a state is called old."""
@@ -49,7 +48,10 @@ def main(argv: list[str]) -> int:
 def _run_dir_of(job: str) -> Path:
     """Return the folder of a Slurm job, from its comment. Raises ValueError with the remedy."""
     remedy = "give the folder of the job instead"
-    for command in (["squeue", "-h", "-j", job, "-o", "%k"], ["sacct", "-n", "-P", "-X", "-j", job, "-o", "Comment"]):
+    for command in (
+        ["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"],
+        ["sacct", "-n", "-P", "-X", "-j", job, "-o", "Comment"],
+    ):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

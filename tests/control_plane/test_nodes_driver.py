@@ -15,6 +15,7 @@ from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     EndAsked,
+    FenceDone,
     FenceReplica,
     Idle,
     JobEnds,
@@ -25,14 +26,21 @@ from megatron_recover.control_plane.node_messages import (
     NodeAtWork,
     NodeBeat,
     NodeFailed,
+    NodeGone,
     NodeHello,
     NodeLaunched,
     NodeReady,
     ReplicaGone,
     Roster,
+    TraceDone,
+    TraceEnds,
+    TraceNext,
+    TraceOffer,
+    TracePart,
 )
 from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
+from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode, Hello, Loss, LossKind
 from megatron_recover.deadlines import Deadlines
@@ -178,6 +186,19 @@ def test_ranks_start_when_all_nodes_are_ready_and_know_every_leader(make_town: M
     assert [node.name for node in event.nodes] == ["n0", "n1", "n2"]
     assert agents[2].of(Launch) == [Launch(((0, "a:0"), (1, "a:1"), (2, "a:2")))]
     assert [message.new.roster for message in town.announced(0)] == [(0, 1, 2)]
+
+
+def test_the_coordinator_has_room_for_all_that_it_expects(make_town: Make) -> None:
+    town = make_town()
+    agents, expected = [Agent(town, 0)], town.nodes._num_expected
+    town.until(lambda: agents[0].received)
+    assert expected() == 2, "two nodes are missing"
+    agents += [Agent(town, number) for number in (1, 2)]
+    town.until(lambda: all(agent.of(Met) for agent in agents))
+    assert expected() == 1, "it cannot know whether one is needed"
+    other = make_town()
+    other.start([[0, 1], [2], [3]])
+    assert other.nodes._num_expected() == 0
 
 
 def test_the_loss_of_a_node_is_one_event_for_all_its_replicas_and_no_others(make_town: Make) -> None:
@@ -399,3 +420,96 @@ def test_a_removed_node_whose_link_had_only_broken_comes_back_to_be_fenced(make_
         agent.hang_up()
     town.run(0.1)
     assert town.nodes.is_done
+
+
+def test_traces_go_to_node_0_part_by_part_and_nobody_waits_for_a_node_that_is_gone(make_town: Make) -> None:
+    """A node speaks for itself only, and sends one part for each question; so no queue of the coordinator grows."""
+    town = make_town()
+    first, second, third = town.start([[0], [1], [2]])
+    town.nodes.end(0, "over")
+    town.until(lambda: all(agent.of(JobEnds) for agent in (first, second, third)))
+    part = TracePart(1, "events.jsonl", 2, 0, b"x")
+    for message in (TraceOffer(1), TraceOffer(2), part, TraceEnds(1)):  # for another node, and unasked
+        second.say(message)
+    town.until(lambda: first.of(TraceOffer))
+    first.say(TraceNext(1))
+    town.until(lambda: second.of(TraceNext))
+    second.say(part)
+    second.say(part)
+    town.until(lambda: first.of(TracePart))
+    first.say(TraceNext(1))
+    town.until(lambda: len(second.of(TraceNext)) == 2)
+    second.say(TraceEnds(1))
+    town.until(lambda: first.of(TraceEnds))
+    assert first.of(TraceOffer) == [TraceOffer(1)] and first.of(TracePart) == [part]
+    third.hang_up()
+    town.until(lambda: first.of(NodeGone))
+    assert [gone.node for gone in first.of(NodeGone)] == [2]
+    first.hang_up()
+    town.until(lambda: second.of(TraceDone))
+
+
+def test_the_loss_of_a_node_is_told_to_node_0_which_does_not_wait_for_its_trace(make_town: Make) -> None:
+    town = make_town()
+    first, second, _ = town.start([[0], [1], [2]])
+    second.hang_up()
+    town.until(lambda: first.of(NodeGone))
+    assert first.of(NodeGone)[0].node == 1 and "the node was lost" in first.of(NodeGone)[0].why
+
+
+def test_a_node_may_come_back_before_the_end_of_its_broken_link_is_seen(make_town: Make) -> None:
+    town = make_town(node_silence_s=20.0)
+    owner, broken = Agent(town, 0, node_rank=0), Agent(town, 1, node_rank=1)
+    town.until(lambda: owner.received and broken.received)
+    again, last = Agent(town, 1, node_rank=1), Agent(town, 2, node_rank=2)
+    town.until(lambda: again.of(Met) and last.of(Met))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n1", "n2"] and broken.is_closed
+    town = make_town(node_silence_s=20.0)
+    agents = town.start([[0], [1], [2]])
+    for _ in range(2):
+        again = Agent(town, 2)
+        town.until(lambda agent=again: FenceReplica(2) in agent.received)
+        assert town.announced(0)[-1].new.roster == (0, 1) and not again.of(Idle)
+    assert agents[2].is_closed and len(town.of(trace.NodeLost)) == 1
+
+
+def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_town: Make) -> None:
+    town = make_town()
+    agents = town.meet()
+    for number, agent in enumerate(agents):
+        agent.say(NodeReady(MembershipSettings(num_replicas=3), (number,), ((number, f"a:{number}"),)))
+    town.until(lambda: all(agent.of(Launch) for agent in agents))
+    for agent in agents[:2]:
+        agent.say(NodeLaunched())
+    town.leaders = {}
+    town._lead(0)
+    town._lead(1)
+    membership = town.nodes._membership
+    assert membership is not None
+    town.until(lambda: membership._state.start)
+    town.run(1.0, *agents[:2])
+    assert not town.of(trace.NodeLost), "it may still start ranks"
+    membership._step(coordinator.TimerFired(membership._state.start))
+    town.run(1.0, *agents[:2])
+    town.run(1.0, agents[0])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2, 1]
+    assert town.announced(0)[-1].new.roster == (0,)
+
+
+@pytest.mark.parametrize("message", [FenceDone(7), ReplicaGone(Loss(7, LossKind.SUSPECTED))])
+def test_an_agent_that_names_no_replica_of_the_job_loses_its_node_alone(make_town: Make, message: Message) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[2].say(message)
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    kind = type(message).__name__
+    assert town.of(trace.NodeLost)[0].detail == f"its agent is gone (sent a {kind} of replica 7, which the job does not have)"
+
+
+def test_nodes_beyond_the_most_idle_also_if_they_are_there_before_the_coordinators(make_town: Make) -> None:
+    town = make_town(least=2, most=2)
+    first, late = Agent(town, 5), Agent(town, 6)
+    town.until(lambda: first.received and late.received)
+    owner = Agent(town, 0)
+    town.until(lambda: owner.of(Met) and first.of(Met) and late.of(Idle))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n5"] and not late.of(Met)

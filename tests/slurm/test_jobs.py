@@ -35,7 +35,7 @@ class Job:
         python.chmod(0o755)
         self.machine, self.run_dir, self.save = machine, folder / "runs", folder / "save"
         self.run_dir.mkdir()
-        given = {"save": str(self.save), "command": (), "nodes": 1, **settings}
+        given = {"save": str(self.save), "command": (), "nodes": 1, "shape": "allocation", **settings}
         self.settings = script.Settings(
             launch=("--toy", msgspec.json.encode(toy).decode(), "train.py"), run_dir=str(self.run_dir), python=str(python),
             directives=("--job-name=toy", f"--time={minutes}"), **given,
@@ -105,6 +105,8 @@ def test_an_array_runs_one_job_a_node_and_spares_end_at_once(machine: Machine, t
         assert [job.said(f"_{task}") for task in range(3)] == ["finished 0\n", "finished 0\n", ""]
         keys = {tuple(job.note(node, job.id)["key"]) for node in ("n1", "n2")}
         endpoints = {job.note(node, job.id)["argv"][7] for node in ("n1", "n2")}
+        shown = machine.run(sys.executable, "-m", "megatron_recover", "status", "--jobid", job.id, cwd=ROOT)
+        assert shown.stdout.startswith("ended with exit code 0"), shown  # any job of the array names the one run
         assert len(keys) == 1 and endpoints == {f"file:{job.run_dir}/{job.id}.endpoint"}
     finally:
         job.close()
@@ -115,8 +117,11 @@ def test_a_signal_ends_a_start_the_job_comes_back_and_a_cancelled_one_does_not(m
     job = Job(machine, tmp_path, toy=msgspec.structs.replace(TOY, steps=FOR_EVER), requeues=2)
     try:
         job.until_training(f"{job.id}-0")
+        shown = machine.run(sys.executable, "-m", "megatron_recover", "status", "--jobid", job.id, cwd=ROOT)
+        assert shown.stdout.startswith("running, as of "), shown
         machine.run("scancel", "--signal=USR2", job.id)
         job.until_state("RUNNING", restarts="1")
+        machine.until(lambda: machine.show(job.id)["Comment"].endswith(f"/{job.id}-1"), "the comment of the second start")
         assert outcome(job.run_dir / f"{job.id}-0").exit_code == 15
         job.until_training(f"{job.id}-1")
         machine.run("scancel", job.id)

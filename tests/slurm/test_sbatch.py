@@ -40,10 +40,10 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 @pytest.mark.parametrize("launcher", [[], ["torchrun"], ["megatron-recover", "run"]])
 def test_the_launch_line_may_keep_its_launcher(launcher: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = _printed(capsys, "--nodes", "2", "--", *launcher, *SAVING)
+    text = _printed(capsys, "--nodes", "2", "--chain", "2", "--", *launcher, *SAVING)
     assert "launch=(\n  --nproc-per-node 2 train.py\n  --save ckpt\n  --load ckpt\n)\n" in text
     assert f"RUN={folder}/runs/train\n" in text and f"MARK={folder}/ckpt/STOP\n" in text
-    assert "#SBATCH --job-name=train\n#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --job-name=train\n#SBATCH --nodes=1\n" in text and "--nnodes 2 --rdzv-backend c10d" in text
     assert check.findings(text) == []
 
 
@@ -63,6 +63,18 @@ def test_one_node_has_nobody_to_meet_and_a_job_that_saves_nothing_never_comes_ba
     text = _printed(capsys, "--", *SAVING[:3])
     assert not re.search('rdzv|nnodes|key|requeue "|--chained|STOP|--no-kill', text)
     assert "#SBATCH --no-requeue\n" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "is_array"),
+    [("", False), ("--nodes 1", False), ("--nodes 2", True), ("--spares 1", True), ("--nodelist a,b", False),
+     ("--nodes 2 --shape allocation", False), ("--shape array", True)],
+)  # fmt: skip
+def test_several_nodes_are_an_array_unless_named(words: str, is_array: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _printed(capsys, *words.split(), "--", *SAVING)
+    assert ("#SBATCH --array=0-" in text) == is_array
+    assert ("scontrol requeue" in text) != is_array
+    assert ("One start. With --chain N" in text) == is_array
 
 
 def test_the_margin_comes_from_a_former_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,9 +104,11 @@ def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> No
         ("-- --nnodes 2 --rdzv_endpoint h:1 train.py",
          "--nnodes of the launch line is given by the script; leave it out"),
         ("--nodes 0 -- train.py", "--nodes is 0; it must be at least 1"),
-        ("--spares 1 -- train.py", "--spares is 1; it is the number of spare jobs of --shape array"),
-        ("--shape array --requeues 1 -- train.py",
-         "--requeues is 1; only a single job of --shape allocation is requeued; leave it out"),
+        ("--shape allocation --spares 1 -- train.py", "--spares is 1; it is the number of spare jobs of --shape array"),
+        ("--nodes 2 --requeues 1 -- train.py",
+         "--requeues is 1; only a single job of --shape allocation is requeued; leave it out, or change --shape"),
+        ("--nodes 2 --port 4000 -- train.py",
+         "--port is 4000; the agents of --shape array meet through a file; leave it out"),
         ("--shape array --nodelist a,b -- train.py",
          "--nodelist is for --shape allocation, since each job of an array has one node; leave it out"),
         ("--chain 2 -- train.py", "--chain needs --save in the launch line: otherwise each job would begin anew"),
@@ -115,11 +129,15 @@ def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> No
         ("--venv v -- train.py",
          "--venv is v; give its full path, since Slurm starts it in a folder that may be another"),
         ("--sbatch=--nodes=3 -- train.py", "--sbatch: --nodes is given by the script; leave it out"),
+        ("--sbatch=--comment=mine -- train.py", "--sbatch: --comment is given by the script; leave it out"),
         ("--sbatch=qos -- train.py",
          "--sbatch is 'qos'; give one option with =, such as --sbatch=\"--constraint=h100\""),
         ("--sbatch=--gpus-per-task=1 -- train.py",
          "--sbatch: --gpus-per-task shows an agent only a part of the node's GPUs, and the agent starts the "
          "ranks of all; write --gpus-per-node=NUMBER on the #SBATCH side instead"),
+        ("--nodes 4 --sbatch=--gpus=32 -- train.py",
+         "--sbatch: srun inherits --gpus=32, and one node does not have them all: no step starts; write "
+         "--gpus-per-node=NUMBER instead"),
         ("--nproc-per-node 2 -- train.py", "--nproc-per-node belongs to the launch line; write it behind --"),
         ("--qos x -- train.py",
          "--qos is unknown; megatron-recover sbatch --help lists all; flags of the launch line go behind --, "

@@ -18,14 +18,16 @@ COMMON = {"python": "/opt/venv/bin/python", "run_dir": "/shared/runs/gpt", "comm
 KEPT = {**COMMON, "launch": SAVING, "save": "/shared/a b"}
 TIMED = ("--job-name=gpt", "--partition=p", "--time=2:00:00", "--gpus-per-node=8")
 SETTINGS = {
-    "allocation": script.Settings(**KEPT, nodes=64, directives=TIMED, modules=("cuda/13",), venv="/opt/venv", signal_s=180),
+    "allocation": script.Settings(
+        **KEPT, nodes=64, shape="allocation", directives=TIMED, modules=("cuda/13",), venv="/opt/venv", signal_s=180
+    ),
     "array": script.Settings(**KEPT, nodes=64, shape="array", spares=2, chain=3, directives=TIMED),
-    "chain": script.Settings(**KEPT, nodes=4, chain=10, directives=TIMED),
+    "chain": script.Settings(**KEPT, nodes=4, shape="allocation", chain=10, directives=TIMED),
     "container": script.Settings(
-        **{**KEPT, "python": "/usr/bin/python3"}, nodes=4, directives=TIMED,
+        **{**KEPT, "python": "/usr/bin/python3"}, nodes=4, shape="allocation", directives=TIMED,
         container=("--container-image=/images/it's.sqsh", "--container-mounts=/shared:/shared,/data:/data"),
     ),
-    "one_node": script.Settings(**COMMON, launch=LAUNCH, nodes=1),
+    "one_node": script.Settings(**COMMON, launch=LAUNCH, nodes=1, shape="allocation"),
 }  # fmt: skip
 
 
@@ -55,10 +57,40 @@ def test_the_judge_misses_each_safeguard_that_is_taken_out(line: str, without: s
     assert len(check.findings(text.replace(line, without))) == 1
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_start_has_its_run_directory_in_the_comment_of_its_job(name: str) -> None:
+    text = script.text(SETTINGS[name])
+    [line] = [each for each in text.splitlines() if "Comment=" in each]
+    assert line == f'scontrol update JobId="$SLURM_JOB_ID" Comment="{script.COMMENT}$start"'
+    assert text.index('start="$RUN/') < text.index(line) < text.index('--run-dir "$start"')
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")
 def test_scripts_are_clean_by_shellcheck() -> None:
     done = subprocess.run(["shellcheck", *sorted(map(str, (HERE / "golden").iterdir()))], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_slurmctld_or_a_judge_that_fails_ends_no_run(tmp_path: Path) -> None:
+    """The first srun is gone, and nothing is known of the run at first. It goes on until Slurm says that no step is left."""
+    for name, answers in {
+        "squeue": ["exit 1", "echo 7.0", "echo 7.batch"],
+        "python": ["exit 1", "exit 1", "echo unknown", "echo finished 0"],
+        "sleep": [":"] * 9,
+    }.items():
+        command, calls = tmp_path / name, tmp_path / f"{name}.calls"
+        cases = "".join(f"{number}) {answer};; " for number, answer in enumerate(answers, start=1))
+        command.write_text(f"#!/bin/bash\necho >> {calls}\ncase $(wc -l < {calls}) in {cases}esac\n")
+        command.chmod(0o755)
+    text = script.text(SETTINGS["allocation"])
+    judge = text[text.index("judge() {") : text.index("# An earlier start")]
+    wait = text[text.index("verdict=$(judge)") : text.index("# The run is over. The srun")]
+    done = subprocess.run(
+        ["bash", "-c", f'PYTHON=python SLURM_JOB_ID=7 start=x steps=(0)\n{judge}\n{wait}\necho "$verdict"'],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("unknown\n", "")
+    assert len((tmp_path / "squeue.calls").read_text().splitlines()) == 3
 
 
 def test_a_real_slurmctld_accepts_the_scripts(machine: Machine, tmp_path: Path) -> None:

@@ -25,14 +25,17 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.stop_mark import STOP_MARK
 
 Shape = Literal["allocation", "array"]
-DEFAULT_SHAPE: Shape = "allocation"
-"""Shape without `--shape`. To be decided by a measured table of losses; until then the shape with
-one job, which all tools of a cluster show as one."""
+COMMENT = "megatron-recover:"
+"""Prefix of the comment that a script gives its job; the run directory of the start follows.
+`megatron-recover status --jobid` reads it."""
 SIGNAL_S = 300
 """Seconds between the signal and the end of the time limit where neither `--signal-s` nor `--like`
 is given."""
 PORT = 29500
 """Default of `--port`."""
+QUEUE_S = 7 * 86400
+"""Array: seconds that an agent waits for the jobs of other nodes, which may still be in the queue.
+Its own time limit ends the wait before."""
 REQUEUES = 3
 """Default of `--requeues`."""
 _GRACE_S = 60
@@ -55,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     """Full path of the interpreter on the nodes, or inside the container."""
     nodes: int
-    shape: Shape = DEFAULT_SHAPE
+    shape: Shape
     spares: int = 0
     """Array: number of further jobs, each of which starts when one of the others has ended."""
     save: str | None = None
@@ -89,6 +92,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.save is not None and (self.chain > 1 or (self.shape == "allocation" and self.requeues > 0))
 
 
+def default_shape(nodes: int) -> Shape:
+    """Return the shape without `--shape`. Source: the table of losses in docs/how_to/slurm.md.
+
+    No loss of a node touches the other jobs of an array. An allocation that has lost the node of
+    its script holds all other nodes until somebody cancels it, or Slurm kills all its steps. With
+    one node the shapes do not differ, and a single job can put itself back into the queue.
+    """
+    return "array" if nodes > 1 else "allocation"
+
+
 def text(settings: Settings) -> str:
     """Return the batch script."""
     is_array = settings.shape == "array"
@@ -119,6 +132,8 @@ def _head(settings: Settings) -> Iterator[str]:
             f"{settings.chain} jobs, one after the other: submit the script {settings.chain} times, from the second time on "
             "with the id of the job before: sbatch --dependency=afterany:ID FILE"
         )
+    elif settings.shape == "array" and settings.save is not None:
+        yield from _because("One start. With --chain N there are N, of which each goes on where the one before has ended.")
     yield "# After a change by hand, have the script judged: megatron-recover sbatch --check FILE"
     yield ""
     yield from (f"#SBATCH {each}" for each in settings.directives)
@@ -140,7 +155,8 @@ def _allocation_directives(settings: Settings) -> Iterator[str]:
         yield from _because("No job of a chain comes back: the next one goes on.")
         yield "#SBATCH --no-requeue"
     elif settings.goes_on:
-        yield from _because("Slurm requeues the job if it loses the node of this script; the script requeues it below.")
+        lost = " Slurm does so only if that node reboots before SlurmdTimeout: --no-kill keeps the job without it."
+        yield from _because(f"The script requeues the job below, if its own node lives.{lost if settings.is_wide else ''}")
         yield "#SBATCH --requeue"
     else:
         why = "--save is not given, so another start would begin anew" if settings.save is None else "--requeues is 0"
@@ -223,10 +239,11 @@ def _by_flag(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _start(settings: Settings) -> Iterator[str]:
+    yield from _because("A judge that fails knows nothing of the run: it must not end one that goes on.")
     yield "judge() {"
     if settings.container:
         yield '  srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --mpi=none "${container[@]}" \\'
-    yield f'  {"  " if settings.container else ""}"$PYTHON" -P -m megatron_recover verdict "$start"'
+    yield f'  {"  " if settings.container else ""}"$PYTHON" -P -m megatron_recover verdict "$start" || echo unknown'
     yield "}"
     ends_chain = settings.chain > 1 and settings.shape == "allocation"
     if ends_chain:
@@ -256,6 +273,8 @@ def _start(settings: Settings) -> Iterator[str]:
         yield 'if [ -e "$start" ] && [[ $(judge) != unknown* ]]; then exit 0; fi'
     else:
         yield 'start="$RUN/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
+    yield from _because("For megatron-recover status --jobid, on any node of the cluster.")
+    yield f'scontrol update JobId="$SLURM_JOB_ID" Comment="{COMMENT}$start"'
     if settings.meets:
         yield from _because(
             "The key by which processes of several nodes know each other, made once and readable for you alone. ln gives it "
@@ -294,6 +313,8 @@ def _srun(settings: Settings, *, where: str, cpus: str, endpoint: str, indent: s
     ]
     if settings.meets:
         lines.append(f'  --nnodes {settings.nodes} --rdzv-backend c10d --rdzv-endpoint "{endpoint}" --key-file "$RUN/key"')
+        if settings.shape == "array" and "--rdzv-conf" not in {word.partition("=")[0] for word in settings.launch}:
+            lines.append(f"  --rdzv-conf join_timeout={QUEUE_S}")
     yield from (f"{indent}{line} \\" for line in lines)
     yield f'{indent}  "${{launch[@]}}" &'
 
@@ -327,7 +348,10 @@ def _allocation(settings: Settings) -> Iterator[str]:
 
 def _array(settings: Settings) -> Iterator[str]:
     if settings.meets:
-        yield from _because("The agents meet through a file: the first one writes its address into it.")
+        yield from _because(
+            "The agents meet through a file: the first one writes its address into it. They wait as long as the others are in "
+            "the queue."
+        )
     yield from (f"# {each}" for each in _FLAGS)
     yield from _srun(settings, where="", cpus="$SLURM_CPUS_ON_NODE", endpoint="file:$start.endpoint")
     yield "step=$!"
@@ -341,9 +365,13 @@ def _until_over(step: str) -> Iterator[str]:
     yield "verdict=$(judge)"
     yield from _because(
         "That srun may be gone although agents train on: it was killed itself, or its node is lost. So as long as the trace "
-        "has no end, the run is over when Slurm has no step of the job any more."
+        "has no end, the run is over when Slurm has no step of the job any more. A slurmctld that does not answer says nothing."
     )
-    yield 'has_step() { squeue --noheader --steps --format=%i --jobs="$SLURM_JOB_ID" | grep -q "[.][0-9]"; }'
+    yield "has_step() {"
+    yield "  local steps"
+    yield '  steps=$(squeue --noheader --steps --format=%i --jobs="$SLURM_JOB_ID") || return 0'
+    yield "  [[ $steps =~ [.][0-9] ]]"
+    yield "}"
     yield f"while [[ $verdict == unknown* ]] && has_step; do sleep {_LOOK_S}; verdict=$(judge); done"
 
 
