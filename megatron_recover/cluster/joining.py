@@ -125,7 +125,7 @@ class Place:
                 return None  # all nodes are on this machine, and another one was first
             raise ValueError(
                 f"{meeting.flag}: nothing can listen at {address} on node {host_name()} ({error.strerror}); give another port, "
-                "the same on all nodes"
+                "the same on all nodes, and each node its own --node-rank"
             ) from error
 
     def _wait(self, joined: Joined, where: str) -> Met:
@@ -164,7 +164,11 @@ class Place:
                 )
             if lost:
                 self._hang_up(joined)
-                raise NotMet(ExitCode.TOO_FEW_REPLICAS, f"no coordinator is at {where} ({lost[0]}); see the node that owns it")
+                raise NotMet(
+                    ExitCode.TOO_FEW_REPLICAS,
+                    f"no coordinator was at {where} for {meeting.join_timeout_s} s ({lost[0]}); give the same endpoint on all "
+                    "nodes, and start the one that owns it",
+                )
         return met[0]
 
     def _hang_up(self, joined: Joined) -> None:

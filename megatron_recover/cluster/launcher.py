@@ -568,8 +568,8 @@ class Launcher:
         timeout_s = self._job.shutdown_s
         if timeout_s is not None and not self._end_request.is_made:
             self._kill = self._loop.time() + timeout_s, number
-        where = " on each node" if len(self._job.nodes) > 1 else ""
-        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9` of the launcher{where} ({os.getpid()} here)"
+        others = ", and of the launcher on each other node," if len(self._job.nodes) > 1 else ""
+        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`{others}"
         match self._end_request.take(number, at_terminal=at_terminal):
             case Answer.END if not self._generation:
                 self._recording.says(f"{name}: ending before training has begun")
