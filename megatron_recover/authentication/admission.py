@@ -38,7 +38,8 @@ from megatron_recover.deadlines import INTRODUCTION_S
 from megatron_recover.host.speaker import Speaker
 
 MAX_UNPROVEN = 256
-"""Connections kept at most that have not proven themselves. One more closes the oldest."""
+"""Connections kept at most that have not proven themselves, unless the listener expects more peers.
+One more closes the oldest."""
 ACCEPTED_AT_ONCE = 64
 """Connections that a single turn accepts at most while the listener expects a peer."""
 UNEXPECTED_AT_ONCE = 16
@@ -232,12 +233,12 @@ class Admission:
         times = [each for each in (oldest, listens_at, self._tell_at) if each is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
-    def turn(self, admits: Admits, *, expects: bool) -> list[Unproven]:
+    def turn(self, admits: Admits, *, expects: int) -> list[Unproven]:
         """Accept connections, continue all handshakes, and close what fails or is overdue.
 
         Accept none while the listener `rests`, unless it expects a peer. Report strangers. Return
         the connections that are proven now. They belong to the caller, who has to send each a
-        verdict. `expects`: the caller needs a peer that has not connected. See
+        verdict. `expects`: number of peers that have not connected and that the caller needs. See
         Note [Whom a listener expects].
         """
         now, self.is_stuck = self._clock(), False
@@ -257,9 +258,9 @@ class Admission:
             except (Refused, OSError):
                 self.let_go(unproven)
         if has_arrived:
-            self._watch_listener(expects)
+            self._watch_listener(bool(expects))
             if accepts:
-                self._accept(admits, ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE)
+                self._accept(admits, ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE, max(MAX_UNPROVEN, expects))
         while self.unproven and (oldest := next(iter(self.unproven.values()))).until <= now:
             self.let_go(oldest)
         if self._tell_at is not None and now >= self._tell_at:
@@ -290,7 +291,7 @@ class Admission:
             self._poll.modify(self._listener, select.EPOLLIN if wanted else 0)
             self._watches_listener = wanted
 
-    def _accept(self, admits: Admits, at_most: int) -> None:
+    def _accept(self, admits: Admits, at_most: int, most_unproven: int) -> None:
         for _ in range(at_most):
             try:
                 sock = self._listener.accept()[0]
@@ -308,7 +309,7 @@ class Admission:
                 sock.close()
                 self._count()
                 continue
-            if len(self.unproven) >= MAX_UNPROVEN:
+            if len(self.unproven) >= most_unproven:
                 self.let_go(next(iter(self.unproven.values())))
             acceptor = Acceptor(self._key, admits, port=self._port, nonce=secrets.token_bytes(NONCE_BYTES))
             self.unproven[sock.fileno()] = Unproven(sock, acceptor, self._clock() + INTRODUCTION_S)

@@ -9,42 +9,44 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO, get_args
+from typing import TextIO
 
 import msgspec
 
-from megatron_recover import packages, trace
+from megatron_recover import packages
 from megatron_recover.cli import command_line
+from megatron_recover.cli.demo_claims import Claim, claims, node_claims, story
 from megatron_recover.cluster.job import claim_folder, new_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.faults import FaultKind
 from megatron_recover.flags import Parser
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.host.process_stat import cause_of
-from megatron_recover.observe.history import History
 from megatron_recover.observe.report import plot
 from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.report.page import PAGE_FILE
-from megatron_recover.observe.summary import SUMMARY_FILE, FaultSummary, Summary
+from megatron_recover.observe.summary import SUMMARY_FILE
 from megatron_recover.observe.verify.check import Verdict, check, describe
-from megatron_recover.observe.work import Redone, WorkAccount
 from megatron_recover.shipped import shipped
 from megatron_recover.trace import TraceError
 
 REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 20, 36, 1234
 """Sizes of the runs. A replica learns of a death within 0.1 s. With 36 microbatches it is still
 computing then, on fast machines too."""
+NODES, NODES_STEPS, KILLED_AFTER, KILL_DELAY_S = 3, 10, 4, 0.4
+"""With `--nodes`: the number of nodes, the steps of each run, and the step after whose end a node
+is killed, so many seconds later."""
 PRETRAIN = shipped("scripts") / "pretrain_gpt.py"
 DEADLINES = Deadlines.of()
 """Deadlines of the runs that the demo starts, which set no deadline. A run that takes longer than
@@ -57,7 +59,7 @@ MODEL = (
     "--seq-length 128 --max-position-embeddings 128 --tokenizer-type NullTokenizer --vocab-size 257"
 )
 TRAINING = (
-    f"--micro-batch-size 1 --global-batch-size {MICROBATCHES} --train-iters {STEPS} --lr 3e-3 --min-lr 3e-4 "
+    f"--micro-batch-size 1 --global-batch-size {MICROBATCHES} --lr 3e-3 --min-lr 3e-4 "
     f"--lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.01 --seed {SEED} --split 90,5,5 "
     "--log-interval 1 --eval-interval 1000 --eval-iters 1 --overlap-grad-reduce "
     "--recover-determinism exact --recover-bucket-elements 40000 --recover-rebalance off"
@@ -69,15 +71,14 @@ PLAIN_TORCH = (
     "--no-masked-softmax-fusion"
 )
 """Flags for a GPU without Transformer Engine and Apex, which Megatron's defaults need."""
-CHAOS = """\
-# Two stragglers and two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
+_SLOW = """\
 [[fault]]  # both survivors are slow, so that the first death finds their 1F1B running, however busy the machine is
 replica = 0
 rank = 1
 point = "compute"
 kind = "slow"
 factor = 10.0
-step = 8
+step = {step}
 steps = 1
 
 [[fault]]
@@ -86,9 +87,12 @@ rank = 1
 point = "compute"
 kind = "slow"
 factor = 10.0
-step = 8
+step = {step}
 steps = 1
-
+"""
+CHAOS = f"""\
+# Two stragglers and two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
+{_SLOW.format(step=8)}
 [[fault]]  # a last stage dies within its step: the others have begun theirs, and are far from done: 3 -> 2 replicas
 replica = 2
 rank = 1
@@ -103,86 +107,7 @@ point = "reduce"
 step = 15
 occurrence = 2
 """
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One claim of the demo, and whether the evidence shows it."""
-
-    text: str
-    holds: bool
-    evidence: str
-
-
-def _taken_in(history: History) -> Iterator[str]:
-    """Yield a sentence for each step in which a running pass was extended by lost microbatches."""
-    by_step: dict[int, list[Redone]] = {}
-    for one in WorkAccount(history).redone:
-        if one.in_schedule:
-            by_step.setdefault(one.step, []).append(one)
-    for step, taken in by_step.items():
-        replicas = sorted({one.replica for one in taken})
-        yield (
-            f"{history.label(step)}: microbatches {', '.join(map(str, sorted(one.microbatch for one in taken)))} "
-            f"taken into the running 1F1B by replica{'s' * (len(replicas) > 1)} {' and '.join(map(str, replicas))}"
-        )
-
-
-def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
-    """Return the claims about the two runs; `faulty` was checked against `reference`."""
-    summary, quiet = faulty.summary, reference.summary
-    kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
-    backward, reduction = ([fault for fault in kills if fault.point == point] for point in ("backward", "reduce"))
-    stages = sorted({fault.rank for fault in (*backward, *reduction)})
-    broken = sorted({violation.invariant for violation in (*reference.violations, *faulty.violations)})
-    killed = {event.replica for _, event in faulty.history.of(trace.Failure) if event.cause == "SIGKILL"}
-    return (
-        Claim(
-            "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
-            bool(backward and reduction) and len(stages) > 1 and killed >= {one.replica for one in (*backward, *reduction)},
-            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in kills) or "none",
-        ),
-        Claim(
-            "Training went on without a restart, down to one replica",
-            summary.exit_code == 0 and summary.replicas_end == 1 and summary.steps == quiet.steps >= 20,
-            f"{summary.steps} of {quiet.steps} steps, {summary.replicas_start} -> {summary.replicas_end} replicas, "
-            f"exit code {summary.exit_code}",
-        ),
-        Claim(
-            "The others did not let their pipelines drain first: the lost microbatches joined the 1F1B that they were running",
-            summary.microbatches_redone_in_schedule > 0,
-            "; ".join(_taken_in(faulty.history)) or "all was computed in a second pass, after the running one",
-        ),
-        Claim(
-            f"Every step was made from the same {summary.microbatches_per_step} microbatches, each counted exactly once",
-            not [one for one in faulty.violations if one.invariant == "INV-1"]
-            and summary.microbatches_per_step == quiet.microbatches_per_step,
-            "counted from what was computed and from what was summed (INV-1)",
-        ),
-        Claim(
-            "Only what the dead replicas held was computed again",
-            0 < summary.microbatches_redone <= summary.microbatches_lost and summary.microbatches_wasted == 0,
-            f"{summary.microbatches_lost} lost, {summary.microbatches_redone} computed again, "
-            f"{summary.microbatches_wasted} wasted",
-        ),
-        Claim(
-            "All replicas held bit-identical parameters after every step",
-            summary.replicas_bit_identical is True,
-            "parameter digests of every rank and step",
-        ),
-        Claim(
-            "The result is bit for bit that of the undisturbed run",
-            summary.param_bit_identical is True and summary.loss_max_abs_diff == 0.0,
-            f"largest difference of a parameter {summary.param_max_rel_diff}, of a loss {summary.loss_max_abs_diff}",
-        ),
-        Claim(
-            "No invariant is broken in either run",
-            all(one.holds and one.is_whole for one in (reference, faulty)),
-            f"broken: {', '.join(broken)}"
-            if broken
-            else "; ".join([*faulty.problems, *faulty.not_judged, *reference.not_judged]) or "INV-1 to INV-8",
-        ),
-    )
+NODES_CHAOS = _SLOW.format(step=KILLED_AFTER)
 
 
 _ITERATION = re.compile(
@@ -200,29 +125,6 @@ def short(line: str) -> str:
         f"iteration {iteration:>2}/{last} | loss {float(loss):.4f} | generation {generation} | replicas {replicas} | "
         f"quotas {quotas}"
     )
-
-
-def _place(fault: FaultSummary) -> str:
-    """Return where a fault struck, in words."""
-    if fault.point == "reduce":
-        return f"inside the reduction of bucket {fault.bucket}"
-    if fault.point == "backward":
-        return f"in the backward of microbatch {fault.microbatch}"
-    return f"in {fault.point}" if fault.point else f"by {fault.cause}"
-
-
-def story(summary: Summary) -> Iterator[str]:
-    """Yield what happened at each fault and in the recovery from it, a line each."""
-    for fault in summary.faults:
-        if fault.kind == FaultKind.SLOW.value:
-            yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was slowed down for a step"
-            continue
-        yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was killed {_place(fault)}"
-        for one in summary.recoveries:
-            if fault.replica in one.lost_replicas:
-                took = [(phase, getattr(one, f"{phase}_s")) for phase in get_args(trace.Phase)]
-                times = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in took if seconds is not None)
-                yield f"  the others finished that very step in generation {one.generation}: {times}"
 
 
 def num_gpus(devices: Path = Path("/dev")) -> int:
@@ -244,8 +146,56 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
         ) from error
 
 
+class _Command:
+    """A verb that runs in a process of its own. Its output and its stderr go to files."""
+
+    def __init__(self, folder: Path, name: str, arguments: Sequence[str], *, is_shown: bool) -> None:
+        """Start the verb. With `is_shown` its output has to be read by `lines`."""
+        self._words = [sys.executable, "-m", "megatron_recover", *arguments]
+        self._log, self._errors = (folder / f"{name}.{kind}" for kind in ("log", "err"))
+        with open(self._log, "a", encoding="utf-8") as file, open(self._errors, "wb") as error_file:
+            print(f"$ {shlex.join(self._words)}", file=file, flush=True)
+            output = subprocess.PIPE if is_shown else file
+            self.process = subprocess.Popen(self._words, stdout=output, stderr=error_file, text=True)
+        self._watchdog = threading.Timer(DEADLINES.deadline_s, self.process.kill)
+        self._watchdog.start()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of its output, until its end."""
+        assert self.process.stdout is not None
+        with open(self._log, "a", encoding="utf-8") as file:
+            for line in self.process.stdout:
+                file.write(line)
+                yield line.rstrip()
+
+    def wait(self) -> None:
+        """Wait for its end. Raises RuntimeError unless the exit code is 0."""
+        code = self.process.wait()
+        if code != ExitCode.OK:
+            last = self._errors.read_text(errors="replace").splitlines()[-LAST_WORDS:]
+            said = "".join(f"     {line}\n" for line in last)
+            files = f"its output is in {self._log} and {self._errors}"
+            raise RuntimeError(f"exit code {code} of: {shlex.join(self._words)}\n{said}{files}")
+
+    def close(self) -> None:
+        """End it, if it still runs: by SIGTERM, then by SIGKILL; wait `stop_s` after each.
+
+        Ranks that have lost their launcher end by themselves.
+        """
+        self._watchdog.cancel()
+        for tell in (self.process.terminate, self.process.kill):
+            if self.process.poll() is None:
+                tell()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(timeout=DEADLINES.stop_s)
+
+
 class _Demo:
     """The four stages of the demo, in one folder, on `gpus` GPUs or on the CPU."""
+
+    steps = STEPS
+    deaths = "two processes"
+    chaos = CHAOS
 
     def __init__(self, folder: Path, say: TextIO, gpus: int) -> None:
         self.folder, self._say = folder, say
@@ -270,59 +220,99 @@ class _Demo:
         model = "a GPT of 4 layers as 2 pipeline stages"
         self.tell("1/4  the text of Python's standard library becomes a data set")
         self._command("data", "--output", str(self.data))
-        self.tell(f"2/4  reference: {STEPS} steps of {model}, {REPLICAS} replicas, nothing fails")
+        self.tell(f"2/4  reference: {self.steps} steps of {model}, {REPLICAS} replicas, nothing fails")
         self._train(self.reference)
-        self.tell("3/4  the same again, with kill -9 of two processes on the way")
+        self.tell(f"3/4  the same again, with kill -9 of {self.deaths} on the way")
         chaos = self.folder / "chaos.toml"
-        chaos.write_text(CHAOS)
-        self._train(self.faulty, "--chaos", str(chaos))
+        chaos.write_text(self.chaos)
+        self._train_and_kill(self.faulty, "--chaos", str(chaos))
         self.tell("4/4  what do the two traces prove?")
         return check(self.reference), check(self.faulty, self.reference)
 
+    def claims(self, reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
+        """Return what the demo claims about its two runs."""
+        return claims(reference, faulty)
+
     def _train(self, run_dir: Path, *flags: str) -> None:
-        megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), *self._extra, "--data-path", str(self.data)]
-        replicas = ["--replicas", str(REPLICAS), "--run-dir", str(run_dir)]
-        self._command("run", *replicas, *flags, "--", str(PRETRAIN), *megatron)
+        self._command("run", "--replicas", str(REPLICAS), *self._training(run_dir, *flags))
+
+    def _train_and_kill(self, run_dir: Path, *flags: str) -> None:
+        self._train(run_dir, *flags)  # a rank kills itself where the chaos file says
+
+    def _training(self, run_dir: Path, *flags: str) -> list[str]:
+        """Return the words of the launch line from its run directory on."""
+        megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), "--train-iters", str(self.steps), *self._extra]
+        return ["--run-dir", str(run_dir), *flags, "--", str(PRETRAIN), *megatron, "--data-path", str(self.data)]
 
     def _command(self, *arguments: str) -> None:
-        """Run one verb in a separate process, and show its output indented and short.
+        """Run one verb, and show its output indented and short.
 
-        Its output also goes to a file. Its stderr goes to another file, which matters only if the
-        command fails. Kills the process after `DEADLINES.deadline_s`. Raises RuntimeError unless
-        the exit code is 0.
+        Its stderr matters only if it fails. Kills it after `DEADLINES.deadline_s`. Raises
+        RuntimeError unless the exit code is 0.
         """
-        command = [sys.executable, "-m", "megatron_recover", *arguments]
-        log, errors = (self.folder / f"{arguments[0]}.{kind}" for kind in ("log", "err"))
-        with open(log, "a", encoding="utf-8") as file, open(errors, "wb") as error_file:
-            print(f"$ {shlex.join(command)}", file=file, flush=True)
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error_file, text=True)
-            watchdog = threading.Timer(DEADLINES.deadline_s, process.kill)
-            watchdog.start()
-            try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    file.write(line)
-                    self.tell(f"     {short(line.rstrip())}")
-                code = process.wait()
-            finally:
-                watchdog.cancel()
-                _end(process)
-        if code != ExitCode.OK:
-            last = errors.read_text(errors="replace").splitlines()[-LAST_WORDS:]
-            said = "".join(f"     {line}\n" for line in last)
-            raise RuntimeError(f"exit code {code} of: {shlex.join(command)}\n{said}its output is in {log} and {errors}")
+        with contextlib.closing(_Command(self.folder, arguments[0], arguments, is_shown=True)) as command:
+            for line in command.lines():
+                self.tell(f"     {short(line)}")
+            command.wait()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a command that still runs: by SIGTERM, then by SIGKILL; wait `stop_s` after each.
+class _NodesDemo(_Demo):
+    """The demo whose second run is on three nodes of this machine, of which one is killed.
 
-    Ranks that have lost their launcher end by themselves.
+    Each node has an agent and the two ranks of a replica. The reference is a run of one node.
     """
-    for tell in (process.terminate, process.kill):
-        if process.poll() is None:
-            tell()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=DEADLINES.stop_s)
+
+    steps = NODES_STEPS
+    deaths = f"all processes of one of {NODES} nodes"
+    chaos = NODES_CHAOS
+
+    def __init__(self, folder: Path, say: TextIO, gpus: int) -> None:
+        super().__init__(folder, say, gpus)
+        self.killed: tuple[int, ...] = ()
+        """Process ids of the node that was killed."""
+
+    def claims(self, reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
+        return node_claims(reference, faulty, self.killed)
+
+    def _train_and_kill(self, run_dir: Path, *flags: str) -> None:
+        key, endpoint = self.folder / "key", self.folder / "endpoint"
+        with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(33))
+        meeting = [
+            "--nnodes", str(NODES), "--nproc-per-node", str(RANKS // NODES), "--rdzv-backend", "c10d", "--rdzv-endpoint",
+            f"file:{endpoint}", "--local-addr", "127.0.0.1", "--key-file", str(key),
+        ]  # fmt: skip
+        line = ["run", *meeting, *self._training(run_dir, *flags)]
+        with contextlib.ExitStack() as stack:
+            nodes = [
+                stack.enter_context(contextlib.closing(_Command(self.folder, "run-node-0", line, is_shown=True))),
+            ]
+            while not endpoint.exists() and nodes[0].process.poll() is None:
+                time.sleep(0.05)  # the first that comes owns the endpoint, and is node 0
+            nodes += [
+                stack.enter_context(contextlib.closing(_Command(self.folder, f"run-node-{each}", line, is_shown=False)))
+                for each in range(1, NODES)
+            ]
+            for text in nodes[0].lines():
+                self.tell(f"     {short(text)}")
+                if not self.killed and short(text).startswith(f"iteration {KILLED_AFTER:>2}/"):
+                    time.sleep(KILL_DELAY_S)
+                    self.killed = _kill_node(nodes[-1].process.pid)
+                    self.tell(f"     kill -9 {' '.join(map(str, self.killed))}")
+            for node in nodes[:-1]:
+                node.wait()
+
+
+def _kill_node(launcher: int) -> tuple[int, ...]:
+    """Kill a launcher and all processes that it has started; return their process ids."""
+    import psutil  # type: ignore[import-untyped]
+
+    process = psutil.Process(launcher)
+    processes = [process, *process.children(recursive=True)]
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    return tuple(each.pid for each in processes)
 
 
 def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty: Verdict, seconds: float) -> str:
@@ -356,6 +346,10 @@ def main(argv: list[str]) -> int:
         description="Train a small GPT on real text twice, once with kill -9 of real processes, and prove that the result is "
         "bit for bit the same. On CUDA where torch finds a GPU, else on the CPU: under 3 minutes on two cores.",
     )
+    parser.add_argument(
+        "--nodes", type=int, choices=(1, NODES), default=1,
+        help=f"{NODES}: the second run is on {NODES} nodes, all on this machine, and a whole node is killed in mid-step",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (progress goes to stderr)")
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")
     arguments = parser.parse_args(argv)
@@ -367,7 +361,8 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout, gpus)
+    kind = _Demo if arguments.nodes == 1 else _NodesDemo
+    demo = kind(folder, sys.stderr if arguments.json else sys.stdout, gpus)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is terminated ends its runs
     try:
@@ -383,7 +378,7 @@ def main(argv: list[str]) -> int:
     except (RuntimeError, OSError, TraceError) as error:
         print(f"megatron-recover demo: {error}", file=sys.stderr)
         return ExitCode.FAILED
-    found, seconds = claims(reference, faulty), time.monotonic() - began
+    found, seconds = demo.claims(reference, faulty), time.monotonic() - began
     demo.tell(_verdict(folder, found, reference, faulty, seconds))
     if arguments.json:
         content = {"proven": all(one.holds for one in found), "claims": found, "seconds": seconds, "summary": faulty.summary}

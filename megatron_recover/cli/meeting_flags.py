@@ -131,7 +131,7 @@ def _of_ours(arguments: Namespace, found: list[str]) -> dict[str, Any]:
         seconds = float(text) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text) else math.nan
         if not seconds >= LEAST_NODE_TIMEOUT_S:
             found.append(f"--node-timeout is {text}; give a number of seconds of at least {LEAST_NODE_TIMEOUT_S:g}")
-        fields["node_timeout_s"] = seconds
+        fields["node_silence_s"] = seconds
     return fields
 
 
@@ -181,9 +181,9 @@ def _pairs(text: str) -> dict[str, str]:
 def _conf(text: str, found: list[str], *, is_static: bool) -> dict[str, Any]:
     """Return the fields of `Meeting` that `--rdzv-conf` gives. Append each mistake to `found`."""
     fields: dict[str, Any] = {}
-    seconds = {"join_timeout": "join_timeout_s", "last_call_timeout": "last_call_s"}
+    seconds = {"join_timeout": "join_s", "last_call_timeout": "last_call_s"}
     if is_static:
-        seconds["timeout"] = "join_timeout_s"
+        seconds["timeout"] = "join_s"
     for key, value in _pairs(text).items():
         if not key or not value:
             found.append(f"--rdzv-conf is {text}; give KEY=VALUE, separated by commas")

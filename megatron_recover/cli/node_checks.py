@@ -43,6 +43,7 @@ def refusals(job: Job, joined: Joined | None) -> list[str]:
     need = Need(
         num_ranks=job.num_ranks_here, num_nodes=len(job.nodes) if is_of_several else 1, on_gpus=has_gpu(),
         ranks_per_gpu=job.config.ranks_per_gpu, folders=folders_of(job.argv, but=[Check.RUN_DIR]),
+        has_later_ranks=any(0 not in job.slots(replica) for replica in job.replicas_here),
         address=job.address if len(job.nodes) > 1 else None, environment=inherited_environment(),
     )  # fmt: skip
     if joined is None or len(job.nodes) < 2:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_recover import packages
+from megatron_recover.cli import meeting_flags
 from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu, module_command
@@ -57,6 +58,7 @@ _OF_RUN = {
     **dict.fromkeys(
         ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet"), "plan starts no rank"
     ),
+    **dict.fromkeys(("--chained", *meeting_flags.OURS), "plan starts no run"),
     **dict.fromkeys(("--metrics-port", "--metrics-address", "--metrics-textfile", "--on-event"), "plan starts no run"),
     **dict.fromkeys((name for flag in TORCHRUN if flag.name != _MODULE for name in flag.names), "plan starts no rank"),
 }

@@ -75,7 +75,7 @@ class _RunParser(Parser):
 
     elsewhere = "; Megatron's flags go behind the script's name"
     refusal = ""
-    """Why the command line was refused."""
+    """Reason why the command line was refused."""
 
     def error(self, message: str) -> NoReturn:
         self.refusal = message
@@ -211,7 +211,7 @@ def _described(
         argv=(*words, *flags), num_replicas=num_replicas, placement=placement, address=address, ports=line.nodes.ports,
         node=0 if joined is None or joined.met is None else joined.met.you,
         nodes=() if joined is None or joined.met is None else joined.met.nodes,
-        node_s=line.nodes.node_timeout_s if line.nodes.is_of_several else None,
+        node_s=line.nodes.node_silence_s if line.nodes.is_of_several else None,
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,

@@ -28,9 +28,9 @@ class Examined(NamedTuple):
     """The result of an examination, as lines for the console of a node."""
 
     told: list[str]
-    """What is not ok: of all nodes on node 0; elsewhere what fails."""
+    """Findings that are not ok: those of all nodes on node 0; elsewhere those that fail."""
     refusals: list[str]
-    """What fails, on any node; equal on all nodes."""
+    """Findings that fail, on any node; equal on all nodes."""
 
 
 def examine(joined: Joined, names: Sequence[str], deadline_s: float, open_session: Callable[[], Session]) -> Examined:

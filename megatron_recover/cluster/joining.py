@@ -1,4 +1,4 @@
-"""How a node joins a job of several nodes: it finds its address, and waits until all are there.
+"""Joining a job of several nodes: a node finds its address, and waits until all nodes are there.
 
 The node that owns the endpoint starts the coordinator. `cluster/meeting.py` has the decisions.
 """
@@ -53,7 +53,7 @@ class Place:
             self.may_own = True
             return
         if self._file is not None:
-            host, port = endpoint_file.await_address(self._file, meeting.join_timeout_s)
+            host, port = endpoint_file.await_address(self._file, meeting.join_s)
             meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
         self._endpoint = reachable.resolve(meeting.host, meeting.flag)
         self.address = reachable.node_address(
@@ -96,7 +96,7 @@ class Place:
         where = format_address(self._endpoint[0], self._meeting.port) if coordinator is None else coordinator.address
         membership = Membership(
             where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
-            patience_s=self._meeting.join_timeout_s,
+            patience_s=self._meeting.join_s,
         )  # fmt: skip
         joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events)
         met = self._wait(joined, where)
@@ -110,15 +110,16 @@ class Place:
             return None
         meeting = self._meeting
         settings = NodesSettings(
-            owner=identity, least=meeting.least_nodes, most=meeting.most_nodes, join_s=meeting.join_timeout_s,
-            last_call_s=meeting.last_call_s, node_silence_s=meeting.node_timeout_s,
-            deadlines=self._deadlines.with_node(meeting.node_timeout_s),
+            owner=identity, least=meeting.least_nodes, most=meeting.most_nodes, join_s=meeting.join_s,
+            last_call_s=meeting.last_call_s, node_silence_s=meeting.node_silence_s,
+            deadlines=self._deadlines.with_node(meeting.node_silence_s),
             ignored=ignored,
         )  # fmt: skip
         events = ring.create(level=level)
         address = format_address(self._bound, meeting.port)
         try:
-            return CoordinatorProcess(settings, key, events=events, clock=clock, address=address), events
+            process = CoordinatorProcess(settings, key, events=events, clock=clock, address=address, ports=meeting.ports)
+            return process, events
         except OSError as error:
             if error.errno == errno.EADDRINUSE and meeting.node_rank is None and reachable.is_loopback(self._bound):
                 return None  # all nodes are on this machine, and another one was first

@@ -182,8 +182,9 @@ class Launcher:
         write_description(job)
         raise_descriptor_limit()  # first: the recorder inherits the limit, and has 3 to 5 descriptors for each rank
         self._recording = Recording(
-            job, self._started_at, self._clock, has_stamps=bool(job.nodes), quiet=self._quiet, deadlines=self._deadlines
-        )
+            job, self._started_at, self._clock, has_stamps=bool(job.nodes), quiet=self._quiet, deadlines=self._deadlines,
+            coordinator=self._joined.events if self._joined is not None else None,
+        )  # fmt: skip
         self._clock.report_refused(
             lambda ahead_s: self._recording.record(trace.ClockRefused(replica=-1, rank=-1, ahead_s=round(ahead_s, 3)))
         )
@@ -309,7 +310,7 @@ class Launcher:
                 deadlines=self._deadlines, level=self._job.trace_level,
                 slots=self._job.num_ranks_here, run_id=self._job.run_id, ignored=self._job.signals,
             )  # fmt: skip
-        if self._joined.events is not None:
+            assert self._joined.events is not None
             self._recording.follow_coordinator(self._joined.events)
         self._joined.membership.handle(self._from_coordinator, self._coordinator_gone)
 

@@ -42,18 +42,18 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     """True with `--rdzv-backend static`, where `node_rank` decides who owns the endpoint."""
     is_host: bool | None = None
     """True if `--rdzv-conf` gives this node the endpoint, False if another; None: neither."""
-    join_timeout_s: int = JOIN_TIMEOUT_S
+    join_s: int = JOIN_TIMEOUT_S
     """Seconds that a node waits until `least_nodes` have joined."""
     last_call_s: int = LAST_CALL_S
     """Seconds from then on that the job waits for more nodes, up to `most_nodes`."""
-    node_timeout_s: float = NODE_TIMEOUT_S
+    node_silence_s: float = NODE_TIMEOUT_S
     """Seconds of silence after which a node is removed."""
     local_addr: str | None = None
     """Name or address of this node that the other nodes use, where the user gives one."""
     interface: str | None = None
     """Network interface whose address the other nodes use, where the user gives one."""
     ports: Ports | None = None
-    """First and last port of all listeners but the endpoint; None: any."""
+    """First and last port of all listeners, except an endpoint whose port is given; None: any."""
     key_file: Path | None = None
     """File with the key of the job (`authentication/key.py`)."""
 

@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_recover.authentication import key as keys
 from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.cluster.meeting import JOIN_TIMEOUT_S
 from megatron_recover.config import inherited_environment, module_command
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
@@ -23,7 +24,7 @@ from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHell
 from megatron_recover.control_plane.nodes_driver import NodesSettings
 from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT, address_of, host_name
+from megatron_recover.host.addresses import ANY_PORT, Ports, address_of, host_name
 from megatron_recover.trace import Level, ring
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -39,14 +40,23 @@ def new_identity() -> int:
 class CoordinatorProcess:
     """The process of the coordinator, which this node has started."""
 
-    def __init__(self, settings: NodesSettings, key: bytes, *, events: int, clock: int, address: str = ANY_PORT) -> None:
-        """Listen at `address` and start the process.
+    def __init__(
+        self,
+        settings: NodesSettings,
+        key: bytes,
+        *,
+        events: int,
+        clock: int,
+        address: str = ANY_PORT,
+        ports: Ports | None = None,
+    ) -> None:
+        """Listen at `address`, or at one of `ports` if its port is 0, and start the process.
 
         `events`: the descriptor of its ring. `clock`: that of this node's clock.
 
         Raises OSError if the address cannot be used, or no process can be started.
         """
-        with listen(address) as listener:
+        with listen(address, ports) as listener:
             self.address = address_of(listener)
             """Address (host:port) of the coordinator."""
             sealed = keys.sealed(key)
@@ -187,7 +197,8 @@ class Membership:
         """
         assert self._link is not None
         if self._link.proven:
-            self._why, self._give_up_at, self._is_known = why, self._loop.time() + self._patience_s, True
+            patience_s = min(self._patience_s, JOIN_TIMEOUT_S)  # a longer one is for jobs in a queue, not for this
+            self._why, self._give_up_at, self._is_known = why, self._loop.time() + patience_s, True
             self._connect()
         elif self._is_known and self._link.is_refused:
             self._lose(self._why)

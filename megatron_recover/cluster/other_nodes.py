@@ -1,4 +1,4 @@
-"""What the watch of a node and the coordinator exchange about hangs, with several nodes.
+"""The exchange between the watch of a node and the coordinator about hangs, with several nodes.
 
 `core/condemning.py` has the reasons. This module numbers reports and questions, and drops answers
 that are too old. The thread of the node uses it.

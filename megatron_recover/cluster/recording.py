@@ -66,6 +66,7 @@ class Recording:
         clock: NodeClock,
         *,
         has_stamps: bool = False,
+        coordinator: int | None = None,
         quiet: bool = False,
         deadlines: Deadlines | None = None,
     ) -> None:
@@ -73,6 +74,8 @@ class Recording:
 
         `clock` is that of this node. `has_stamps`: the run may have several nodes, and so the
         trace has the clock's stamps, which count from `self.clock_base` (`NodeStarted.clock`).
+        `coordinator`: the argument of `follow_coordinator`, if the coordinator records already. Its
+        events are then older than all others, and would come too late behind them.
         A start that fails is tried again by `poll`. Raises OSError if the folder accepts no trace,
         or a ring, an output or a bookmark cannot be created.
         """
@@ -116,6 +119,8 @@ class Recording:
         self._control: socket.socket | None = None
         self._decode = msgspec.json.Decoder(messages.Reply).decode
         self._log = ring.RingLog(self._add(_LAUNCHER, 0), clock)
+        if coordinator is not None:
+            self.follow_coordinator(coordinator)
         self.output(job.run_dir / TRAIN_LOG, shown_of=messages.TRAIN_LOG)
         self.output(job.run_dir / LAUNCHER_LOG, shown_of=messages.LAUNCHER_LOG)
         for stream in job.streams.filters:

@@ -17,6 +17,7 @@ Note [When the first job is dead]
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from pathlib import Path
@@ -123,6 +124,7 @@ class SaveLock:
         self._file.write(content.decode())
         self._file.truncate()
         self._file.flush()
+        os.fsync(self._file.fileno())  # NFS: without it other hosts see the file half a minute later
 
 
 def _holder_of(file: IO[str]) -> _Holder | None:

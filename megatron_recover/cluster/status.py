@@ -41,7 +41,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     id: str
     refused: str
-    """Why the request is refused, in whole or in part; empty if it is not."""
+    """Reason why the request is refused, in whole or in part; empty if it is not."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,8 +46,8 @@ class OutgoingLink(Link):
         """True once the peer has proven itself and welcomed this end."""
         self._refused = False
         self.refusal = ""
-        """Why the other end is not the wanted party, if a handshake has shown that. The link dials
-        again all the same."""
+        """Reason why the other end is not the wanted party, if a handshake has shown that. The link
+        dials again all the same."""
         self._is_dialled = False
         """True once there has been a connection."""
         super().__init__(None, None, clock, largest_body(peer.role, me.role))

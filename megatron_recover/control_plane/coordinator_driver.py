@@ -93,6 +93,14 @@ class CoordinatorDriver:
         return self._state.generation
 
     @property
+    def num_expected(self) -> int:
+        """Return how many leaders have not connected yet: at least one before the first generation.
+
+        None is expected after that.
+        """
+        return 0 if self._state.generation else max(1, self._state.policy.num_replicas - len(self._links))
+
+    @property
     def progress(self) -> tuple[int, tuple[int, ...], int]:
         """Return the generation, its roster, and the number of committed steps."""
         return self._state.generation, self._state.roster, self._state.step
@@ -217,7 +225,7 @@ class CoordinatorDriver:
         """Return the beat that all leaders are sent now."""
         state = self._state
         missing = state.roster if state.generation else range(state.policy.num_replicas)
-        here = state.entered if state.generation else [hello.replica for hello in state.hellos]
+        here = frozenset(state.entered if state.generation else (hello.replica for hello in state.hellos))
         return Beat(host_name(), os.getpid(), state.generation, state.step, tuple(each for each in missing if each not in here))
 
     # --- The machine -----------------------------------------------------------------------------

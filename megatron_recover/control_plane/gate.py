@@ -28,7 +28,7 @@ class Gate:
         on_link: Callable[[Link, Party], None],
         *,
         clock: NodeClock,
-        expects: Callable[[], bool],
+        expects: Callable[[], int],
         report: ReportStrangers,
     ) -> None:
         """Begin to listen.
@@ -37,7 +37,7 @@ class Gate:
         - `admits(peer, wanted)` returns whether that peer may connect to the wanted party.
         - `on_link(link, peer)` is called for each proven peer that is admitted.
         - `clock` is that of this node.
-        - `expects()` returns whether a peer that has not connected yet is needed: see
+        - `expects()` returns the number of peers that are needed and have not connected yet: see
           `authentication/admission.py`, Note [Whom a listener expects].
         - `report(name, number)` is called when many strangers were disconnected (`Admission`).
         """

@@ -34,7 +34,7 @@ class NodeHello(Value, frozen=True):
 
 
 class NodeShares(Value, frozen=True):
-    """What a node has found out in one round of the examination of all nodes, before it prepares.
+    """The findings of a node in one round of the examination of all nodes, before it prepares.
 
     The coordinator does not read `data`. It waits for that of all nodes.
     """
@@ -152,7 +152,7 @@ class Met(Value, frozen=True):
 
 
 class NodesShared(Value, frozen=True):
-    """What all nodes have found out in one round, in the order of their numbers.
+    """The findings of all nodes in one round, in the order of their numbers.
 
     Empty for a node that is to know only that all have ended the round.
     """
@@ -208,7 +208,7 @@ class AskPart(Value, frozen=True):
 
 
 class TellKnown(Value, frozen=True):
-    """What is known about a replica that the agent accuses."""
+    """The facts known about a replica that the agent accuses."""
 
     report: int
     """Number of the `NodeSuspects` that is answered."""

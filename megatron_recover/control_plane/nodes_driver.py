@@ -57,7 +57,7 @@ from megatron_recover.control_plane.node_messages import (
     Roster,
     TellKnown,
 )
-from megatron_recover.control_plane.wire import Link, Message
+from megatron_recover.control_plane.wire import Link, Message, encode
 from megatron_recover.core import condemning, node_silence, values
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
@@ -105,7 +105,7 @@ class _Agent:
         """Number of the node; -1: the job does not use it."""
         self.heard_at = now
         self.shared: NodeShares | None = None
-        """What the node has sent in the newest round of the examination."""
+        """The findings that the node has sent in the newest round of the examination."""
         self.ready: NodeReady | None = None
         self.is_launched = False
         self.is_silent = False
@@ -137,6 +137,8 @@ class NodesDriver:
         self._nodes: tuple[NodePlace, ...] = ()
         self._hosts: Mapping[int, tuple[int, ...]] = {}
         """Replica -> numbers of the nodes that have ranks of it."""
+        self._replicas: Mapping[int, tuple[int, ...]] = {}
+        """Number of a node -> the replicas that have ranks there."""
         self._condemning = condemning.CondemningState({})
         self._fenced: dict[int, set[int]] = {}
         """Replica -> numbers of the nodes that have confirmed its fence."""
@@ -151,7 +153,7 @@ class NodesDriver:
         self._told: JobState | None = None
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
-            expects=lambda: self._membership is None or not self._membership.generation,
+            expects=self._num_expected,
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
             ),
@@ -192,6 +194,15 @@ class NodesDriver:
 
     # --- Connections ------------------------------------------------------------------------------
 
+    def _num_expected(self) -> int:
+        """Return how many agents or leaders are needed and may connect at the same time.
+
+        Before the first generation at least one peer is expected.
+        """
+        if self._membership is not None:
+            return self._membership.num_expected
+        return max(1, self._settings.most - len(self._agents))
+
     def _admits(self, peer: Party, wanted: Party) -> bool:
         is_agent = peer == Party(Role.AGENT)
         is_leader = self._membership is not None and self._membership.admits(peer)
@@ -209,6 +220,9 @@ class NodesDriver:
             self._loop.drop(link)
             return
         agent = _Agent(link, message, self._loop.time())
+        for old in [each for each in self._agents if each.hello.identity == message.identity]:
+            self._loop.drop(old.link)  # it broke, and only the agent has seen that
+            self._agent_gone(old, "its connection broke")
         if (before := self._removed.get(message.identity)) is not None:
             self._returns(agent, before)
             return
@@ -223,7 +237,10 @@ class NodesDriver:
         elif self._end is not None:
             self._loop.send(link, self._end)
         else:
-            self._loop.send(link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
+            self._have_idle(agent)
+
+    def _have_idle(self, agent: _Agent) -> None:
+        self._loop.send(agent.link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
 
     def _returns(self, agent: _Agent, number: int) -> None:
         """Take the new link of an agent whose node was removed, and have it fence its ranks."""
@@ -232,9 +249,8 @@ class NodesDriver:
         self._loop.watch(
             agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
         )
-        for replica, nodes in self._hosts.items():
-            if number in nodes:
-                self._loop.send(agent.link, FenceReplica(replica))
+        for replica in self._replicas[number]:
+            self._loop.send(agent.link, FenceReplica(replica))
         if self._end is not None:
             self._loop.send(agent.link, self._end)
 
@@ -246,19 +262,22 @@ class NodesDriver:
             self._end_everywhere(ExitCode.BAD_INPUT, newcomer, mistake)
             return
         present = len(self._agents)
-        if present == self._settings.most and self._owner is not None:
+        if present >= self._settings.most and self._owner is not None:
             self._all_met()
         elif present == self._settings.least:
             self._loop.after(self._settings.last_call_s, self._last_call)
 
     def _mistake(self, newcomer: _Agent) -> str:
-        """Return why a node cannot take part beside the others; empty if it can."""
-        for other in self._agents:
-            if other is newcomer:
-                continue
-            mine, theirs = newcomer.hello, other.hello
-            if mine.node_rank is not None and mine.node_rank == theirs.node_rank:
-                return f"--node-rank {mine.node_rank} is also that of {theirs.name}; give each node its own"
+        """Return why a node cannot take part beside the others; empty if it can.
+
+        The others are alike, so that a comparison with one of them suffices.
+        """
+        mine = newcomer.hello
+        others = [agent.hello for agent in self._agents if agent is not newcomer]
+        same = next((each for each in others if each.node_rank is not None and each.node_rank == mine.node_rank), None)
+        if same is not None:
+            return f"--node-rank {mine.node_rank} is also that of {same.name}; give each node its own"
+        for theirs in others[:1]:
             here, there = dict(mine.alike), dict(theirs.alike)
             for name in [*here, *there]:
                 one, two = here.get(name, "not given"), there.get(name, "not given")
@@ -289,25 +308,22 @@ class NodesDriver:
             )
 
     def _all_met(self) -> None:
-        """Give each node its number, and tell all agents."""
+        """Give each node its number, and tell all agents. Nodes beyond the most idle."""
         owner = self._owner
         assert owner is not None
-        last = len(self._agents)
-        self._agents.sort(
-            key=lambda each: (each is not owner, last if each.hello.node_rank is None else each.hello.node_rank)
-        )  # fmt: skip
-        for number, agent in enumerate(self._agents):
+        others, last = [each for each in self._agents if each is not owner], len(self._agents)
+        others, late = others[: self._settings.most - 1], others[self._settings.most - 1 :]
+        others.sort(key=lambda each: last if each.hello.node_rank is None else each.hello.node_rank)
+        used = [owner, *others]
+        self._agents = [*used, *late]
+        for number, agent in enumerate(used):
             agent.number = number
-        self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents)
+        self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in used)
         self._stage = Stage.PREPARING
-        if len(self._nodes) > 1:
-            self._record(
-                trace.NodesMet(
-                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
-                )
-            )
-        for agent in self._agents:
+        for agent in used:
             self._loop.send(agent.link, Met(self._nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
+        for agent in late:
+            self._have_idle(agent)
 
     # --- Preparing --------------------------------------------------------------------------------
 
@@ -333,16 +349,24 @@ class NodesDriver:
             if each.ready is not None and each.ready.settings != first.settings:
                 self._end_everywhere(ExitCode.BAD_INPUT, each, "its flags make another job than those of node 0; use the same")
                 return
-        self._hosts = {
-            replica: tuple(each.number for each in used if each.ready is not None and replica in each.ready.replicas)
-            for replica in range(first.settings.num_replicas)
-        }
+        self._replicas = {each.number: each.ready.replicas for each in used if each.ready is not None}
+        hosts: dict[int, list[int]] = {replica: [] for replica in range(first.settings.num_replicas)}
+        for number, replicas in self._replicas.items():
+            for replica in replicas:
+                hosts[replica].append(number)
+        self._hosts = {replica: tuple(numbers) for replica, numbers in hosts.items()}
         self._membership = CoordinatorDriver(
             first.settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
             fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
         self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
+        if len(self._nodes) > 1:  # not before: node 0 records since it has met the others
+            self._record(
+                trace.NodesMet(
+                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
+                )
+            )
         self._stage = Stage.RUNNING
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
         stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
@@ -362,6 +386,9 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
+            case FenceDone(replica) | ReplicaGone(values.Loss(replica=replica)) if replica not in self._hosts:
+                self._loop.drop(agent.link)
+                self._agent_gone(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
             case EndAsked(reason):
@@ -474,8 +501,9 @@ class NodesDriver:
         self._send_to((each for each in self._agents if each.number in nodes), DismissReplica(replica))
 
     def _send_to(self, agents: Iterable[_Agent], message: Message) -> None:
+        body = encode(message)
         for agent in list(agents):
-            self._loop.send(agent.link, message)
+            self._loop.put(agent.link, body)
 
     # --- Losing nodes -----------------------------------------------------------------------------
 
@@ -499,7 +527,7 @@ class NodesDriver:
             return
         agent.is_lost = True
         self._tell_silence()
-        replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
+        replicas = self._replicas.get(agent.number, ())
         name = agent.hello.name
         self._removed[agent.hello.identity] = agent.number
         self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
@@ -526,7 +554,7 @@ class NodesDriver:
         for agent in self._agents:
             if agent.number in states:
                 continue
-            replicas = tuple(replica for replica, nodes in self._hosts.items() if agent.number in nodes)
+            replicas = self._replicas.get(agent.number, ())
             states[agent.number] = NodeState(
                 agent.number,
                 agent.hello.name,
@@ -560,7 +588,8 @@ class NodesDriver:
                 agent.is_silent = True
                 self._tell(agent, "began", silent_s[number])
                 self._tell_silence()
-        if self._stage is Stage.RUNNING and all(agent.is_launched for agent in living.values()):
+        membership = self._membership
+        if membership is not None and (membership.generation or all(agent.is_launched for agent in living.values())):
             # Before, an agent may wait for its fork server; what never starts is late (`start`).
             limit_s = self._settings.node_silence_s
             for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=limit_s):

@@ -56,7 +56,7 @@ class Suspected(Value, frozen=True):
     number: int
     """Number of the report, which increases; the answers name it."""
     silent: frozenset[ReplicaId]
-    """As in `Suspects`."""
+    """The same as in `Suspects`."""
     accused: frozenset[ReplicaId]
 
 

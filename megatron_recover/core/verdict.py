@@ -25,7 +25,7 @@ class Sight(Value, frozen=True):
 
 
 class Part(Value, frozen=True):
-    """What an agent has seen of its own ranks of a replica that has ranks on other nodes.
+    """The observations of an agent about its own ranks of a replica that has ranks on other nodes.
 
     Times are in seconds before the agent's newest look.
     """
@@ -39,7 +39,7 @@ class Part(Value, frozen=True):
 
 
 class Known(Value, frozen=True):
-    """What the coordinator knows about a replica that this agent accuses."""
+    """The knowledge of the coordinator about a replica that this agent accuses."""
 
     replica: ReplicaId
     parts: tuple[Part, ...]
@@ -49,7 +49,7 @@ class Known(Value, frozen=True):
 
 
 class Others(Value, frozen=True):
-    """What an agent learns from other nodes between two looks; each fact counts for one look."""
+    """Facts that an agent learns from other nodes between two looks; each counts for one look."""
 
     num_members: int
     """Members of the job, on all nodes."""

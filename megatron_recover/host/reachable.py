@@ -19,6 +19,8 @@ from megatron_recover.host.addresses import HOST, INTERFACE, family_of, host_nam
 HOSTS = Path("/etc/hosts")
 _LINK_LOCAL = "fe80:"
 """Begin of IPv6 addresses that mean something on one link only. They cannot be published."""
+_ANYWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737). It shows which one the default route has here."""
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
@@ -115,8 +117,9 @@ def own_address(*, interface: str | None, local_addr: str | None) -> str:
     """Return the address of this node where no other node is known yet, as in `node_address`.
 
     Without both arguments it is the first address to which the host's name resolves that is one of
-    this node, or else the first address of an interface; one of loopback only if there is no other.
-    Raises ValueError with the remedy.
+    this node, or else that of the default route, or else the first of an interface: the first name
+    may be that of a bridge of containers. It is one of loopback only if there is no other. Raises
+    ValueError with the remedy.
     """
     if local_addr is not None:
         return _own(local_addr, ())
@@ -127,7 +130,8 @@ def own_address(*, interface: str | None, local_addr: str | None) -> str:
         for entry in socket.getaddrinfo(host_name(), None, type=socket.SOCK_STREAM):
             if str(entry[4][0]) in own:
                 return str(entry[4][0])
-    return own[0] if own else HOST
+    default = _source(_ANYWHERE, 1)
+    return default if default in own else own[0] if own else HOST
 
 
 def _own(local_addr: str, targets: Iterable[str]) -> str:

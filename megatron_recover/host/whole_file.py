@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_recover.host.addresses import host_name
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -27,13 +29,14 @@ def replacing(
     which the system names no file.
 
     - `partial` is the name during the writing, in the same folder; the file then replaces a link at
-      `place`. None: a hidden name of this process; the file then replaces the target of a link.
+      `place`. None: a hidden name of this process on this host, since hosts share folders and
+      process ids; the file then replaces the target of a link.
     - `durable` writes the file to disk before it gets its name, and its folder after that. If the
       folder cannot be written, OSError is raised, and the file has its name already.
     - `before_naming()` is called when the file is complete. What it raises is raised.
     """
     target = place if partial is not None else place.resolve()
-    beside = partial or target.with_name(f".{target.name}.{os.getpid()}")
+    beside = partial or target.with_name(f".{target.name}.{host_name()}.{os.getpid()}")
     try:
         with _named(place, beside):
             beside.unlink(missing_ok=True)  # what a process of this number has left, or somebody's link

@@ -121,7 +121,7 @@ ENDINGS: Mapping[int, Ending] = {
 
 
 Word = Literal["finished", "requeue", "stop"]
-"""What a batch system is to do after a run: nothing more, start the job again, or wait for a
+"""The word for a batch system after a run: do nothing more, start the job again, or wait for a
 person."""
 STOPS = frozenset({ExitCode.BAD_INPUT, ExitCode.POISONED_MICROBATCH, ExitCode.DIVERGED, ExitCode.INVARIANT_VIOLATED})
 """Exit codes after which the next start would end alike, or would hide a defect."""

@@ -66,7 +66,7 @@ class _Node:
     def __init__(self, number: int, folder: Path) -> None:
         self.number, self._folder = number, folder
         self.trouble = ""
-        """What is wrong with the trace; empty if it is whole."""
+        """The damage of the trace; empty if it is whole."""
         self.base = 0
         self.leads_s = float("-inf")
         """Seconds by which the clock that is furthest ahead exceeds `t` (Note [Common time])."""

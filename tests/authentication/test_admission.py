@@ -219,6 +219,17 @@ def test_the_oldest_strangers_go_first_and_a_leader_gets_in(house: House, monkey
     assert strangers[0].recv(1) == b""
 
 
+def test_as_many_peers_as_are_expected_may_introduce_themselves_at_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1024 leaders that connected at once, the coordinator closed hundreds as strangers."""
+    monkeypatch.setattr(admission, "MAX_UNPROVEN", 5)
+    house.expects = 30
+    for _ in range(40):
+        house.stranger()
+    for _ in range(100):
+        house.loop.run_once(0.0)
+    assert len(house.gate.admission.unproven) == 30
+
+
 def test_a_listener_that_expects_nobody_takes_a_few_strangers_and_rests(house: House) -> None:
     """10,000 strangers made a step take 1.5 times as long while they came, since all were accepted at once."""
     house.expects, house.now = False, 0.0

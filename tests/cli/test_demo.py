@@ -18,7 +18,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import demo
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.values import ExitCode, LossKind
 from tests.observe import traces
 
 Events = list[trace.Event]
@@ -44,7 +44,12 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[[Events, Events], None
         def train(self: demo._Demo, run_dir: Path, *flags: str) -> None:
             traces.write(run_dir, faulty if "--chaos" in flags else reference)
 
+        def train_on_nodes(self: demo._NodesDemo, run_dir: Path, *flags: str) -> None:
+            traces.write(run_dir, faulty)
+            self.killed = (71, 72, 73)
+
         monkeypatch.setattr(demo._Demo, "_train", train)
+        monkeypatch.setattr(demo._NodesDemo, "_train_and_kill", train_on_nodes)
         monkeypatch.setattr(demo._Demo, "_command", lambda self, *arguments: None)
 
     return prepare
@@ -123,6 +128,57 @@ def test_a_claim_without_its_evidence_fails_the_demo(
     assert demo.main(["--json", "--run-dir", str(tmp_path / "demo")]) == ExitCode.INVARIANT_VIOLATED
     content = json.loads(capsys.readouterr().out)
     assert content["proven"] is False
+    assert [one["text"] for one in content["claims"] if not one["holds"] and one["text"].startswith(claim)], content["claims"]
+
+
+def _without_a_node() -> Events:
+    """Events of a run that loses node 2, with the ranks of replica 2, in mid-step."""
+    run = traces.Run()
+    run.quiet_step()
+    run.step_with_kill_in_backward(2, in_schedule=True)
+    while run.trained < 5:
+        run.quiet_step()
+    loss = trace.Loss(replica=2, kind=LossKind.NODE_LOST, detail="node n2: its agent is gone")
+    node = trace.NodeLost(node=2, name="n2", replicas=(2,), detail="its agent is gone")
+    found: Events = []
+    for event in run.finish().events:
+        if isinstance(event, trace.Generation) and event.losses:
+            found += [msgspec.structs.replace(node, t=event.t), msgspec.structs.replace(event, losses=(loss,))]
+        elif not isinstance(event, trace.Fault | trace.Failure):
+            found.append(event)
+    return found
+
+
+def test_the_loss_of_a_whole_node_is_proven_and_told(
+    prepared: Callable[[Events, Events], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(traces.quiet_run(5).events, _without_a_node())
+    assert demo.main(["--nodes", "3", "--run-dir", str(tmp_path / "demo")]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "PROVEN" in text and "NOT PROVEN" not in text and " NO]" not in text
+    assert "        train 2: node 2 with replica 2, 3 processes" in text
+    assert (
+        "     train 2: without replica 2 from then on (" in text
+        and "the others finished that very step in generation 2" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("claim", "spoil"),
+    [
+        ("A whole node was killed", lambda events: [event for event in events if not isinstance(event, trace.NodeLost)]),
+        ("A whole node was killed", lambda events: _replace(events, trace.NodeLost, {"replicas": (1, 2)})),
+        ("The others went on", lambda events: _replace(events, trace.RunFinished, {"exit_code": 10})),
+        ("The result is bit", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, rank=0)),
+    ],
+)
+def test_a_claim_about_nodes_without_its_evidence_fails_the_demo(
+    claim: str, spoil: Callable[[Events], Events], prepared: Callable[[Events, Events], None], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    prepared(traces.quiet_run(5).events, spoil(_without_a_node()))
+    assert demo.main(["--nodes", "3", "--json", "--run-dir", str(tmp_path / "demo")]) == ExitCode.INVARIANT_VIOLATED
+    content = json.loads(capsys.readouterr().out)
     assert [one["text"] for one in content["claims"] if not one["holds"] and one["text"].startswith(claim)], content["claims"]
 
 
@@ -236,6 +292,17 @@ def test_the_real_demo_proves_its_claims_within_its_budget(tmp_path: Path) -> No
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"{content['seconds']:.0f} s, {cpu_s:.0f} CPU-seconds")
     assert cpu_s < 180, "3 minutes on a machine of which the demo has one core all the time"
+
+
+@pytest.mark.timeout(300)
+def test_the_real_demo_on_three_nodes_loses_one_of_them_and_nothing_else(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_recover", "demo", "--nodes", "3", "--json", "--run-dir", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    assert done.returncode == ExitCode.OK, done.stderr[-6000:]
+    content = json.loads(done.stdout)
+    assert content["proven"] is True and len(content["claims"]) == 8
+    assert (content["summary"]["replicas_start"], content["summary"]["replicas_end"]) == (3, 2)
+    assert not any(psutil.pid_exists(int(pid)) for pid in done.stderr.partition("kill -9 ")[2].split("\n")[0].split())
 
 
 @pytest.mark.timeout(120)

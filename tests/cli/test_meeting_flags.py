@@ -66,7 +66,7 @@ def test_nodes_meet_where_torchrun_has_them_meet(
     assert (choice.run_id, ours.local_addr) == (theirs.run_id, theirs.local_addr)
     if is_static:
         assert (ours.node_rank or 0) == theirs.rdzv_configs["rank"]
-    assert str(ours.join_timeout_s) == theirs.rdzv_configs.get("join_timeout", "600")
+    assert str(ours.join_s) == theirs.rdzv_configs.get("join_timeout", "600")
     assert str(ours.last_call_s) == theirs.rdzv_configs.get("last_call_timeout", "30")
 
 
@@ -74,17 +74,17 @@ def test_the_timeouts_that_are_not_given_are_those_of_torch() -> None:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
     theirs, ours = RendezvousTimeout(), Meeting()
-    assert (theirs.join.total_seconds(), theirs.last_call.total_seconds()) == (ours.join_timeout_s, ours.last_call_s)
+    assert (theirs.join.total_seconds(), theirs.last_call.total_seconds()) == (ours.join_s, ours.last_call_s)
 
 
 def test_our_own_flags_are_read() -> None:
     nodes = read(
         "--nnodes 2 --master-addr head --key-file k --interface ib0 --port-range 20000-20999 --node-timeout 2.5"
     ).nodes  # fmt: skip
-    assert (nodes.key_file, nodes.interface, nodes.ports, nodes.node_timeout_s) == (Path("k"), "ib0", (20000, 20999), 2.5)
+    assert (nodes.key_file, nodes.interface, nodes.ports, nodes.node_silence_s) == (Path("k"), "ib0", (20000, 20999), 2.5)
     assert nodes.node_rank is None and nodes.is_of_several and nodes.flag == "--master-addr"
     of_timeout = read("--nnodes 2 --master-addr h --rdzv-conf timeout=9").nodes
-    assert (of_timeout.join_timeout_s, of_timeout.node_timeout_s) == (9, 10.0)
+    assert (of_timeout.join_s, of_timeout.node_silence_s) == (9, 10.0)
     line = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h --rdzv-conf is_host="
     assert [read(line + text).nodes.is_host for text in ("True", "n")] == [True, False]
 

@@ -133,6 +133,9 @@ def test_a_port_is_named_where_it_is_closed_with_those_who_do_not_reach_it() -> 
 def test_a_local_folder_is_refused_only_where_it_has_to_be_shared(check: Check, level: str) -> None:
     found = [(node, each.level) for node, each in judged(_reports(sights={check.value: "absent"})) if each.check is check]
     assert found == [(1, level)]
+    later = [msgspec.structs.replace(each, has_later_ranks=True) for each in _reports(sights={check.value: "absent"})]
+    expected = "warn" if check is Check.CACHE else level  # the cache is built by rank 0 of a replica, on another node
+    assert [each.level for _, each in judged(later) if each.check is check] == [expected]
     unknown = [each.level for _, each in judged(_reports(sights={check.value: "unknown"})) if each.check is check]
     assert unknown == (["warn"] if level == "fail" else [])
 

@@ -32,7 +32,7 @@ def test_every_process_of_a_node_listens_at_its_address_and_at_ports_of_the_rang
     with contextlib.ExitStack() as stack:
         for node, host in enumerate(hosts):
             meeting = Meeting(
-                least_nodes=2, most_nodes=2, node_rank=node, host=hosts[0], port=last, flag="--master-addr", join_timeout_s=60,
+                least_nodes=2, most_nodes=2, node_rank=node, host=hosts[0], port=last, flag="--master-addr", join_s=60,
                 local_addr=host, ports=(first, last - 1),
             )  # fmt: skip
             spec = Spec(

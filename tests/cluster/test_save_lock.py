@@ -117,3 +117,23 @@ def test_a_job_that_lives_changes_its_file(tmp_path: Path, monkeypatch: pytest.M
     while (tmp_path / "save" / LOCK).read_bytes() in (before, b""):
         time.sleep(0.01)
     lock.release()
+
+
+def test_other_hosts_see_each_change_of_the_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of NFS sends what is written when it is synced, or up to 30 s later: longer than `_WATCH_S`."""
+    seen: list[bytes] = []
+    sync = os.fsync
+
+    def at_the_server(descriptor: int) -> None:
+        sync(descriptor)
+        seen.append((tmp_path / "save" / LOCK).read_bytes())
+
+    monkeypatch.setattr(os, "fsync", at_the_server)
+    monkeypatch.setattr(save_lock, "_BEAT_S", 0.01)
+    lock = SaveLock(tmp_path / "save", tmp_path)
+    assert seen and b'"beat":0' in seen[0]
+    while b'"beat":2' not in seen[-1]:
+        time.sleep(0.01)
+    (tmp_path / "save" / "checkpoint").touch()  # or the file goes with the folder
+    lock.release()
+    assert seen[-1] == b""

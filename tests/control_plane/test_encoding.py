@@ -113,6 +113,8 @@ def whole(hint: Any, default: object = msgspec.NODEFAULT) -> st.SearchStrategy[A
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Union or isinstance(hint, types.UnionType):
         found = st.one_of([whole(part) for part in parts if part is not type(None)])
+    elif origin is typing.Literal:
+        found = st.sampled_from(parts)
     elif origin is tuple and parts[-1] is Ellipsis:
         found = st.lists(whole(parts[0]), min_size=1, max_size=3).map(tuple)
     elif origin is tuple:
@@ -122,6 +124,8 @@ def whole(hint: Any, default: object = msgspec.NODEFAULT) -> st.SearchStrategy[A
         found = st.builds(
             hint, **{field.name: whole(hints[field.name], field.default) for field in msgspec.structs.fields(hint)}
         )
+    elif origin is typing.Literal:
+        found = st.sampled_from(parts)
     elif isinstance(hint, type) and issubclass(hint, enum.Enum):
         found = st.sampled_from(hint)
     else:

@@ -15,6 +15,7 @@ from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     EndAsked,
+    FenceDone,
     FenceReplica,
     Idle,
     JobEnds,
@@ -33,6 +34,7 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
+from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode, Hello, Loss, LossKind
 from megatron_recover.deadlines import Deadlines
@@ -169,15 +171,28 @@ def test_nodes_are_numbered_with_the_coordinators_first_and_the_given_ranks_next
     assert [(node.number, node.name) for node in met.nodes] == [(0, "n0"), (1, "n8"), (2, "n7")]
     assert (met.you, late.of(Met)[0].you, early.of(Met)[0].you) == (0, 2, 1)
     assert late.of(Met)[0].run_dir == "/run0", "that of node 0"
-    [event] = town.of(trace.NodesMet)
-    assert [node.name for node in event.nodes] == ["n0", "n8", "n7"]
 
 
 def test_ranks_start_when_all_nodes_are_ready_and_know_every_leader(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
+    [event] = town.of(trace.NodesMet)
+    assert [node.name for node in event.nodes] == ["n0", "n1", "n2"]
     assert agents[2].of(Launch) == [Launch(((0, "a:0"), (1, "a:1"), (2, "a:2")))]
     assert [message.new.roster for message in town.announced(0)] == [(0, 1, 2)]
+
+
+def test_the_coordinator_has_room_for_all_that_it_expects(make_town: Make) -> None:
+    town = make_town()
+    agents, expected = [Agent(town, 0)], town.nodes._num_expected
+    town.until(lambda: agents[0].received)
+    assert expected() == 2, "two nodes are missing"
+    agents += [Agent(town, number) for number in (1, 2)]
+    town.until(lambda: all(agent.of(Met) for agent in agents))
+    assert expected() == 1, "it cannot know whether one is needed"
+    other = make_town()
+    other.start([[0, 1], [2], [3]])
+    assert other.nodes._num_expected() == 0
 
 
 def test_the_loss_of_a_node_is_one_event_for_all_its_replicas_and_no_others(make_town: Make) -> None:
@@ -396,3 +411,61 @@ def test_a_removed_node_whose_link_had_only_broken_comes_back_to_be_fenced(make_
         agent.hang_up()
     town.run(0.1)
     assert town.nodes.is_done
+
+
+def test_a_node_may_come_back_before_the_end_of_its_broken_link_is_seen(make_town: Make) -> None:
+    town = make_town(node_silence_s=20.0)
+    owner, broken = Agent(town, 0, node_rank=0), Agent(town, 1, node_rank=1)
+    town.until(lambda: owner.received and broken.received)
+    again, last = Agent(town, 1, node_rank=1), Agent(town, 2, node_rank=2)
+    town.until(lambda: again.of(Met) and last.of(Met))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n1", "n2"] and broken.is_closed
+    town = make_town(node_silence_s=20.0)
+    agents = town.start([[0], [1], [2]])
+    for _ in range(2):
+        again = Agent(town, 2)
+        town.until(lambda agent=again: FenceReplica(2) in agent.received)
+        assert town.announced(0)[-1].new.roster == (0, 1) and not again.of(Idle)
+    assert agents[2].is_closed and len(town.of(trace.NodeLost)) == 1
+
+
+def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_town: Make) -> None:
+    town = make_town()
+    agents = town.meet()
+    for number, agent in enumerate(agents):
+        agent.say(NodeReady(MembershipSettings(num_replicas=3), (number,), ((number, f"a:{number}"),)))
+    town.until(lambda: all(agent.of(Launch) for agent in agents))
+    for agent in agents[:2]:
+        agent.say(NodeLaunched())
+    town.leaders = {}
+    town._lead(0)
+    town._lead(1)
+    membership = town.nodes._membership
+    assert membership is not None
+    town.until(lambda: membership._state.start)
+    town.run(1.0, *agents[:2])
+    assert not town.of(trace.NodeLost), "it may still start ranks"
+    membership._step(coordinator.TimerFired(membership._state.start))
+    town.run(1.0, *agents[:2])
+    town.run(1.0, agents[0])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2, 1]
+    assert town.announced(0)[-1].new.roster == (0,)
+
+
+@pytest.mark.parametrize("message", [FenceDone(7), ReplicaGone(Loss(7, LossKind.SUSPECTED))])
+def test_an_agent_that_names_no_replica_of_the_job_loses_its_node_alone(make_town: Make, message: Message) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[2].say(message)
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    kind = type(message).__name__
+    assert town.of(trace.NodeLost)[0].detail == f"its agent is gone (sent a {kind} of replica 7, which the job does not have)"
+
+
+def test_nodes_beyond_the_most_idle_also_if_they_are_there_before_the_coordinators(make_town: Make) -> None:
+    town = make_town(least=2, most=2)
+    first, late = Agent(town, 5), Agent(town, 6)
+    town.until(lambda: first.received and late.received)
+    owner = Agent(town, 0)
+    town.until(lambda: owner.of(Met) and first.of(Met) and late.of(Idle))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n5"] and not late.of(Met)

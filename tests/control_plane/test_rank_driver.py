@@ -465,7 +465,8 @@ def test_a_coordinator_that_is_lost_before_training_ends_the_replica(partner: Pa
         replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator=partner.address, leader=free, run_dir="", started_at=0.0
     )  # fmt: skip
     member = RankDriver(
-        context, RecoverConfig(), FakeEndpoint([]), key=KEY, record=lambda event: None, end_process=lambda code: None
+        context, RecoverConfig(), FakeEndpoint([]), key=KEY, clock=NodeClock(None), record=lambda event: None,
+        end_process=lambda code: None,
     )  # fmt: skip
 
     def joins() -> None:

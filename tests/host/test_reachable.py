@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover.host import reachable
-from megatron_recover.host.reachable import interface_of, interfaces, is_loopback, node_address, resolve
+from megatron_recover.host.reachable import interface_of, interfaces, is_loopback, node_address, own_address, resolve
 
 NODE = reachable.host_name()
 NETWORK = """
@@ -129,6 +129,24 @@ def test_a_name_that_leads_no_other_node_here_is_refused(names: dict[str, list[s
     with pytest.raises(ValueError) as refusal:
         resolve(host, "--rdzv-endpoint")
     assert str(refusal.value) == expected.format(hosts=reachable.HOSTS)
+
+
+def test_the_first_node_takes_its_names_address_or_that_of_the_default_route(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Debian the name resolves to 127.0.1.1, and docker0 is the first interface. Nobody else reaches either."""
+    known = {"docker0": ("172.17.0.1",), "eno1": ("10.0.0.3",), "ib0": ("10.1.0.3",), "lo": ("127.0.0.1",)}
+    monkeypatch.setattr(reachable, "interfaces", lambda: known)
+    monkeypatch.setattr(reachable, "_source", lambda target, port: "10.0.0.3")
+    names["n03"] = ["127.0.1.1"]
+    assert own_address(interface=None, local_addr=None) == "10.0.0.3"
+    names["n03"] = ["10.1.0.3"]
+    assert own_address(interface=None, local_addr=None) == "10.1.0.3"
+    del names["n03"]
+    monkeypatch.setattr(reachable, "_source", lambda target, port: None)  # no default route
+    assert own_address(interface=None, local_addr=None) == "172.17.0.1"
+    known.clear()
+    assert own_address(interface=None, local_addr=None) == "127.0.0.1"
 
 
 def test_a_name_that_is_none_is_refused() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_recover.host import whole_file
 from megatron_recover.host.whole_file import replacing
 
 
@@ -62,3 +63,19 @@ def test_a_link_with_the_name_of_the_file_that_is_written_leads_nowhere(tmp_path
     with replacing(place, partial=partial) as file:
         file.write(b"text")
     assert (victim.read_text(), place.read_text(), place.is_symlink()) == ("mine", "text", False)
+
+
+def test_processes_of_two_hosts_with_one_number_do_not_share_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers all process ids are small. One host would give the other's half of a file its name."""
+    place = tmp_path / "index.npy"
+    monkeypatch.setattr(whole_file, "host_name", lambda: "a")
+    with replacing(place) as first:
+        first.write(b"whole ")
+        first.flush()
+        monkeypatch.setattr(whole_file, "host_name", lambda: "b")
+        with replacing(place) as second:
+            second.write(b"whole file")
+        assert place.read_bytes() == b"whole file"
+        first.write(b"file")
+    assert place.read_bytes() == b"whole file"
+    assert [each.name for each in tmp_path.iterdir()] == ["index.npy"]

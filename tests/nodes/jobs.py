@@ -30,13 +30,13 @@ class NodesJob:
         network: Network,
         *,
         num_nodes: int = 3,
-        node_timeout_s: float = 2.0,
+        node_silence_s: float = 2.0,
         replicas: int = 3,
         ranks: int = 2,
         **settings: Any,
     ) -> None:
         """Start it on all its nodes. `settings`: other fields of `Spec`."""
-        self.network, self.node_timeout_s = network, node_timeout_s
+        self.network, self.node_silence_s = network, node_silence_s
         self.sums = network.shared / "sums"
         self.sums.mkdir()
         key_file = network.shared / "key"
@@ -52,7 +52,7 @@ class NodesJob:
     def _start(self, node: Node) -> Program:
         meeting = Meeting(
             least_nodes=len(self.nodes), most_nodes=len(self.nodes), node_rank=node.number, host=self.nodes[0].name, port=PORT,
-            flag="--master-addr", join_timeout_s=60, last_call_s=1, node_timeout_s=self.node_timeout_s,
+            flag="--master-addr", join_s=60, last_call_s=1, node_silence_s=self.node_silence_s,
         )  # fmt: skip
         return node.start(command(msgspec.structs.replace(self.spec, meeting=meeting)))
 

@@ -150,7 +150,7 @@ class Run:
         plan = self.plan
         self.job = NodesJob(
             self.network, num_nodes=plan.num_nodes, replicas=plan.replicas, ranks=plan.ranks, steps=STEPS, pace_s=0.002,
-            node_timeout_s=NODE_TIMEOUT_S,
+            node_silence_s=NODE_TIMEOUT_S,
         )  # fmt: skip
         self.job.until_training()
         if plan.weather is not None:

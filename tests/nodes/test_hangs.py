@@ -28,7 +28,7 @@ def test_a_replica_that_hangs_is_fenced_whether_it_is_on_one_node_or_two(
     fault = Fault(replica=1, rank=0, point=FaultPoint.BACKWARD, kind=kind, step=STEP)
     job = NodesJob(
         make_network(num_nodes), num_nodes=num_nodes, replicas=2, ranks=2, steps=STEP + 8, pace_s=0.003, faults=(fault,),
-        node_timeout_s=60.0, config=RecoverConfig(deadline_s=4500.0), deadlines={},
+        node_silence_s=60.0, config=RecoverConfig(deadline_s=4500.0), deadlines={},
     )  # fmt: skip
     assert set(job.end().values()) == {0}, job.output()
     [loss] = [loss for event in job.outcome().of(trace.Generation) for loss in event.losses]

@@ -55,7 +55,7 @@ def test_a_node_that_loses_its_power_costs_its_microbatches(start: Start) -> Non
     job.nodes[2].power_off()
     job.until_going_on([0, 1])
     assert_survived(job, [0, 1], losses=1, alive=job.nodes[:2])
-    assert job.history().pause_s([0, 1]) < job.node_timeout_s + 2.0
+    assert job.history().pause_s([0, 1]) < job.node_silence_s + 2.0
 
 
 def test_processes_of_a_node_that_are_killed_at_once(start: Start) -> None:
@@ -80,7 +80,7 @@ def test_two_losses_at_once(start: Start) -> None:
 
 
 def test_short_faults_remove_nobody(start: Start) -> None:
-    job = start(node_timeout_s=10.0)
+    job = start(node_silence_s=10.0)
     job.nodes[2].cut()
     job.nodes[1].freeze()
     with pytest.raises(AssertionError, match="steps more"):

@@ -33,17 +33,21 @@ class Run:
         """`run_dir` must not exist. `fields` are those of the job; `fifos`: files of it that are FIFOs which nobody reads.
 
         `deadlines`: other waits than those of the job's config. `has_stamps`: the trace is that of one of several nodes.
+        `coordinator`: descriptor of a ring in which a coordinator records already.
         """
         self.run_dir = create_run_dir(run_dir)
         for name in fields.pop("fifos", ()):  # type: ignore[attr-defined]
             os.mkfifo(self.run_dir / name)
         deadlines, has_stamps = fields.pop("deadlines", None), bool(fields.pop("has_stamps", False))
+        coordinator: int | None = fields.pop("coordinator", None)  # type: ignore[assignment]
         self.job = Job(
             argv=("script.py",), layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=self.run_dir,
             **{"num_replicas": 2, **fields},
         )  # fmt: skip
         self.clock = NodeClock(None)
-        self.recording = Recording(self.job, time.monotonic(), self.clock, has_stamps=has_stamps, deadlines=deadlines)
+        self.recording = Recording(
+            self.job, time.monotonic(), self.clock, has_stamps=has_stamps, coordinator=coordinator, deadlines=deadlines
+        )
 
     def rank(self, replica: int) -> ring.RingLog:
         """Return the ring of a rank that records."""

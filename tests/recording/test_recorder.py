@@ -275,6 +275,17 @@ def test_events_of_all_are_written_in_order_and_nothing_is_left(record: Callable
     assert "generation 1: replicas 0 1" in out and "exit code 0 (ok): training finished" in out and err == ""
 
 
+def test_what_a_coordinator_recorded_before_the_recording_began_is_first(record: Callable[..., Run]) -> None:
+    events = ring.create()
+    met = trace.NodesMet(nodes=(trace.NodePlace(number=0, name="n0", slots=2),))
+    ring.RingLog(events, NodeClock(None)).record(met)
+    run = record(coordinator=events)
+    run.until_it_records()
+    found = run.finish()
+    assert isinstance(found[0], trace.NodesMet) and found[0].nodes == met.nodes
+    assert not [event for event in found if isinstance(event, trace.Gap)]
+
+
 @pytest.mark.parametrize("has_stamps", [True, False])
 def test_the_trace_of_one_of_several_nodes_has_the_stamps_of_its_clock(has_stamps: bool, record: Callable[..., Run]) -> None:
     run = record(has_stamps=has_stamps)

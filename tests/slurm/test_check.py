@@ -23,6 +23,7 @@ EXPECTED = {
     "srun_in_the_foreground": (12, "end the line with &", "_foreground"),
     "cpus_of_the_job_only": (13, "add --cpus-per-task=32 to it", "_cpus"),
     "gpus_per_task": (12, "write --gpus-per-node=NUMBER on the #SBATCH side instead", "_gpus"),
+    "gpus_of_the_whole_job": (4, "write --gpus-per-node=NUMBER instead", "_gpus"),
     "tasks_of_a_node": (3, "write #SBATCH --ntasks-per-node=1, and the number of ranks into --nproc-per-node", "_tasks"),
     "singleton_array": (3, "write #SBATCH --array=1-10%1", "_chain"),
     "open_mode": (7, "add the line: #SBATCH --open-mode=append", "_open_mode"),
@@ -69,6 +70,12 @@ def test_scripts_that_are_right_have_no_finding(old: str, new: str) -> None:
     text = GOOD.replace(old, new, 1) if old else GOOD
     assert (text != GOOD) == (old != new)
     assert check.findings(text) == []
+
+
+def test_gpus_of_the_whole_job_are_right_where_srun_has_a_number_of_its_own() -> None:
+    of_the_job = GOOD.replace("#SBATCH --no-kill", "#SBATCH --no-kill\n#SBATCH --gpus=32")
+    assert check.findings(of_the_job.replace("srun --no-kill", "srun --gpus=8 --no-kill")) == []
+    assert len(check.findings(of_the_job)) == 1
 
 
 def test_a_signal_to_the_shell_is_right_where_the_shell_has_a_trap_for_it() -> None:

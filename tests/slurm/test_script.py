@@ -71,6 +71,28 @@ def test_scripts_are_clean_by_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_a_slurmctld_or_a_judge_that_fails_ends_no_run(tmp_path: Path) -> None:
+    """The first srun is gone, and nothing is known of the run at first. It goes on until Slurm says that no step is left."""
+    for name, answers in {
+        "squeue": ["exit 1", "echo 7.0", "echo 7.batch"],
+        "python": ["exit 1", "exit 1", "echo unknown", "echo finished 0"],
+        "sleep": [":"] * 9,
+    }.items():
+        command, calls = tmp_path / name, tmp_path / f"{name}.calls"
+        cases = "".join(f"{number}) {answer};; " for number, answer in enumerate(answers, start=1))
+        command.write_text(f"#!/bin/bash\necho >> {calls}\ncase $(wc -l < {calls}) in {cases}esac\n")
+        command.chmod(0o755)
+    text = script.text(SETTINGS["allocation"])
+    judge = text[text.index("judge() {") : text.index("# An earlier start")]
+    wait = text[text.index("verdict=$(judge)") : text.index("# The run is over. The srun")]
+    done = subprocess.run(
+        ["bash", "-c", f'PYTHON=python SLURM_JOB_ID=7 start=x steps=(0)\n{judge}\n{wait}\necho "$verdict"'],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("unknown\n", "")
+    assert len((tmp_path / "squeue.calls").read_text().splitlines()) == 3
+
+
 def test_a_real_slurmctld_accepts_the_scripts(machine: Machine, tmp_path: Path) -> None:
     """64 nodes that nobody has: slurmctld judges all options of the script, and says when it could start."""
     for name, settings in SETTINGS.items():

@@ -1,4 +1,4 @@
-"""What follows from the reports of all nodes: pure functions, which node 0 calls."""
+"""The findings that follow from the reports of all nodes: pure functions, which node 0 calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARED_NEEDED = (Check.SAVE, Check.LOAD)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node has found out."""
+    """All findings of one node."""
 
     node: int
     name: str
@@ -29,9 +29,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     taken: tuple[int, ...] = ()
     """Ports of --port-range that other programs have (`Service.taken`)."""
     sights: Mapping[str, Sight] = {}
-    """What the node sees of node 0's marks, by flag (`sharing.look`). Empty on node 0."""
+    """The node's view of node 0's marks, by flag (`sharing.look`). Empty on node 0."""
     answers: tuple[Answer, ...] = ()
-    """What the node found out about its connections (`probing.probe`)."""
+    """The findings of the node about its connections (`probing.probe`)."""
+    has_later_ranks: bool = False
+    """`Need.has_later_ranks` of the node."""
 
 
 def judged(reports: Sequence[Report]) -> list[tuple[int, Finding]]:
@@ -139,10 +141,10 @@ def _clocks(reports: Sequence[Report], names: Sequence[str]) -> Found:
 def _folders(reports: Sequence[Report], names: Sequence[str]) -> Found:
     for check in DEEDS:
         sights = {each.node: each.sights[check.value] for each in reports[1:] if check.value in each.sights}
-        absent = [node for node, sight in sights.items() if sight == "absent"]
+        absent = [each for each in reports if sights.get(each.node) == "absent"]
         if absent:
-            for node in absent:
-                yield node, _local(check, names[0])
+            for each in absent:
+                yield each.node, _local(check, names[0], has_later_ranks=each.has_later_ranks)
         elif "unknown" in sights.values():
             if check in _SHARED_NEEDED:
                 who = _named(names[node] for node, sight in sights.items() if sight == "unknown")
@@ -151,7 +153,7 @@ def _folders(reports: Sequence[Report], names: Sequence[str]) -> Found:
             yield reports[0].node, ok(check, f"shared by {len(sights) + 1} nodes")
 
 
-def _local(check: Check, first: str) -> Finding:
+def _local(check: Check, first: str, *, has_later_ranks: bool) -> Finding:
     """Return what it means that a node has a folder of its own under the path."""
     match check:
         case Check.SAVE | Check.LOAD:
@@ -159,6 +161,9 @@ def _local(check: Check, first: str) -> Finding:
             return fail(check, value, "give a folder that all nodes share")
         case Check.TENSORBOARD:
             value = f"not the folder of {first}: the writer logs where it is, and another node may become the writer"
+            return warn(check, value, "give a folder that all nodes share")
+        case Check.CACHE if has_later_ranks:
+            value = "local: rank 0 of a replica builds on another node, and the ranks here find nothing unless it is built"
             return warn(check, value, "give a folder that all nodes share")
         case Check.CACHE:
             return ok(check, "local: this node builds its own")

@@ -24,7 +24,7 @@ MAX_ECHO_BYTES = 2**22
 
 
 class Kind(enum.IntEnum):
-    """What a request asks for."""
+    """The kind of a request: what its sender wants back."""
 
     TIME = 1
     ECHO = 2

@@ -14,7 +14,7 @@ cause may be gone in a minute."""
 
 
 class Check(enum.StrEnum):
-    """What is checked. docs/how_to/doctor.md has a row for each."""
+    """The subject of a finding. docs/how_to/doctor.md has a row for each."""
 
     INTERPRETER = "interpreter"
     PACKAGES = "packages"
@@ -44,9 +44,9 @@ class Finding(msgspec.Struct, frozen=True):
     check: Check
     level: Level
     value: str
-    """What was found."""
+    """The observation, as a person reads it."""
     remedy: str = ""
-    """What to change; empty where nothing has to be."""
+    """The change that a person has to make; empty where there is none."""
 
     def line(self, node: str) -> str:
         """Return the finding as one line for the node of that name."""
@@ -76,7 +76,7 @@ class Folder(msgspec.Struct, frozen=True):
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job asks of one node."""
+    """The demands of a job on one node."""
 
     num_ranks: int | None = None
     """Ranks on this node; None: not known, where no number of processes is given."""
@@ -86,6 +86,9 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     ranks_per_gpu: int = 1
     num_nodes: int = 1
     folders: tuple[Folder, ...] = ()
+    has_later_ranks: bool = False
+    """True if a replica has ranks here, and on another node its rank 0, which builds the index
+    cache for all of them."""
     address: str | None = None
     """Address under which the other nodes are to find this one; None: there are none, all are on
     this machine, or `address_mistake` says why there is no address."""

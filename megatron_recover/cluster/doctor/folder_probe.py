@@ -26,7 +26,7 @@ from megatron_recover.host import lock_file, whole_file
 PREFIX = ".megatron-recover-doctor-"
 """Beginning of the name of everything that is made in a user's folder."""
 Deed = Literal["write", "rename", "lock"]
-"""What a run does in a folder beside reading it."""
+"""An act of a run in a folder, beside reading it."""
 
 
 def nearest(path: Path) -> Path:

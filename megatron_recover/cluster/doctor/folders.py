@@ -32,7 +32,7 @@ DEEDS: Mapping[Check, tuple[Deed, ...]] = MappingProxyType({
     Check.CACHE: ("write", "rename", "lock"),
     Check.TENSORBOARD: ("write",),
 })  # fmt: skip
-"""What a run does in the folder of each flag. A checkpoint gets its name by a rename, under the
+"""The acts of a run in the folder of each flag. A checkpoint gets its name by a rename, under the
 lock of its writer; the index cache is built by one process at a time, in the same way."""
 _DEED_IN_WORDS: Mapping[Deed, str] = {
     "write": "nothing can be written", "rename": "nothing can be renamed", "lock": "files have no locks",
@@ -45,7 +45,7 @@ _REMEDY: Mapping[Deed, str] = {
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """What `folder_probe` prints."""
+    """The output of `folder_probe`."""
 
     place: str = ""
     is_folder: bool = True
@@ -56,7 +56,7 @@ class Tried(msgspec.Struct, frozen=True):
     is_full: bool = False
     exchanges: bool = True
     error: str = ""
-    """Why the folder cannot be looked at; empty if it can."""
+    """Reason why the folder cannot be looked at; empty if it can."""
 
 
 class Probes:

@@ -56,7 +56,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node found out about its connection to another."""
+    """The findings of one node about its connection to another."""
 
     node: int
     """Number of the other node."""
@@ -67,7 +67,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     within_s: float = 0.0
     """Largest error of `ahead_s`: half of the quickest round trip."""
     has_echo: bool | None = None
-    """Whether a large message came back by TCP; None if nothing was sent."""
+    """True if a large message came back by TCP; None if nothing was sent."""
     packet_bytes: int = 0
     """Size of the packets that the interface sends; 0 if UDP does not pass at all."""
     passed_bytes: int = 0

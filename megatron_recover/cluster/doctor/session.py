@@ -24,7 +24,7 @@ from megatron_recover.cluster.doctor.service import Service
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """What the other nodes have to know of a node for the second round."""
+    """The facts about a node that the other nodes need for the second round."""
 
     node: int
     host: str = ""
@@ -58,7 +58,9 @@ class Session:
         except OSError as error:
             value = f"nothing can listen at {need.address} ({error.strerror})"
             findings.append(fail(Check.PORTS, value, "give another --port-range or --local-addr"))
-        self._report = Report(node=node, name=name, findings=tuple(findings), taken=taken)
+        self._report = Report(
+            node=node, name=name, findings=tuple(findings), taken=taken, has_later_ranks=need.has_later_ranks
+        )  # fmt: skip
         self.opened = Opened(
             node=node, host=need.address, ports=bound, marks=tuple(sharing.leave(need.folders)) if node == 0 else ()
         )  # fmt: skip

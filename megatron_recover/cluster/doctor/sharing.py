@@ -1,4 +1,4 @@
-"""Whether the nodes of a job see the same folder under the same path.
+"""The question if the nodes of a job see the same folder under the same path.
 
 Node 0 leaves a file with a random name in each folder, the other nodes look for it, and node 0
 removes it. A folder that does not exist is judged by the nearest one above it that node 0 has.
@@ -17,7 +17,7 @@ from megatron_recover.cluster.doctor.findings import Check, Folder
 from megatron_recover.cluster.doctor.folders import Probes
 
 Sight = Literal["seen", "absent", "unknown"]
-"""What a node finds of a mark; unknown: its disk does not answer, or node 0 could leave none."""
+"""A node's view of a mark; unknown: its disk does not answer, or node 0 could leave none."""
 _DEADLINE_S = 3.0
 
 

@@ -60,7 +60,7 @@ class Srun(msgspec.Struct, frozen=True):
 
 
 class BatchScript(msgspec.Struct, frozen=True):
-    """What the judge needs of a script."""
+    """The facts about a script that the judge needs."""
 
     directives: tuple[Option, ...]
     last_directive: int

@@ -144,6 +144,13 @@ def _gpus(script: BatchScript) -> Iterator[Finding]:
                     each.line, f"{name} shows an agent only a part of the node's GPUs, and the agent starts the ranks of all",
                     "write --gpus-per-node=NUMBER on the #SBATCH side instead",
                 )  # fmt: skip
+    total = script.directive("--gpus")
+    of_one_node = [each for each in _agents(script) if _number(each.value("--nodes")) == 1 and each.value("--gpus") is None]
+    if total is not None and of_one_node and _num_nodes(script) > 1:
+        yield Finding(
+            total.line, f"srun inherits --gpus={total.value}, and one node does not have them all: no step starts",
+            "write --gpus-per-node=NUMBER instead",
+        )  # fmt: skip
 
 
 def _tasks(script: BatchScript) -> Iterator[Finding]:

@@ -33,12 +33,13 @@ SIGNAL_S = 300
 is given."""
 PORT = 29500
 """Default of `--port`."""
+QUEUE_S = 7 * 86400
+"""Array: seconds that an agent waits for the jobs of other nodes, which may still be in the queue.
+Its own time limit ends the wait before."""
 REQUEUES = 3
 """Default of `--requeues`."""
 _GRACE_S = 60
 """Seconds that the other agents have to end after the end of the run is in the trace."""
-_JOIN_S = 3600
-"""Array: seconds that the first agents wait for those whose jobs are still in the queue."""
 _LOOK_S = 10
 """Seconds between two looks at the trace where nothing else tells of the end of the run."""
 _COLUMNS = 98
@@ -154,7 +155,8 @@ def _allocation_directives(settings: Settings) -> Iterator[str]:
         yield from _because("No job of a chain comes back: the next one goes on.")
         yield "#SBATCH --no-requeue"
     elif settings.goes_on:
-        yield from _because("Slurm requeues the job if it loses the node of this script; the script requeues it below.")
+        lost = " Slurm does so only if that node reboots before SlurmdTimeout: --no-kill keeps the job without it."
+        yield from _because(f"The script requeues the job below, if its own node lives.{lost if settings.is_wide else ''}")
         yield "#SBATCH --requeue"
     else:
         why = "--save is not given, so another start would begin anew" if settings.save is None else "--requeues is 0"
@@ -237,10 +239,11 @@ def _by_flag(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _start(settings: Settings) -> Iterator[str]:
+    yield from _because("A judge that fails knows nothing of the run: it must not end one that goes on.")
     yield "judge() {"
     if settings.container:
         yield '  srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --mpi=none "${container[@]}" \\'
-    yield f'  {"  " if settings.container else ""}"$PYTHON" -P -m megatron_recover verdict "$start"'
+    yield f'  {"  " if settings.container else ""}"$PYTHON" -P -m megatron_recover verdict "$start" || echo unknown'
     yield "}"
     ends_chain = settings.chain > 1 and settings.shape == "allocation"
     if ends_chain:
@@ -310,8 +313,8 @@ def _srun(settings: Settings, *, where: str, cpus: str, endpoint: str, indent: s
     ]
     if settings.meets:
         lines.append(f'  --nnodes {settings.nodes} --rdzv-backend c10d --rdzv-endpoint "{endpoint}" --key-file "$RUN/key"')
-        if settings.shape == "array":
-            lines.append(f"  --rdzv-conf join_timeout={_JOIN_S}")
+        if settings.shape == "array" and "--rdzv-conf" not in {word.partition("=")[0] for word in settings.launch}:
+            lines.append(f"  --rdzv-conf join_timeout={QUEUE_S}")
     yield from (f"{indent}{line} \\" for line in lines)
     yield f'{indent}  "${{launch[@]}}" &'
 
@@ -346,8 +349,8 @@ def _allocation(settings: Settings) -> Iterator[str]:
 def _array(settings: Settings) -> Iterator[str]:
     if settings.meets:
         yield from _because(
-            "The agents meet through a file: the first one writes its address into it. --rdzv-conf: agents wait so many "
-            "seconds for those whose jobs are still in the queue."
+            "The agents meet through a file: the first one writes its address into it. They wait as long as the others are in "
+            "the queue."
         )
     yield from (f"# {each}" for each in _FLAGS)
     yield from _srun(settings, where="", cpus="$SLURM_CPUS_ON_NODE", endpoint="file:$start.endpoint")
@@ -362,9 +365,13 @@ def _until_over(step: str) -> Iterator[str]:
     yield "verdict=$(judge)"
     yield from _because(
         "That srun may be gone although agents train on: it was killed itself, or its node is lost. So as long as the trace "
-        "has no end, the run is over when Slurm has no step of the job any more."
+        "has no end, the run is over when Slurm has no step of the job any more. A slurmctld that does not answer says nothing."
     )
-    yield 'has_step() { squeue --noheader --steps --format=%i --jobs="$SLURM_JOB_ID" | grep -q "[.][0-9]"; }'
+    yield "has_step() {"
+    yield "  local steps"
+    yield '  steps=$(squeue --noheader --steps --format=%i --jobs="$SLURM_JOB_ID") || return 0'
+    yield "  [[ $steps =~ [.][0-9] ]]"
+    yield "}"
     yield f"while [[ $verdict == unknown* ]] && has_step; do sleep {_LOOK_S}; verdict=$(judge); done"
 
 

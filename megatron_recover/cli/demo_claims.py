@@ -1,0 +1,176 @@
+"""The claims of the demo about its two runs, each with the evidence of the traces.
+
+This module computes no result itself: the checker's findings and the summaries have all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from megatron_recover import trace
+from megatron_recover.faults import FaultKind
+from megatron_recover.observe.history import History
+from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
+from megatron_recover.observe.verify.check import Verdict
+from megatron_recover.observe.work import Redone, WorkAccount
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of the demo, and whether the evidence shows it."""
+
+    text: str
+    holds: bool
+    evidence: str
+
+
+def _taken_in(history: History) -> Iterator[str]:
+    """Yield a sentence for each step in which a running pass was extended by lost microbatches."""
+    by_step: dict[int, list[Redone]] = {}
+    for one in WorkAccount(history).redone:
+        if one.in_schedule:
+            by_step.setdefault(one.step, []).append(one)
+    for step, taken in by_step.items():
+        replicas = sorted({one.replica for one in taken})
+        yield (
+            f"{history.label(step)}: microbatches {', '.join(map(str, sorted(one.microbatch for one in taken)))} "
+            f"taken into the running 1F1B by replica{'s' * (len(replicas) > 1)} {' and '.join(map(str, replicas))}"
+        )
+
+
+def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
+    """Return the claims about the two runs; `faulty` was checked against `reference`."""
+    summary, quiet = faulty.summary, reference.summary
+    kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
+    backward, reduction = ([fault for fault in kills if fault.point == point] for point in ("backward", "reduce"))
+    stages = sorted({fault.rank for fault in (*backward, *reduction)})
+    killed = {event.replica for _, event in faulty.history.of(trace.Failure) if event.cause == "SIGKILL"}
+    return (
+        Claim(
+            "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
+            bool(backward and reduction) and len(stages) > 1 and killed >= {one.replica for one in (*backward, *reduction)},
+            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in kills) or "none",
+        ),
+        Claim(
+            "Training went on without a restart, down to one replica",
+            summary.exit_code == 0 and summary.replicas_end == 1 and summary.steps == quiet.steps >= 20,
+            _how_far(summary, quiet),
+        ),
+        *_claims_of_any_loss(reference, faulty),
+    )
+
+
+def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> tuple[Claim, ...]:
+    """Return the claims about a run in which the processes `killed`, a whole node, got SIGKILL.
+
+    `faulty` was checked against `reference`.
+    """
+    summary, quiet = faulty.summary, reference.summary
+    lost = [event for _, event in faulty.history.of(trace.NodeLost)]
+    gone = {replica for event in lost for replica in event.replicas}
+    recoveries = [one for one in summary.recoveries if one.lost_replicas]
+    began = faulty.history.label(recoveries[0].step) if recoveries else None
+    return (
+        Claim(
+            "A whole node was killed within a step: its launcher and all its ranks",
+            bool(killed) and len(lost) == len(recoveries) == 1 and began is not None and gone == {*recoveries[0].lost_replicas},
+            "; ".join(f"{began}: node {event.node} with {_replicas(event.replicas)}, {len(killed)} processes" for event in lost)
+            or "none was lost",
+        ),
+        Claim(
+            "The others went on without a restart",
+            summary.exit_code == 0
+            and summary.steps == quiet.steps > 0
+            and 0 < summary.replicas_end == summary.replicas_start - len(gone),
+            _how_far(summary, quiet),
+        ),
+        *_claims_of_any_loss(reference, faulty),
+    )
+
+
+def _replicas(numbers: Sequence[int]) -> str:
+    return f"replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _how_far(summary: Summary, quiet: Summary) -> str:
+    return (
+        f"{summary.steps} of {quiet.steps} steps, {summary.replicas_start} -> {summary.replicas_end} replicas, "
+        f"exit code {summary.exit_code}"
+    )
+
+
+def _claims_of_any_loss(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
+    """Return the claims that do not depend on what was lost."""
+    summary, quiet = faulty.summary, reference.summary
+    broken = sorted({violation.invariant for violation in (*reference.violations, *faulty.violations)})
+    return (
+        Claim(
+            "The others did not let their pipelines drain first: the lost microbatches joined the 1F1B that they were running",
+            summary.microbatches_redone_in_schedule > 0,
+            "; ".join(_taken_in(faulty.history)) or "all was computed in a second pass, after the running one",
+        ),
+        Claim(
+            f"Every step was made from the same {summary.microbatches_per_step} microbatches, each counted exactly once",
+            not [one for one in faulty.violations if one.invariant == "INV-1"]
+            and summary.microbatches_per_step == quiet.microbatches_per_step,
+            "counted from what was computed and from what was summed (INV-1)",
+        ),
+        Claim(
+            "Only what the dead replicas held was computed again",
+            0 < summary.microbatches_redone <= summary.microbatches_lost and summary.microbatches_wasted == 0,
+            f"{summary.microbatches_lost} lost, {summary.microbatches_redone} computed again, "
+            f"{summary.microbatches_wasted} wasted",
+        ),
+        Claim(
+            "All replicas held bit-identical parameters after every step",
+            summary.replicas_bit_identical is True,
+            "parameter digests of every rank and step",
+        ),
+        Claim(
+            "The result is bit for bit that of the undisturbed run",
+            summary.param_bit_identical is True and summary.loss_max_abs_diff == 0.0,
+            f"largest difference of a parameter {summary.param_max_rel_diff}, of a loss {summary.loss_max_abs_diff}",
+        ),
+        Claim(
+            "No invariant is broken in either run",
+            all(one.holds and one.is_whole for one in (reference, faulty)),
+            f"broken: {', '.join(broken)}"
+            if broken
+            else "; ".join([*faulty.problems, *faulty.not_judged, *reference.not_judged]) or "INV-1 to INV-8",
+        ),
+    )
+
+
+def _place(fault: FaultSummary) -> str:
+    """Return where a fault struck, in words."""
+    if fault.point == "reduce":
+        return f"inside the reduction of bucket {fault.bucket}"
+    if fault.point == "backward":
+        return f"in the backward of microbatch {fault.microbatch}"
+    return f"in {fault.point}" if fault.point else f"by {fault.cause}"
+
+
+def story(summary: Summary) -> Iterator[str]:
+    """Yield what happened at each fault and in the recovery from it, a line each."""
+    told: set[int] = set()
+    for fault in summary.faults:
+        if fault.kind == FaultKind.SLOW.value:
+            yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was slowed down for a step"
+            continue
+        yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was killed {_place(fault)}"
+        for one in summary.recoveries:
+            if fault.replica in one.lost_replicas:
+                told.add(one.generation)
+                yield _recovery(one)
+    for one in summary.recoveries:
+        if one.lost_replicas and one.generation not in told:
+            yield f"{one.label}: without {_replicas(one.lost_replicas)} from then on ({one.reason})"
+            yield _recovery(one)
+
+
+def _recovery(one: RecoverySummary) -> str:
+    took = [(phase, getattr(one, f"{phase}_s")) for phase in get_args(trace.Phase)]
+    times = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in took if seconds is not None)
+    return f"  the others finished that very step in generation {one.generation}: {times}"

@@ -1,0 +1,42 @@
+"""An agent's link to the coordinator: for how long it connects again, and at which port it finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_recover.cluster import membership as members
+from megatron_recover.cluster.joining import Place
+from megatron_recover.cluster.meeting import JOIN_TIMEOUT_S, Meeting
+from megatron_recover.cluster.membership import Membership
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.node_messages import NodeHello
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import HOST, bind_free
+
+
+def test_a_long_wait_for_other_nodes_is_no_long_wait_for_a_lost_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A powered-off node refuses nothing, so the time decides when an agent knows that its coordinator is lost."""
+    monkeypatch.setattr(Membership, "_connect", lambda self: None)
+    loop = Loop()
+    a_week_s = 7.0 * 86400
+    membership: Any = Membership(
+        "127.0.0.1:1", NodeHello(1, "a", 1), key=b"k", clock=Any, loop=loop, deadlines=Deadlines.of(60.0), patience_s=a_week_s
+    )  # type: ignore[arg-type]
+    assert membership._give_up_at - loop.time() == pytest.approx(a_week_s, abs=1.0)
+    membership._link = SimpleNamespace(proven=True)
+    membership._ended(membership._link, "broken")
+    assert membership._give_up_at - loop.time() == pytest.approx(JOIN_TIMEOUT_S, abs=1.0)
+    loop.close()
+
+
+def test_a_coordinator_that_a_file_names_has_a_port_of_the_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bind_free(HOST) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(members.subprocess, "Popen", lambda *_, **__: SimpleNamespace())
+    meeting = Meeting(least_nodes=2, most_nodes=2, endpoint_file=tmp_path / "e", ports=(port, port), local_addr=HOST)
+    own = Place(meeting, Deadlines.of(60.0))._own(1, b"k" * 32, "faults", (), 0)
+    assert own is not None and own[0].address == f"{HOST}:{port}"
