@@ -166,7 +166,7 @@ class Place:
                 self._hang_up(joined)
                 raise NotMet(
                     ExitCode.TOO_FEW_REPLICAS,
-                    f"no coordinator was at {where} for {meeting.join_timeout_s} s ({lost[0]}); give the same endpoint on all "
+                    f"no coordinator was at {where} for {meeting.join_s} s ({lost[0]}); give the same endpoint on all "
                     "nodes, and start the one that owns it",
                 )
         return met[0]

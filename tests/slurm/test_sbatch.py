@@ -135,7 +135,7 @@ def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> No
         ("--sbatch=--gpus-per-task=1 -- train.py",
          "--sbatch: --gpus-per-task shows an agent only a part of the node's GPUs, and the agent starts the "
          "ranks of all; write --gpus-per-node=NUMBER on the #SBATCH side instead"),
-        ("--nodes 4 --sbatch=--gpus=32 -- train.py",
+        ("--nodes 4 --shape allocation --sbatch=--gpus=32 -- train.py",
          "--sbatch: srun inherits --gpus=32, and one node does not have them all: no step starts; write "
          "--gpus-per-node=NUMBER instead"),
         ("--nproc-per-node 2 -- train.py", "--nproc-per-node belongs to the launch line; write it behind --"),
