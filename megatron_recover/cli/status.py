@@ -15,6 +15,8 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 
 _SLURM_S = 20.0
+_OLD_S = 60.0
+"""Age in seconds from which a state is called old."""
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +38,9 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if found is None:
-        parser.error(f"{run_dir} has no {status.STATUS_FILE}; give the --run-dir of a job that has begun to train")
+        whole = run_dir.parent.parent if run_dir.parent.name == "nodes" else None
+        what = "the --run-dir of a job that has begun to train" if whole is None else f"{whole}, the folder of the whole job"
+        parser.error(f"{run_dir} has no {status.STATUS_FILE}; give {what}")
     print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if arguments.json else _described(found))
     return ExitCode.OK
 
@@ -64,8 +68,11 @@ def _described(found: status.Status) -> str:
     if found.exit_code is not None:
         lines = [f"ended with exit code {found.exit_code} ({ExitCode.words(found.exit_code)}): {found.reason}"]
     else:
-        lines = [f"running, as of {age_s:.0f} s ago"]
-    saved = "no checkpoint yet" if found.saved is None else f"newest checkpoint: iteration {found.saved}"
+        old = ": it changes with each step, so look whether the job still lives on node 0" if age_s >= _OLD_S else ""
+        lines = [f"running, as of {age_s:.0f} s ago{old}"]
+    saved = f"newest checkpoint: iteration {found.saved}"
+    if found.saved is None:
+        saved = "no checkpoint yet" if found.knows_saved else "the folder of --save names the newest checkpoint"
     lines.append(
         f"generation {found.generation}, {found.step} committed steps, {len(found.roster)} of {found.replicas} replicas "
         f"({' '.join(map(str, found.roster)) or 'none'}), {found.losses} lost; {saved}"

@@ -27,6 +27,8 @@ class CoordinatorLoss:
         self._deadlines, self._end = deadlines, end
         self.why = ""
         """The loss of the coordinator in words; empty while the link to it lives."""
+        self._ended_together: int | None = None
+        """Exit code of ranks that ended by agreement after the coordinator was lost."""
         self._is_cut_off = False
         """True once the coordinator was reported as silent, until it is heard again."""
 
@@ -38,26 +40,34 @@ class CoordinatorLoss:
             return
         self._recording.says(f"{self.why}: training goes on to the next save point, and ends there")
 
-    def look(self, silent_s: float, *, is_gone: bool, has_begun: bool) -> None:
-        """Report a coordinator that is silent, and that it is heard again; end without one at last.
+    def look(self, silent_s: float, *, is_gone: bool, own_pid: int | None = None) -> None:
+        """Report a coordinator that is silent, and that it is heard again.
 
         `silent_s`: seconds since it was heard last. `is_gone`: the link to it has ended. On another
         node than its own, a coordinator that is silent for `--node-timeout` counts as gone until it
-        is heard again. Without living ranks a node waits only for `JobEnds`: no longer for a
-        coordinator that is gone.
+        is heard again. `own_pid`: the process of a coordinator on this node.
         """
         if not self._job.nodes:
             return
         if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
             self._is_cut_off = not self._is_cut_off
             if self._is_cut_off:
-                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
+                stopped = f"if somebody has stopped it, continue it with `kill -CONT {own_pid}`"
+                cause = "this node may be cut off" if own_pid is None else stopped
+                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: {cause}")
             else:
                 self._recording.says("the coordinator is heard again")
         if not is_gone and self._job.node:
             limit_s = self._job.node_s or self._deadlines.node_s
             self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s" if silent_s >= limit_s else ""
-        if has_begun and self.why and self._fences.is_nobody_left:
+
+    def end_alone(self, *, has_begun: bool) -> None:
+        """End without living ranks and without a coordinator that would send `JobEnds`."""
+        if not (has_begun and self.why and self._fences.is_nobody_left):
+            return
+        if self._ended_together is not None:
+            self._end(self._ended_together, f"{self.why}; the ranks of this node ended together")
+        else:
             self._end(ExitCode.NO_REPLICA_LEFT, f"{self.why}, and no rank of this node is left")
 
     def ended(self, end: ProcessEnd) -> None:
@@ -68,5 +78,5 @@ class CoordinatorLoss:
                 f"{self.why}, and replica {end.replica} rank {end.rank} ended by {end.cause}: the others cannot go on "
                 "without it",
             )
-        elif self._fences.is_nobody_left:
-            self._end(end.status, f"{self.why}; the ranks of this node ended together")
+        else:  # the end of a process is known before its death is confirmed
+            self._ended_together = end.status

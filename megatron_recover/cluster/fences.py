@@ -6,6 +6,7 @@ recorded and confirmed to it. A rank that SIGKILL does not end is set aside: nob
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from megatron_recover import trace
@@ -65,6 +66,11 @@ class Fences:
         """Expect that all ranks of a replica end with exit code 0: the replica leaves the job."""
         self.gone.add(replica)
         self.dismissed[replica] = self._loop.time() + self._deadlines.end_s
+        if self._job.nodes and self.gone.issuperset(self._job.replicas_here):
+            self._recording.says(
+                "all replicas with ranks on this node have left or are lost: the node waits for the end of the job"
+                + (f"; `kill -9 {os.getpid()}` gives it back at once" if self._job.node else "")
+            )
 
     def fence_late(self) -> None:
         """Report the end of replicas that leave; kill those whose ranks have not ended in time."""

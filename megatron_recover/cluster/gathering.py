@@ -68,6 +68,8 @@ class Collector:
         self._is_over = True
         self._loop.run_once(0.0)  # the last messages of the thread
         late = f"it did not come within {figure(self._deadlines.traces_s)} s"
+        if is_hurried():
+            late = "a signal ended the wait for it"
         missing = dict.fromkeys(self._awaited.copy(), late) | self._missing
         names = {node.number: node.name for node in self._job.nodes}
         return [

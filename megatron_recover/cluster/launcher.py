@@ -136,6 +136,8 @@ class Launcher:
         self._monitoring: Monitoring | None = None
         self._generation = 0
         """Newest generation that the coordinator has announced."""
+        self._roster: tuple[int, ...] = ()
+        """Newest roster that the coordinator has announced."""
         self._others: OtherNodes | None = None
         """None: the job has one node."""
         self._node: Node
@@ -334,9 +336,11 @@ class Launcher:
                 if self._others is not None:
                     self._others.num_members = len(roster)
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
+                left = tuple(sorted({*self._roster} - {*roster} - {loss.replica for loss in losses}))
+                self._roster = roster
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
-                    trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason)
+                    trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason, left=left)
                 )
             case FenceReplica(replica):
                 self._fence(replica)
@@ -368,7 +372,10 @@ class Launcher:
     def _look_at_coordinator(self) -> None:
         if self._ending is None and self._joined is not None:
             membership = self._joined.membership
-            self._loss.look(membership.silent_s(), is_gone=membership.is_lost, has_begun=self.has_begun)
+            own = self._joined.coordinator
+            self._loss.look(
+                membership.silent_s(), is_gone=membership.is_lost, own_pid=None if own is None else own.process.pid
+            )  # fmt: skip
 
     def _fail(self, exit_code: int, reason: str) -> None:
         """End the run on this node, and report to the coordinator why it cannot take part."""
@@ -473,6 +480,9 @@ class Launcher:
                 self._loop.run_once(0.0)
             for end in explaining_first(ends):
                 self._ended(end)
+            self._end_alone()
+            if self._ending is None:
+                self._loss.end_alone(has_begun=self.has_begun)
             self._look_for_hangs()
             self._fences.fence_late()
             self._requests.carry_out()
@@ -559,7 +569,8 @@ class Launcher:
         timeout_s = self._job.shutdown_s
         if timeout_s is not None and not self._end_request.is_made:
             self._kill = self._loop.time() + timeout_s, number
-        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
+        where = " on each node" if len(self._job.nodes) > 1 else ""
+        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9` of the launcher{where} ({os.getpid()} here)"
         match self._end_request.take(number, at_terminal=at_terminal):
             case Answer.END if not self._generation:
                 self._recording.says(f"{name}: ending before training has begun")

@@ -81,7 +81,8 @@ class Recording:
         """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines
-        self._account = Account(replicas=job.num_replicas, run_dir=str(job.run_dir))
+        here = tuple(replica for replica in job.replicas_here if 0 in job.slots(replica)) if job.nodes else None
+        self._account = Account(replicas=job.num_replicas, run_dir=str(job.run_dir), here=here)
         self._started_at = started_at
         self.clock_base = hybrid_clock.stamp_at(clock.now_ms)
         self._settings = messages.Settings(

@@ -43,7 +43,8 @@ class Requests:
         self._recording.keep(
             status.Status(
                 at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
-                step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,
+                step=state.step, losses=len(account.lost), saved=account.saved, knows_saved=account.is_complete,
+                exit_code=exit_code, reason=reason,
                 answers=self._answers,
                 nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
             ),
@@ -52,7 +53,8 @@ class Requests:
     def carry_out(self) -> None:
         """Give the coordinator the requests that were left in the run directory of node 0."""
         for request in self._recording.requests():
-            replicas = (int(request.drain),) if request.drain.isdecimal() else self._replicas_on(request.drain)
+            named = tuple(replica for replica in range(self._job.num_replicas) if str(replica) == request.drain)
+            replicas = named or self._replicas_on(request.drain)
             if replicas:
                 self._send(DrainAsked(replicas, f"drain {request.drain} of {request.by}", request.id))
             else:

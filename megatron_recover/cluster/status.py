@@ -25,6 +25,8 @@ STATUS_FILE = "status.json"
 REQUESTS = "requests"
 _INTERVAL_S = 1.0
 """Seconds between two looks for requests, and between two writes of the state."""
+_LONGEST = 4096
+"""Bytes of a request; a longer file is none."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -58,7 +60,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     losses: int
     """Number of lost replicas."""
     saved: int | None
-    """Newest iteration that the job has saved."""
+    """Newest iteration that the job has saved, as far as node 0 knows."""
+    knows_saved: bool = True
+    """False if another node sees what is saved; the folder of `--save` then names the newest."""
     nodes: tuple[NodeStatus, ...]
     answers: tuple[Answer, ...] = ()
     """Answers to the newest requests."""
@@ -142,11 +146,14 @@ def ask(run_dir: Path, drain: str, by: str) -> str:
 def requests(run_dir: Path) -> Iterator[Request]:
     """Yield the requests that were left for the job, oldest first, and remove them.
 
-    What is no request is removed, too.
+    What is no request is removed, too. A file that cannot be read or removed hides no other.
     """
+    places: list[Path] = []
     with contextlib.suppress(OSError):
-        for place in sorted((run_dir / REQUESTS).glob("[0-9]*.json")):
-            text = place.read_bytes()
+        places = sorted((run_dir / REQUESTS).glob("[0-9]*.json"))
+    for place in places:
+        with contextlib.suppress(OSError, ValueError):
+            with open(place, "rb") as file:
+                text = file.read(_LONGEST)
             place.unlink()
-            with contextlib.suppress(ValueError):
-                yield msgspec.json.decode(text, type=Request)
+            yield msgspec.json.decode(text, type=Request)

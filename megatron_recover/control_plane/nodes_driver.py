@@ -561,12 +561,16 @@ class NodesDriver:
             self._loop.send(owner.link, state)
 
     def _states(self) -> tuple[NodeState, ...]:
-        """Return the state of all nodes that there are or have been, in order."""
+        """Return the state of all nodes that there are or have been, in order.
+
+        A node that is not lost has the members of the roster only: the others of it are gone.
+        """
         states = dict(self._lost)
+        roster = self._membership.progress[1] if self._membership is not None else ()
         for agent in self._agents:
             if agent.number in states:
                 continue
-            replicas = self._replicas.get(agent.number, ())
+            replicas = tuple(replica for replica in self._replicas.get(agent.number, ()) if replica in roster)
             states[agent.number] = NodeState(
                 agent.number,
                 agent.hello.name,

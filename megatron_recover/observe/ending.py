@@ -166,6 +166,8 @@ class Account(msgspec.Struct):
     loaded: int | None = None
     """Iteration that this run has loaded; 0 if `load` held no checkpoint; None if it is not known
     yet or nothing was to be loaded."""
+    here: tuple[int, ...] | None = None
+    """Replicas whose saves this account sees, of a job with several nodes; None: all."""
     is_complete: bool = True
     """False if events of ranks may be missing. A checkpoint newer than `saved` may then exist."""
 
@@ -175,10 +177,12 @@ class Account(msgspec.Struct):
             case trace.RunStarted(argv=argv):
                 self.finetunes = "--finetune" in argv
                 self.save, self.load = value_of(argv, "--save"), None if self.finetunes else value_of(argv, "--load")
-            case trace.Generation(losses=losses, left=left):
+            case trace.Generation(losses=losses, left=left, roster=roster):
                 self.has_begun = True
                 self.lost |= {one.replica for one in losses}
                 self.left |= {*left}
+                if self.here is not None and min(roster, default=-1) not in self.here:
+                    self.saved, self.loaded, self.is_complete = None, None, False  # another node sees what the writer saves
             case trace.Failure(replica=replica, rank=rank) if replica >= 0 and replica not in self.left:
                 self.lost.add(replica)
                 self.failed.append((replica, rank))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import drain, status
-from megatron_recover.cluster.status import REQUESTS, Request, ask, requests
+from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.status import REQUESTS, Request, ask, read, requests
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.addresses import host_name
 from megatron_recover.observe.verify.check import check, describe
@@ -34,7 +37,7 @@ def test_a_replica_is_given_back_and_the_last_ones_are_not(
 ) -> None:
     run_dir = tmp_path / "run"
     job = start(Spec(run_dir=str(run_dir), steps=FOR_EVER))
-    job.until(lambda: (run_dir / "status.json").exists(), "the state of the job")
+    job.until(lambda: (now := read(run_dir)) and now.generation, "the state of the job")
     assert status.main([str(run_dir), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["roster"], told["losses"], told["exit_code"]) == ([0, 1, 2], 0, None)
@@ -70,6 +73,22 @@ def test_requests_come_in_their_order_once_and_what_is_none_is_removed(tmp_path:
     first, second = ask(tmp_path, "1", "a@b"), ask(tmp_path, "2", "a@b")
     (tmp_path / REQUESTS / "0-no-request.json").write_text("{")
     (tmp_path / REQUESTS / "1-partial").write_text("{")
+    (tmp_path / REQUESTS / "1-long.json").write_text(json.dumps({"id": "x" * 5000, "drain": "1", "by": "a@b"}))
+    (tmp_path / REQUESTS / "1-unreadable.json").mkdir()
     found = list(requests(tmp_path))
     assert found == [Request(id=first, drain="1", by="a@b"), Request(id=second, drain="2", by="a@b")]
-    assert list(requests(tmp_path)) == [] and os.listdir(tmp_path / REQUESTS) == ["1-partial"]
+    assert list(requests(tmp_path)) == []
+    assert sorted(os.listdir(tmp_path / REQUESTS)) == ["1-partial", "1-unreadable.json"]
+
+
+def test_a_number_that_no_message_can_carry_is_refused() -> None:
+    answers: list[tuple[str, str]] = []
+    wanted = [Request(id="i", drain="9" * 30, by="a@b"), Request(id="k", drain="1", by="a@b")]
+    sent: list[Any] = []
+    launcher: Any = SimpleNamespace(
+        _recording=SimpleNamespace(requests=lambda: wanted), _job=SimpleNamespace(num_replicas=2),
+        _replicas_on=lambda name: (), _answer=lambda *answer: answers.append(answer), _send=sent.append,
+    )  # fmt: skip
+    Launcher._carry_out_requests(launcher)
+    assert answers == [("i", f"the job has no replica and no node {'9' * 30}")]
+    assert [each.replicas for each in sent] == [(1,)]

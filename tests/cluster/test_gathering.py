@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -151,12 +152,28 @@ def test_a_part_that_may_not_be_written_ends_the_gathering_of_its_node(tmp_path:
 def test_a_hurry_ends_both_waits(tmp_path: Path) -> None:
     pair = Pair(tmp_path / "a", tmp_path / "b", replace(DEADLINES, traces_s=60.0, offer_s=60.0))
     began = time.monotonic()
-    assert len(pair.collector.finish(lambda: True)) == 1 and pair.handover.finish(lambda: True) == []
+    [line] = pair.collector.finish(lambda: True)
+    assert "a signal ended the wait" in line and pair.handover.finish(lambda: True) == []
     assert time.monotonic() - began < 5.0
 
 
-def test_two_nodes_without_a_shared_folder_leave_one_run_directory_on_node_0(tmp_path: Path) -> None:
-    """Node 1 has a disk of its own where the run directory is."""
+DIES = """
+import os
+from megatron_recover.cluster import launcher
+launcher.Handover.finish = lambda *arguments: os._exit(9)
+"""
+"""Node 2: its agent dies when it would offer its trace."""
+NAMES = """
+from megatron_recover.cluster import launcher
+finish = launcher.Collector.finish
+launcher.Collector.finish = lambda *arguments: print(*(lines := finish(*arguments)), sep="\\n", flush=True) or lines
+"""
+"""Node 0: what it would name on stderr."""
+RUNS = "import sys; sys.path.insert(0, '.'); from tests.cluster import jobs; sys.exit(jobs.main())"
+
+
+def test_nodes_without_a_shared_folder_leave_one_run_directory_on_node_0(tmp_path: Path) -> None:
+    """Nodes 1 and 2 have a disk of their own where the run directory is. The agent of node 2 dies before it has sent."""
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode:
         pytest.skip("a disk of one node alone needs a mount namespace")
     disk, key = tmp_path / "disk", tmp_path / "key"
@@ -168,29 +185,29 @@ def test_two_nodes_without_a_shared_folder_leave_one_run_directory_on_node_0(tmp
         port = probe.getsockname()[1]
     nodes: list[forks.Program | subprocess.Popen[str]] = []
     with contextlib.ExitStack() as stack:
-        for node in range(2):
+        for node, patch in enumerate((NAMES, "", DIES)):
             meeting = Meeting(
-                least_nodes=2, most_nodes=2, node_rank=node, host="127.0.0.1", port=port, flag="--master-addr",
-                join_timeout_s=60,
+                least_nodes=3, most_nodes=3, node_rank=node, host="127.0.0.1", port=port, flag="--master-addr", join_s=60
             )  # fmt: skip
             spec = Spec(
-                run_dir=str(disk / "run"), replicas=2, ranks=1, steps=8, microbatches=4, meeting=meeting, slots=1,
+                run_dir=str(disk / "run"), replicas=3, ranks=1, steps=8, microbatches=6, meeting=meeting, slots=1,
                 key_file=str(key),
             )  # fmt: skip
-            line = shlex.join(command(spec))
+            line = shlex.join([sys.executable, "-c", patch + RUNS, command(spec)[-1]])
             if node:
-                own = f"mount -t tmpfs none {shlex.quote(str(disk))} && exec {line}"
-                line = shlex.join(["unshare", "-rm", "sh", "-c", own])
+                line = f"mount -t tmpfs none {shlex.quote(str(disk))} && exec {line}"
+            program = [*(["unshare", "-rm"] if node else []), "sh", "-c", line]
             output = stack.enter_context(open(tmp_path / f"{node}.out", "wb"))
-            nodes.append(forks.start(["sh", "-c", f"exec {line}"], cwd=ROOT, environment=os.environ, output=output.fileno()))
+            nodes.append(forks.start(program, cwd=ROOT, environment=os.environ, output=output.fileno()))
             stack.callback(nodes[-1].kill)
         for each in nodes:
             each.communicate(60.0)
-    texts = [(tmp_path / f"{node}.out").read_text() for node in range(2)]
-    assert [each.poll() for each in nodes] == [0, 0], texts
+    texts = [(tmp_path / f"{node}.out").read_text() for node in range(3)]
+    assert [each.poll() for each in nodes] == [0, 0, 9], texts
     gathered = disk / "run" / "nodes" / "1"
     assert {"events.jsonl", "launcher.log", "logs/replica-1-rank-0.log"} <= {
         str(path.relative_to(gathered)) for path in gathered.rglob("*")
     }
+    assert "the trace of node 2 (" in texts[0] and "its agent is gone (" in texts[0] and "of node 1" not in texts[0]
     verdict = check(disk / "run")
-    assert verdict.is_finished and not verdict.problems, verdict
+    assert not verdict.violations and not verdict.is_whole and "node 1" not in " ".join(verdict.not_judged), verdict

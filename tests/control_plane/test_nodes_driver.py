@@ -387,6 +387,9 @@ def test_node_0_gets_the_state_of_the_job_when_it_changes(make_town: Make) -> No
     assert [(node.name, node.state, node.replicas) for node in agents[0].of(JobState)[-1].nodes] == [
         ("n0", "here", (0,)), ("n1", "here", (1,)), ("n2", "lost", (2,)),
     ]  # fmt: skip
+    agents[1].say(ReplicaGone(Loss(1, LossKind.PROCESS_ENDED, "SIGKILL"), None))
+    town.run(0.3, agents[0], agents[1])
+    assert agents[0].of(JobState)[-1].nodes[1].replicas == (), "the node is here, and its replica is gone"
     assert not agents[1].of(JobState)
 
 

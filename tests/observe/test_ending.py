@@ -56,6 +56,25 @@ def test_a_run_that_did_not_end_well_says_code_reason_state_and_what_to_do_next(
     assert ("First remove the mark: rm X/STOP. To resume, " in last) == is_marked
 
 
+def test_a_node_that_does_not_see_what_the_writer_saves_names_the_tracker_and_no_iteration() -> None:
+    argv = ("script.py", "--save", "X", "--load", "X")
+    started = trace.RunStarted(replicas=2, layout=trace.Layout(tp=1, pp=1), determinism="fast", seed=1, argv=argv)
+    first, second = Account(replicas=2, run_dir="r", here=(0,)), Account(replicas=2, run_dir="r/nodes/1", here=(1,))
+    tracker = "X/latest_checkpointed_iteration.txt names the newest checkpoint, if there is any"
+    for event in (started, trace.Generation(generation=1, roster=(0, 1))):
+        first.take(event)
+        second.take(event)
+    first.take(saved(20))
+    assert "newest checkpoint: iteration 20 in X" in first.lines(ExitCode.INTERRUPTED, "")[1]
+    _, state, todo = second.lines(ExitCode.INTERRUPTED, "")
+    assert tracker in state and "begins anew" not in todo
+    for each in (first, second):
+        each.take(trace.Generation(generation=2, roster=(1,), losses=(trace.Loss(replica=0, kind="process ended", detail=""),)))
+    second.take(saved(40))
+    assert "newest checkpoint: iteration 40 in X" in second.lines(ExitCode.INTERRUPTED, "")[1]
+    assert tracker in first.lines(ExitCode.INTERRUPTED, "")[1], "the writer is on the other node now"
+
+
 @pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.INTERRUPTED, 130, 143])
 def test_a_run_that_left_nothing_is_one_line(code: int) -> None:
     """Its run directory is removed, so there is nothing to read or to report."""
