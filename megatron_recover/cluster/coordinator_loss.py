@@ -49,7 +49,7 @@ class CoordinatorLoss:
         """
         if not self._job.nodes:
             return
-        if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
+        if not is_gone and (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
             self._is_cut_off = not self._is_cut_off
             if self._is_cut_off:
                 stopped = f"if somebody has stopped it, continue it with `kill -CONT {own_pid}`"

@@ -480,7 +480,6 @@ class Launcher:
                 self._loop.run_once(0.0)
             for end in explaining_first(ends):
                 self._ended(end)
-            self._end_alone()
             if self._ending is None:
                 self._loss.end_alone(has_begun=self.has_begun)
             self._look_for_hangs()
