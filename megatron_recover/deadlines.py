@@ -32,6 +32,11 @@ Published logs of nodes with 8 GPUs show 0.7 to 3.7 s ("Init timings" of `ncclCo
 and once 55 s (NVIDIA/nccl#1646). Not measured here.
 """
 
+NODE_S, LEAST_NODE_S = 10.0, 2.0
+"""Seconds of silence after which a node is removed: the default of `--node-timeout`, and its least.
+
+The least is twice the time between two beats of a node, so that one late beat costs no node.
+"""
 STILL_S = 0.5
 OOM_S = 1.0
 STUCK_S = 3.0
@@ -100,7 +105,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     node_s: float
     """Longest silence of the coordinator before a leader on another host takes the coordinator for
     lost. Also the longest wait of a replica for what only a lost coordinator could give it. Then
-    the replica ends (code 13). Fixed: a network heals in less, or not soon."""
+    the replica ends (code 13). Fixed: a network heals in less, or not soon. With several nodes
+    `--node-timeout` gives it (`with_node`)."""
     lease_s: float
     """Longest time for which a replica may begin to name a checkpoint without a new proof that it
     is a member. Fixed: a leader that is only slow answers beats in less."""
@@ -204,6 +210,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     the rest is lost, and the recorder reports it. Fixed: the exit code is known by then, and a
     scheduler that asked for the end kills soon (Slurm after 30 s). With `terminal_s` this is over
     before."""
+    traces_s: float
+    """Longest wait of node 0, at the end, for the traces of the other nodes to have their end in
+    the run directory, without a part of one that node 0 gathers. Then node 0 makes summary and
+    report without the traces that are missing, and names them. Fixed: see `trace_s`."""
+    offer_s: float
+    """Longest wait of another node, at the end, for node 0 to ask for a part of its trace, or to
+    have all. Then the node ends; its files stay on its disk."""
     scrape_s: float
     """Longest time that a connection to the port of `--metrics-port` is kept. Then the monitor
     closes it. Fixed: Prometheus itself waits for 10 s by default, and an answer takes
@@ -292,7 +305,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             silence_s=3 * beat_s,
             words_s=follow_s / 2,
             sigkill_s=_between(0.8, 0.3 * follow_s, 3.0),
-            node_s=10.0,
+            node_s=NODE_S,
             lease_s=12.0,
             lapse_s=13.0,
             follow_s=follow_s,
@@ -321,6 +334,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             screen_s=screen_s,
             terminal_s=shown_s + replies_s,
             trace_s=trace_s,
+            traces_s=12.0,
+            offer_s=min(90.0, 0.9 * deadline_s),
             scrape_s=5.0,
             last_events_s=last_events_s,
             command_s=command_s,
@@ -418,6 +433,12 @@ ORDER = (
     Below("slow_disk_s", "trace_s", "people hear of a slow disk before events are given up"),
     Below("terminal_s", "report_s", "the end of the run is shown before anyone waits for its plot"),
     Below("trace_s", "report_s", "summary and plot take longer than the trace that they are made from"),
+    Below("trace_s", "traces_s", "node 0 waits for a node whose disk is slow"),
+    Below("traces_s", "report_s", "summary and report are made also where a trace never comes"),
+    Below("end_s", "offer_s", "a node offers its trace until the ranks of node 0 have ended"),
+    Below("monitor_s", "offer_s", "a node offers its trace until node 0 has given its last event"),
+    Below("traces_s", "offer_s", "a node does not leave while node 0 still waits for its trace"),
+    Below("offer_s", "deadline_s", "an end is shorter than a run's longest wait"),
     Below("scrape_s", "deadline_s", "a client that stalls gives its place to the next one"),
     Below("last_events_s", "monitor_s", "the end of a run is given without its trace before the launcher gives the monitor up"),
     Below("command_s", "monitor_s", "a command that hangs is killed, and the end is given, before the monitor is given up"),

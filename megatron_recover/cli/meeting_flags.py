@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_recover.cluster.meeting import JOIN_TIMEOUT_S, LAST_CALL_S, LEAST_NODE_TIMEOUT_S, NODE_TIMEOUT_S, Meeting
+from megatron_recover.cluster.meeting import JOIN_S, LAST_CALL_S, Meeting
+from megatron_recover.deadlines import LEAST_NODE_S, NODE_S
 from megatron_recover.host.addresses import HOST, LARGEST_PORT, Ports
 
 OURS = ("--key-file", "--interface", "--port-range", "--node-timeout")
@@ -57,7 +58,7 @@ def add_flags(parser: ArgumentParser) -> None:
     group.add_argument(
         "--node-timeout", metavar="S",
         help="seconds of silence after which a node is removed, at least "
-        f"{LEAST_NODE_TIMEOUT_S:g} (default: {NODE_TIMEOUT_S:g})",
+        f"{LEAST_NODE_S:g} (default: {NODE_S:g})",
     )  # fmt: skip
 
 
@@ -129,9 +130,9 @@ def _of_ours(arguments: Namespace, found: list[str]) -> dict[str, Any]:
         fields["ports"] = ports
     if (text := arguments.node_timeout) is not None:
         seconds = float(text) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text) else math.nan
-        if not seconds >= LEAST_NODE_TIMEOUT_S:
-            found.append(f"--node-timeout is {text}; give a number of seconds of at least {LEAST_NODE_TIMEOUT_S:g}")
-        fields["node_silence_s"] = seconds
+        if not seconds >= LEAST_NODE_S:
+            found.append(f"--node-timeout is {text}; give a number of seconds of at least {LEAST_NODE_S:g}")
+        fields["node_s"] = seconds
     return fields
 
 
@@ -198,7 +199,7 @@ def _conf(text: str, found: list[str], *, is_static: bool) -> dict[str, Any]:
             fields["is_host"] = value.lower() in _YES
         elif key not in _UNUSED or (key == "store_type" and value.lower() != "tcp"):
             found.append(
-                f"--rdzv-conf has {key}, which cannot be had; it takes join_timeout (default: {JOIN_TIMEOUT_S}) and "
+                f"--rdzv-conf has {key}, which cannot be had; it takes join_timeout (default: {JOIN_S}) and "
                 f"last_call_timeout (default: {LAST_CALL_S}), in seconds"
             )
     return fields

@@ -56,10 +56,12 @@ _OF_RUN = {
     "--replicas": "plan compares all numbers of replicas",
     "--lanes": "plan compares all numbers of lanes",
     **dict.fromkeys(
-        ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet"), "plan starts no rank"
+        ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet", *meeting_flags.OURS),
+        "plan starts no rank",
     ),
-    **dict.fromkeys(("--chained", *meeting_flags.OURS), "plan starts no run"),
-    **dict.fromkeys(("--metrics-port", "--metrics-address", "--metrics-textfile", "--on-event"), "plan starts no run"),
+    **dict.fromkeys(
+        ("--metrics-port", "--metrics-address", "--metrics-textfile", "--on-event", "--chained"), "plan starts no run"
+    ),
     **dict.fromkeys((name for flag in TORCHRUN if flag.name != _MODULE for name in flag.names), "plan starts no rank"),
 }
 """Flags of `run`, with the reason why `plan` has no use for them."""

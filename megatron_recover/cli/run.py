@@ -17,7 +17,7 @@ from megatron_recover import packages, trace
 from megatron_recover.cli import command_line, finish, launch_line, monitor_flags, node_checks, several_nodes
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
-from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir, link_logs
+from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir, leaves_files, link_logs
 from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.membership import Joined
@@ -91,7 +91,7 @@ def _parser() -> _RunParser:
         prog="megatron-recover run",
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
         usage="megatron-recover run [--nproc-per-node N | --replicas R] [options] SCRIPT [Megatron flags]",
-        epilog="A replica is TP x PP x CP x lanes processes, all of them on this machine. --global-batch-size is that of the "
+        epilog="A replica is TP x PP x CP x lanes processes. --global-batch-size is that of the "
         "whole job. Exit codes: docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
     )
     add_flags(parser)
@@ -211,7 +211,7 @@ def _described(
         argv=(*words, *flags), num_replicas=num_replicas, placement=placement, address=address, ports=line.nodes.ports,
         node=0 if joined is None or joined.met is None else joined.met.you,
         nodes=() if joined is None or joined.met is None else joined.met.nodes,
-        node_s=line.nodes.node_silence_s if line.nodes.is_of_several else None,
+        node_s=line.nodes.node_s if line.nodes.is_of_several else None,
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
@@ -451,7 +451,7 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
         is_refused = exit_code == ExitCode.BAD_INPUT
         if exit_code in ending.STOPS and job.node == 0 and (arguments.chained or not is_refused):
             _leave_mark(command, exit_code, launcher.reason, None if is_refused else job.run_dir)
-        return _ended(launcher, job, exit_code, existed=existed)
+        return _ended(launcher, job, exit_code, existed=existed, quiet=arguments.quiet)
     finally:
         launcher.release_signals()
         if save_lock is not None:
@@ -483,7 +483,7 @@ def _run(launcher: Launcher) -> int:
         raise
 
 
-def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> int:
+def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool, quiet: bool) -> int:
     """Write the files that a run leaves at its end, or discard its folder; return its exit code.
 
     The folder is discarded after bad input, and after a signal before training began. After a run
@@ -492,10 +492,13 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> in
     interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
         _discard(job, existed=existed)
-    elif (
-        exit_code < 128 and not job.node
-    ):  # node 0 reports for all; a user who asked for an immediate end does not wait for a plot
+    elif leaves_files(exit_code, has_begun=launcher.has_begun) and not job.node:
+        for line in launcher.untraced:
+            print(f"megatron-recover run: {line}; summary and report lack its events", file=sys.stderr)
         _report(job, launcher)
+    elif leaves_files(exit_code, has_begun=launcher.has_begun) and not quiet:
+        folder = job.run_dir.parent.parent
+        print(f"megatron-recover run: summary and report of all nodes are on {job.nodes[0].name}, in {folder}")
     return exit_code
 
 

@@ -44,8 +44,10 @@ def main(argv: list[str]) -> int:
 def _run_dir_of(job: str) -> Path:
     """Return the folder of a Slurm job, from its comment. Raises ValueError with the remedy."""
     remedy = "give the folder of the job instead"
-    commands = (["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"], ["sacct", "-n", "-P", "-X", "-j", job, "-o", "Comment"])
-    for command in commands:
+    for command in (
+        ["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"],
+        ["sacct", "-n", "-P", "-X", "-j", job, "-o", "Comment"],
+    ):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

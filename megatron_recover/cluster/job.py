@@ -18,6 +18,7 @@ from megatron_recover.cluster.streams import Stream, Streams
 from megatron_recover.config import NumaBinding, RecoverConfig
 from megatron_recover.control_plane.node_messages import NodePlace
 from megatron_recover.core.placement import Placement
+from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
 from megatron_recover.host.addresses import HOST, INTERFACE, Ports
 from megatron_recover.observe.files import LOGS, filtered_log_name, log_name, stdout_log_name
@@ -30,6 +31,9 @@ TRAIN_LOG = "train.log"
 LAUNCHER_LOG = "launcher.log"
 """Name of the file with the console's lines that come from megatron-recover itself."""
 
+
+KILLED = 128
+"""Added to the number of a signal: the exit code of a run that was killed on request."""
 
 RankStart = Literal["fork", "warm"]
 """Source of the ranks' processes: forks, or warm processes (`cluster/warm.py`)."""
@@ -230,6 +234,15 @@ def create_run_dir(run_dir: Path | None) -> Path:
     It has an empty folder for logs. Raises ValueError with the remedy.
     """
     return claim_folder(run_dir if run_dir is not None else new_folder(), LOGS)
+
+
+def leaves_files(exit_code: int, *, has_begun: bool) -> bool:
+    """Return whether the run directory is kept at the end, and gets summary and report.
+
+    It is discarded after bad input, and after a signal before training began. A user who asked for
+    an immediate end does not wait for a report.
+    """
+    return exit_code != ExitCode.BAD_INPUT and exit_code < KILLED and (exit_code != ExitCode.INTERRUPTED or has_begun)
 
 
 def write_description(job: Job) -> None:

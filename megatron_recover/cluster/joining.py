@@ -111,8 +111,8 @@ class Place:
         meeting = self._meeting
         settings = NodesSettings(
             owner=identity, least=meeting.least_nodes, most=meeting.most_nodes, join_s=meeting.join_s,
-            last_call_s=meeting.last_call_s, node_silence_s=meeting.node_silence_s,
-            deadlines=self._deadlines.with_node(meeting.node_silence_s),
+            last_call_s=meeting.last_call_s, node_silence_s=meeting.node_s,
+            deadlines=self._deadlines.with_node(meeting.node_s),
             ignored=ignored,
         )  # fmt: skip
         events = ring.create(level=level)

@@ -17,41 +17,38 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import resource
 import signal
-import socket
 import time
-from collections.abc import Callable, Mapping
-
-import msgspec
+from collections.abc import Callable
 
 from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
-from megatron_recover.cluster import status
+from megatron_recover.cluster import dry_run
 from megatron_recover.cluster.agent import Agent, descriptors_needed
+from megatron_recover.cluster.coordinator_loss import CoordinatorLoss
 from megatron_recover.cluster.environment import environment_of_workers, environment_warnings, nccl_line
-from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
+from megatron_recover.cluster.fences import Fences
+from megatron_recover.cluster.gathering import Collector, Handover
+from megatron_recover.cluster.job import KILLED, Job, leaves_files, write_description
 from megatron_recover.cluster.membership import Joined, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
-from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
+from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd
 from megatron_recover.cluster.other_nodes import OtherNodes
-from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
+from megatron_recover.cluster.requests import Requests
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
+from megatron_recover.cluster.starting import Starting
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
-from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, FOR_CONSOLE, RankContext
-from megatron_recover.control_plane import listening, rendezvous
+from megatron_recover.config import FOR_CONSOLE
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     AskPart,
     DismissReplica,
     DrainAnswer,
-    DrainAsked,
     EndAsked,
-    FenceDone,
     FenceReplica,
     Idle,
     JobEnds,
@@ -61,25 +58,26 @@ from megatron_recover.control_plane.node_messages import (
     Met,
     NodeAtWork,
     NodeFailed,
+    NodeGone,
     NodeLaunched,
-    NodeReady,
     ReplicaGone,
     Roster,
     TellKnown,
+    TraceDone,
+    TraceEnds,
+    TraceNext,
+    TraceOffer,
+    TracePart,
 )
-from megatron_recover.control_plane.wire import Message, listen
+from megatron_recover.control_plane.wire import Message
 from megatron_recover.core import policy
-from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import ANY_PORT, address_of, format_address, parse_address
 from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
 from megatron_recover.trace import node_clock
 from megatron_recover.trace.node_clock import NodeClock
 
-_DRY_RUN = -1
-"""Replica number that the agent gets for the dry run, which belongs to no replica."""
 _NUM_DRY_RUNS = 1
 """Warm processes that become no rank."""
 _POLL_S = 0.1
@@ -88,14 +86,6 @@ _POLL_S = 0.1
 A message, such as the report of a broken link, is followed by a look at once. Without any other
 sign a death is seen after half of this time on average (`agent.py`, Note [Seeing a death]).
 """
-_ANSWERS = 16
-"""Number of answers to requests that are kept for who asked."""
-_KILLED = 128
-"""Added to the number of a signal: the exit code of a run that was killed on request."""
-_CALLS_PRETRAIN = (
-    "called Megatron's pretrain; call parse_and_validate_args and pretrain of megatron.training, as upstream's "
-    "pretrain_gpt.py does"
-)
 
 
 class Launcher:
@@ -127,17 +117,6 @@ class Launcher:
         self._clock = NodeClock(self._clock_memory) if joined is None else joined.clock
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
-        self._outputs: dict[tuple[int, int], Output] = {}
-        self._fencing: set[int] = set()
-        self._set_aside: set[tuple[int, int]] = set()
-        """Killed ranks (replica, rank) that do not end."""
-        self._gone: set[int] = set()
-        """Replicas that were fenced, or whose fencing has begun."""
-        self._told_gone: set[int] = set()
-        """Replicas that have left, and whose end the coordinator was told."""
-        self._dismissed: dict[int, float] = {}
-        """Replicas that leave, and the time of the loop's clock until which their ranks may end by
-        themselves."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
@@ -147,29 +126,24 @@ class Launcher:
         """Time of the loop's clock at which everything is killed, and the signal that began it."""
         self.is_recorded = False
         """True if the recorder has confirmed that the whole trace is written. Known after `run`."""
+        self.untraced: list[str] = []
+        """A line for each other node whose trace is missing here, on node 0. Known after `run`."""
+        self._gathering: Collector | Handover | None = None
+        """None: the job has one node."""
+        self._is_closed = False
         self._recording: Recording
         self._wanted = wanted
         self._monitoring: Monitoring | None = None
         self._generation = 0
+        """Newest generation that the coordinator has announced."""
         self._others: OtherNodes | None = None
         """None: the job has one node."""
-        """Newest generation that the coordinator has announced."""
-        self._leaders: dict[int, str] = {}
-        """Replica -> address of its leader, once the ranks may be started."""
-        self._stores: dict[int, str] = {}
-        """Replica -> address of its store, if the replica spans nodes."""
-        self._listeners: dict[int, dict[str, socket.socket]] = {}
-        """Replica -> listening sockets that its rank 0 inherits, by name, until it is started."""
-        self._answers: tuple[status.Answer, ...] = ()
-        """Answers to the newest requests."""
-        self._state: JobState | None = None
-        """Newest state of the job that the coordinator has sent."""
-        self._is_cut_off = False
-        """True once the coordinator was reported as silent, until it is heard again."""
-        self._orphaned = ""
-        """The loss of the coordinator in words; empty while the link to it lives."""
         self._node: Node
         self._ranks: Watch
+        self._starting: Starting
+        self._fences: Fences
+        self._requests: Requests
+        self._loss: CoordinatorLoss
 
     def run(self) -> int:
         """Run the job to its end; return its exit code.
@@ -214,11 +188,15 @@ class Launcher:
                 exit_code = self._run()
             reason = self._ending[1] if self._ending else ""
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
-            self._keep_status(None, exit_code, reason)
+            self._requests.keep(None, exit_code, reason)
             self.is_recorded = self._recording.finish(exit_code, reason)
             if self._monitoring is not None:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
+            if self._gathering is not None and self.is_recorded and leaves_files(exit_code, has_begun=self.has_begun):
+                self._loop.waited_elsewhere()
+                self.untraced = self._gathering.finish(self.is_hurried)
         finally:
+            self._hang_up()
             self._recording.close()  # so that a traceback comes after the console's lines, on a restored terminal
             if self._monitoring is not None:
                 self._monitoring.close()
@@ -270,10 +248,24 @@ class Launcher:
         if job.nodes:
             spanning = frozenset(replica for replica in job.replicas_here if job.spans_nodes(replica))
             self._others = OtherNodes(self._send, num_members=job.num_replicas, spanning=spanning)
+            role = Handover if job.node else Collector
+            self._gathering = role(job, loop=self._loop, deadlines=self._deadlines, send=self._send)
         self._ranks = Watch(
             self._node, deadlines=self._deadlines, log_of=job.log_of,
             record=self._recording.record, says=self._recording.says,
             at_work=lambda replicas: self._send(NodeAtWork(replicas)), others=self._others,
+        )  # fmt: skip
+        self._starting = Starting(
+            job, self._node, self._recording, coordinator=self._address,
+            started=self._ranks.watches, started_at=self._started_at,
+            handed_down={keys.DESCRIPTOR: self._sealed_key, node_clock.DESCRIPTOR: self._clock_memory},
+        )  # fmt: skip
+        self._fences = Fences(
+            job, self._node, self._recording, loop=self._loop, deadlines=self._deadlines, send=self._send
+        )  # fmt: skip
+        self._requests = Requests(job, self._recording, self._send)
+        self._loss = CoordinatorLoss(
+            job, self._recording, self._fences, deadlines=self._deadlines, end=lambda code, why: self._end(code, why)
         )  # fmt: skip
         try:
             self._join()
@@ -286,19 +278,27 @@ class Launcher:
         except NodeLost as error:
             self._fail(ExitCode.FAILED, str(error))
         finally:
+            with contextlib.suppress(KeyError):  # it is watched only once it has imported
+                self._loop.forget_readable(self._node.fileno())
             for process in self._node.close():
-                self._give_up(process)
-            for sockets in self._listeners.values():
-                for listener in sockets.values():
-                    listener.close()
-            if self._joined is not None:
-                self._joined.close(self._deadlines)
+                self._fences.give_up(process)
+            self._starting.close()
+            if self._gathering is None:
+                self._hang_up()
             self._recording.coordinator_ended()
-            self._loop.close()
-            os.close(self._sealed_key)
-            os.close(self._clock_memory)
         assert self._ending is not None
         return self._ending[0]
+
+    def _hang_up(self) -> None:
+        """Leave the coordinator, and give back what the control plane holds; once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._joined is not None:
+            self._joined.close(self._deadlines)
+        self._loop.close()
+        os.close(self._sealed_key)
+        os.close(self._clock_memory)
 
     # --- The coordinator --------------------------------------------------------------------------
 
@@ -314,6 +314,11 @@ class Launcher:
             self._recording.follow_coordinator(self._joined.events)
         self._joined.membership.handle(self._from_coordinator, self._coordinator_gone)
 
+    def _address(self) -> str:
+        """Return the address of the coordinator."""
+        assert self._joined is not None
+        return self._joined.membership.address
+
     def _send(self, message: Message) -> None:
         assert self._joined is not None
         self._joined.membership.send(message)
@@ -322,8 +327,8 @@ class Launcher:
         match message:
             case Met():
                 pass  # this node knew its place before it was given a job
-            case Launch(leaders, stores):
-                self._leaders, self._stores = dict(leaders), dict(stores)
+            case Launch():
+                self._starting.may_start(message)
             case Roster(generation, roster, losses, reason):
                 self._generation = generation
                 if self._others is not None:
@@ -336,79 +341,34 @@ class Launcher:
             case FenceReplica(replica):
                 self._fence(replica)
             case DismissReplica(replica):
-                self._dismiss(replica)
+                self._fences.dismiss(replica)
             case AskPart() | TellKnown() if self._others is not None:
                 self._others.handle(message)
             case JobEnds(exit_code, reason, at_once):
                 self._end(exit_code, reason)
                 if at_once:
                     self._end_by = 0.0
-            case DrainAnswer(request, refused):
-                self._answer(request, "; ".join(f"replica {replica} does not leave: {why}" for replica, why in refused))
+            case DrainAnswer():
+                self._requests.answered(message)
+            case NodeGone() | TraceOffer() | TracePart() | TraceEnds() | TraceNext() | TraceDone() if (
+                self._gathering is not None
+            ):
+                self._gathering.handle(message)
             case JobState():
-                self._keep_status(message)
+                self._requests.keep(message)
             case Idle(reason):
                 self._recording.says(f"{reason}: this node waits for the end of the job")
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
 
-    def _keep_status(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
-        """Have the state of the job written, on node 0. None: the newest one."""
-        self._state = state = state or self._state
-        if state is None or self._job.node:
-            return
-        account = self._recording.account
-        self._recording.keep(
-            status.Status(
-                at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
-                step=state.step, losses=len(account.lost), saved=account.saved, exit_code=exit_code, reason=reason,
-                answers=self._answers,
-                nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
-            ),
-        )  # fmt: skip
-
     def _coordinator_gone(self, why: str) -> None:
-        """Leave the ranks to themselves: they end at the next save point. Before training, end."""
-        if self._ending is not None:
-            return
-        self._orphaned = f"the coordinator is gone ({why})"
-        if not self._generation:
-            self._end(ExitCode.FAILED, f"{self._orphaned} before training began")
-            return
-        self._recording.says(f"{self._orphaned}: training goes on to the next save point, and ends there")
+        if self._ending is None:
+            self._loss.begin(why, has_begun=self.has_begun)
 
     def _look_at_coordinator(self) -> None:
-        """Report a coordinator that is silent, and that it is heard again; end without one at last.
-
-        On another node than its own, a coordinator that is silent for `--node-timeout` counts as
-        gone until it is heard again. Without living ranks a node waits only for `JobEnds`: no
-        longer for a coordinator that is gone.
-        """
-        if self._ending is not None or self._joined is None or not self._job.nodes:
-            return
-        silent_s = self._joined.membership.silent_s()
-        if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
-            self._is_cut_off = not self._is_cut_off
-            if self._is_cut_off:
-                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
-            else:
-                self._recording.says("the coordinator is heard again")
-        if not self._joined.membership.is_lost and self._job.node:
-            limit_s = self._job.node_s or self._deadlines.node_s
-            self._orphaned = f"nothing was heard of the coordinator for {silent_s:.0f} s" if silent_s >= limit_s else ""
-        if self._generation and self._orphaned and self._node.num_living() <= len(self._set_aside):
-            self._end(ExitCode.NO_REPLICA_LEFT, f"{self._orphaned}, and no rank of this node is left")
-
-    def _ended_alone(self, end: ProcessEnd) -> None:
-        """Handle the end of a rank without a coordinator: nobody can make a generation any more."""
-        if end.status not in policy.ENDED_TOGETHER:
-            self._end(
-                ExitCode.NO_REPLICA_LEFT,
-                f"{self._orphaned}, and replica {end.replica} rank {end.rank} ended by {end.cause}: the others cannot go on "
-                "without it",
-            )
-        elif self._node.num_living() <= len(self._set_aside):
-            self._end(end.status, f"{self._orphaned}; the ranks of this node ended together")
+        if self._ending is None and self._joined is not None:
+            membership = self._joined.membership
+            self._loss.look(membership.silent_s(), is_gone=membership.is_lost, has_begun=self.has_begun)
 
     def _fail(self, exit_code: int, reason: str) -> None:
         """End the run on this node, and report to the coordinator why it cannot take part."""
@@ -471,142 +431,30 @@ class Launcher:
         deadline comes first, the run ends.
         """
         script = self._job.script
-        with descriptors_needed():
-            output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
-        environment = self._environment(0, 0, leader=ANY_PORT, dry_run=True)
-        self._node.spawn(
-            _DRY_RUN, 0, argv=self._job.command, environment=environment, output=output, descriptors=self._handed_down
-        )
-        late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
+        output = self._starting.dry_run()
+        late = f"in {self._deadlines.deadline_s:.0f} s {script} never {dry_run.CALLS_PRETRAIN}; see {output.log}"
         ends = self._until(self._node.poll, self._deadlines.deadline_s, lambda: late)
         if not ends:
             return False
         [end] = ends
-        if end.status == ExitCode.BAD_INPUT:
-            self._fail(ExitCode.BAD_INPUT, _refusal(output))
-        elif end.status == ExitCode.OK:
-            self._fail(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
-        elif end.status != settings.DRY_RUN_PASSED:
-            self._fail(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {output.log}")
-        else:
-            for line in output.end().splitlines():
-                if line.startswith(FOR_CONSOLE):
-                    self._recording.says(line.removeprefix(FOR_CONSOLE))
-        return end.status == settings.DRY_RUN_PASSED
+        if failure := dry_run.failure(script, end, output):
+            self._fail(*failure)
+            return False
+        for line in output.end().splitlines():
+            if line.startswith(FOR_CONSOLE):
+                self._recording.says(line.removeprefix(FOR_CONSOLE))
+        return True
 
     def _may_launch(self) -> bool:
         """Report this node ready; return whether all nodes are, once that is known."""
-        job = self._job
-        with descriptors_needed():
-            for replica in job.replicas_here:
-                if 0 in job.slots(replica):
-                    names = [listening.LEADER, *([listening.STORE] if job.spans_nodes(replica) else [])]
-                    where = format_address(job.address, 0)
-                    self._listeners[replica] = {name: listen(where, job.ports) for name in names}
-        membership = MembershipSettings(
-            num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)
-        )  # fmt: skip
-        leaders, stores = (
-            tuple((replica, address_of(sockets[name])) for replica, sockets in self._listeners.items() if name in sockets)
-            for name in (listening.LEADER, listening.STORE)
-        )
-        self._send(NodeReady(membership, job.replicas_here, leaders, stores))
+        self._send(self._starting.listen())
         late = f"not all nodes were ready {self._deadlines.deadline_s:.0f} s after this one"
-        return self._until(lambda: self._leaders, self._deadlines.deadline_s, lambda: late) is not None
+        return self._until(lambda: self._starting.is_allowed, self._deadlines.deadline_s, lambda: late) is not None
 
     def _spawn_all(self) -> None:
-        for replica in self._job.replicas_here:
-            # The launcher closes its copies as soon as the ranks are started: a copy would keep the
-            # port of a dead leader answering.
-            with contextlib.ExitStack() as stack:
-                sockets = self._listeners.pop(replica, {})
-                for each in sockets.values():
-                    stack.enter_context(each)
-                self._spawn_replica(replica, sockets)
+        self._starting.ranks()
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
         self._send(NodeLaunched())
-
-    def _spawn_replica(self, replica: int, sockets: Mapping[str, socket.socket]) -> None:
-        """Start this node's ranks of a replica, each with a descriptor of the replica's one store.
-
-        The ranks of a replica that spans nodes get an address of the store instead. Rank 0 also
-        gets descriptors of the listening `sockets`.
-        """
-        if replica in self._stores:
-            self._spawn_ranks(replica, sockets, {})
-            return
-        with descriptors_needed():
-            store = rendezvous.create_store()
-        try:
-            self._spawn_ranks(replica, sockets, {rendezvous.DESCRIPTOR: store})
-        finally:
-            os.close(store)
-
-    def _spawn_ranks(self, replica: int, sockets: Mapping[str, socket.socket], store: dict[str, int]) -> None:
-        job = self._job
-        for rank in job.slots(replica):
-            environment = self._environment(replica, rank, leader=self._leaders[replica])
-            with descriptors_needed():
-                handed_down = self._handed_down | store | self._recording.descriptors(replica, rank)
-                output = self._outputs[replica, rank] = self._recording.output_of_rank(replica, rank)
-            if rank == 0:
-                handed_down |= {name: each.fileno() for name, each in sockets.items()}
-            self._node.spawn(
-                replica, rank, argv=job.command, environment=environment, output=output, descriptors=handed_down
-            )  # fmt: skip
-            self._ranks.watches(replica, rank)
-
-    @property
-    def _handed_down(self) -> dict[str, int]:
-        """Return the descriptors that the dry run and every rank inherit, by name."""
-        return {keys.DESCRIPTOR: self._sealed_key, node_clock.DESCRIPTOR: self._clock_memory}
-
-    def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
-        """Return the variables that a rank's process gets beside the inherited environment.
-
-        `dry_run`: the process is the dry run, which gets no faults.
-        """
-        job = self._job
-        mine = tuple(
-            msgspec.json.encode(fault).decode() for fault in job.faults if (fault.replica, fault.rank) == (replica, rank)
-        )
-        assert self._joined is not None
-        place, shared = job.place_of(replica, rank), job.config.ranks_per_gpu
-        slot = 0 if dry_run else job.slots(replica)[rank]
-        context = RankContext(
-            replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
-            coordinator=self._joined.membership.address, leader=leader, store=self._stores.get(replica, ""),
-            run_dir=str(job.run_dir),
-            started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
-            numa_binding=job.numa_binding, clock_place=node_clock.FIRST_RANK + slot, node_s=job.node_s, dry_run=dry_run,
-            address=job.address, ports=job.ports,
-        )  # fmt: skip
-        # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
-        # this node, which the replicas share. MASTER_* are for scripts that read these variables:
-        # torch's rendezvous is not used, and the port is occupied.
-        host, port = parse_address(leader)
-        return (sharing_a_gpu(place) if shared > 1 else {}) | {
-            CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(job.num_ranks),
-            "LOCAL_RANK": str(context.gpu),
-            "LOCAL_WORLD_SIZE": str(job.num_ranks_here),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            # What torchrun tells of its nodes and restarts: nobody is ever restarted.
-            "GROUP_RANK": str(job.node),
-            "GROUP_WORLD_SIZE": str(max(1, len(job.nodes))),
-            "ROLE_NAME": job.streams.role,
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(job.num_ranks),
-            "TORCHELASTIC_RUN_ID": job.run_id,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            # For scripts that want to know their place in the job.
-            "MEGATRON_RECOVER_REPLICA": str(replica),
-            "MEGATRON_RECOVER_REPLICAS": str(job.num_replicas),
-            "MEGATRON_RECOVER_GLOBAL_RANK": str(place),
-        }
 
     # --- Watching ---------------------------------------------------------------------------------
 
@@ -626,62 +474,22 @@ class Launcher:
             for end in explaining_first(ends):
                 self._ended(end)
             self._look_for_hangs()
-            self._fence_dismissed()
-            self._carry_out_requests()
+            self._fences.fence_late()
+            self._requests.carry_out()
             for replica, rank in self._thawing.due():
                 if self._node.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
                     self._recording.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
                     self._node.thaw(replica, rank)
-            self._follow_fences()
-
-    def _follow_fences(self) -> None:
-        """Record the ends of ranks of fenced replicas.
-
-        Set the ranks aside that SIGKILL does not end.
-        """
-        for replica, rank in [each for each in self._set_aside if self._node.has_ended(*each)]:
-            self._set_aside.discard((replica, rank))
-            self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
-            self._confirm_fence(replica)
-        for process in self._node.undying():
-            self._give_up(process)
-        for replica in [each for each in self._fencing if self._node.is_fenced(each, but=self._set_aside)]:
-            self._fencing.discard(replica)
-            ranks = tuple(rank for rank in self._job.slots(replica) if (replica, rank) not in self._set_aside)
-            self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
-            self._confirm_fence(replica)
-
-    def _confirm_fence(self, replica: int) -> None:
-        """Confirm a fence once no process of the replica is left here, set-aside ones included."""
-        if replica not in self._fencing and replica not in {each for each, _ in self._set_aside}:
-            self._send(FenceDone(replica))
-
-    def _give_up(self, process: Undying) -> None:
-        """Report a process that SIGKILL does not end, and wait for it no longer; once per process.
-
-        The process keeps its place (replica, rank), in which no other one is ever started.
-        """
-        if (process.replica, process.rank) in self._set_aside:
-            return
-        self._set_aside.add((process.replica, process.rank))
-        if process.replica >= 0:
-            self._recording.ended(process.replica, process.rank)  # it runs no further instruction, and writes nothing more
-            self._recording.record(
-                trace.SetAside(
-                    replica=process.replica, rank=process.rank, pid=process.pid, state=process.state, wchan=process.wchan
-                )  # fmt: skip
-            )
-        self._recording.says(
-            f"{process} does not end although it was killed; the run does not wait for it. It keeps its memory and devices: "
-            "see `dmesg` for the disk or device that hangs"
-        )
+            self._fences.follow()
 
     def _look_for_hangs(self) -> None:
         if self._ending is not None:
             return
         judged = {
-            replica for replica in self._job.replicas_here if replica not in self._gone and not self._thawing.concerns(replica)
+            replica
+            for replica in self._job.replicas_here
+            if replica not in self._fences.gone and not self._thawing.concerns(replica)
         }
         for loss, failing in self._ranks.look(self._generation, judged):
             self._send(ReplicaGone(loss, failing))
@@ -706,69 +514,31 @@ class Launcher:
             self._recording.says(f"the launcher stood still for {gap_s:.0f} s; its deadlines are extended by that time")
 
     def _is_over(self) -> bool:
-        return self._node.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by
+        return self._fences.is_nobody_left or self._loop.time() > self._end_by
 
     def _ended(self, end: ProcessEnd) -> None:
         self._recording.ended(end.replica, end.rank)
-        if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
+        if self._ending is not None or self._fences.explain(end.replica, end.rank):
             return  # the job is ending, or the launcher has killed this rank
-        if end.replica in self._dismissed and end.status == ExitCode.OK:
+        if end.replica in self._fences.dismissed and end.status == ExitCode.OK:
             return
-        if self._orphaned and end.status in policy.ENDED_TOGETHER:
-            self._ended_alone(end)
+        if self._loss.why and end.status in policy.ENDED_TOGETHER:
+            self._loss.ended(end)
             return
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
-        if self._orphaned:
-            self._ended_alone(end)
+        if self._loss.why:
+            self._loss.ended(end)
             return
         if end.status == ExitCode.BAD_INPUT and not self._generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.
-            self._fail(ExitCode.BAD_INPUT, _refusal(self._outputs[end.replica, end.rank]))
+            self._fail(ExitCode.BAD_INPUT, dry_run.refusal(self._starting.outputs[end.replica, end.rank]))
             return
-        said = self._outputs[end.replica, end.rank].end
+        said = self._starting.outputs[end.replica, end.rank].end
         loss, failing = self._ranks.loss(end, started=self._generation > 0, said=said)
         self._send(ReplicaGone(loss, failing))
 
     def _fence(self, replica: int) -> None:
-        self._fencing.add(replica)
-        self._gone.add(replica)
-        self._node.fence(replica)
-        if self._job.nodes and self._gone.issuperset(self._job.replicas_here):
-            self._recording.says("all replicas with ranks on this node are lost: the node waits for the end of the job")
-
-    def _dismiss(self, replica: int) -> None:
-        """Expect that all ranks of a replica end with exit code 0: the replica leaves the job."""
-        self._gone.add(replica)
-        self._dismissed[replica] = self._loop.time() + self._deadlines.end_s
-
-    def _fence_dismissed(self) -> None:
-        """Report the end of replicas that leave; kill those whose ranks have not ended in time."""
-        for replica, end_by in list(self._dismissed.items()):
-            if all(self._node.has_ended(replica, rank) for rank in self._job.slots(replica)):
-                if replica not in self._told_gone:
-                    self._told_gone.add(replica)
-                    self._send(FenceDone(replica))
-            elif self._loop.time() > end_by and replica not in self._fencing:
-                self._fence(replica)
-
-    def _carry_out_requests(self) -> None:
-        """Give the coordinator the requests that were left in the run directory of node 0."""
-        for request in self._recording.requests():
-            replicas = (int(request.drain),) if request.drain.isdecimal() else self._replicas_on(request.drain)
-            if replicas:
-                self._send(DrainAsked(replicas, f"drain {request.drain} of {request.by}", request.id))
-            else:
-                self._answer(request.id, f"the job has no replica and no node {request.drain}")
-
-    def _replicas_on(self, name: str) -> tuple[int, ...]:
-        """Return the members of the roster that have ranks on the node `name`."""
-        state = self._state
-        on_node = {replica for node in state.nodes if node.name == name for replica in node.replicas} if state else set()
-        return tuple(replica for replica in state.roster if replica in on_node) if state else ()
-
-    def _answer(self, request: str, refused: str) -> None:
-        self._answers = (*self._answers, status.Answer(request, refused))[-_ANSWERS:]
-        self._keep_status(None)
+        self._fences.fence(replica)
 
     def _end(self, exit_code: int, reason: str) -> None:
         if self._ending is not None:
@@ -805,7 +575,7 @@ class Launcher:
                 self._recording.says(f"{name}: the end was requested before; {at_once} kills everything at once")
             case Answer.KILL:
                 self._recording.says(f"{name} again: killing everything")
-                self._kill_all(_KILLED + number, f"killed on request ({name})")
+                self._kill_all(KILLED + number, f"killed on request ({name})")
 
     def _ask_exit(self, name: str) -> None:
         if self._joined is not None:  # before, no rank is started
@@ -827,25 +597,7 @@ class Launcher:
             name = signal.Signals(number).name
             why = f"the job did not end within --shutdown-timeout ({self._job.shutdown_s} s) of {name}"
             self._recording.says(f"{why}: killing everything")
-            self._kill_all(_KILLED + number, why)
-
-
-def _refusal(output: Output) -> str:
-    """Return why a process did not accept its arguments.
-
-    The reason is its `BAD_ARGUMENTS` lines. Without any it is the last line, less what argparse
-    writes before the reason. Without output it is a fixed text.
-    """
-    lines = output.end().strip().splitlines() or ["the training script refused its arguments"]
-    said = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]
-    return "\n".join(said) or re.sub(r"^\S+: error: (argument )?", "", lines[-1])
-
-
-def _samples(job: Job) -> tuple[int, int] | None:
-    """Return the samples of a training step and of a microbatch; None unless both are known."""
-    if job.num_microbatches is None or job.microbatch_samples is None:
-        return None
-    return job.num_microbatches * job.microbatch_samples, job.microbatch_samples
+            self._kill_all(KILLED + number, why)
 
 
 def raise_descriptor_limit() -> None:

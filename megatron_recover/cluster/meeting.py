@@ -10,14 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_recover.deadlines import NODE_S
 from megatron_recover.host.addresses import HOST, Ports
 from megatron_recover.host.reachable import is_loopback
 
-JOIN_TIMEOUT_S = 600
+JOIN_S = 600
 LAST_CALL_S = 30
-NODE_TIMEOUT_S = 10.0
-LEAST_NODE_TIMEOUT_S = 2.0
-"""Twice the time between two beats of a node, so that one late beat costs no node."""
+"""Defaults of torchrun, in seconds, for `--rdzv-conf`."""
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,11 +41,11 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     """True with `--rdzv-backend static`, where `node_rank` decides who owns the endpoint."""
     is_host: bool | None = None
     """True if `--rdzv-conf` gives this node the endpoint, False if another; None: neither."""
-    join_s: int = JOIN_TIMEOUT_S
+    join_s: int = JOIN_S
     """Seconds that a node waits until `least_nodes` have joined."""
     last_call_s: int = LAST_CALL_S
     """Seconds from then on that the job waits for more nodes, up to `most_nodes`."""
-    node_silence_s: float = NODE_TIMEOUT_S
+    node_s: float = NODE_S
     """Seconds of silence after which a node is removed."""
     local_addr: str | None = None
     """Name or address of this node that the other nodes use, where the user gives one."""

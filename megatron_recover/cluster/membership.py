@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_recover.authentication import key as keys
 from megatron_recover.authentication.handshake import Party, Role
-from megatron_recover.cluster.meeting import JOIN_TIMEOUT_S
+from megatron_recover.cluster.meeting import JOIN_S
 from megatron_recover.config import inherited_environment, module_command
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
@@ -197,7 +197,7 @@ class Membership:
         """
         assert self._link is not None
         if self._link.proven:
-            patience_s = min(self._patience_s, JOIN_TIMEOUT_S)  # a longer one is for jobs in a queue, not for this
+            patience_s = min(self._patience_s, JOIN_S)  # a longer one is for jobs in a queue, not for this
             self._why, self._give_up_at, self._is_known = why, self._loop.time() + patience_s, True
             self._connect()
         elif self._is_known and self._link.is_refused:

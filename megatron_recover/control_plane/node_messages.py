@@ -130,6 +130,43 @@ class FenceDone(Value, frozen=True):
     replica: ReplicaId
 
 
+# --- Between node 0 and another node, by way of the coordinator -----------------------------------
+
+
+class TraceOffer(Value, frozen=True):
+    """To node 0: the trace of this node is whole, in its own folder."""
+
+    node: int
+
+
+class TracePart(Value, frozen=True):
+    """To node 0: a part of a file (`trace.gathering.FilePart`), in answer to `TraceNext`."""
+
+    node: int
+    name: str
+    size: int
+    offset: int
+    data: bytes
+
+
+class TraceEnds(Value, frozen=True):
+    """To node 0: there is no further part, in answer to `TraceNext`."""
+
+    node: int
+
+
+class TraceNext(Value, frozen=True):
+    """To the node: send one part of the files that node 0 does not see."""
+
+    node: int
+
+
+class TraceDone(Value, frozen=True):
+    """To the node: nothing of it is needed any more. Also where node 0 is gone."""
+
+    node: int
+
+
 # --- From the coordinator -------------------------------------------------------------------------
 
 
@@ -244,6 +281,13 @@ class JobState(Value, frozen=True):
     nodes: tuple[NodeState, ...]
 
 
+class NodeGone(Value, frozen=True):
+    """To node 0: a node was lost, or its link has ended after the job. It sends no trace."""
+
+    node: int
+    why: str
+
+
 class Idle(Value, frozen=True):
     """The job does not use this node. The node waits for the end of the job."""
 
@@ -265,6 +309,11 @@ FromAgent = (
     | DrainAsked
     | KillAsked
     | FenceDone
+    | TraceOffer
+    | TracePart
+    | TraceEnds
+    | TraceNext
+    | TraceDone
 )
 ToAgent = (
     Met
@@ -279,4 +328,10 @@ ToAgent = (
     | JobEnds
     | Idle
     | JobState
+    | NodeGone
+    | TraceOffer
+    | TracePart
+    | TraceEnds
+    | TraceNext
+    | TraceDone
 )

@@ -56,7 +56,13 @@ from megatron_recover.control_plane.node_messages import (
     ReplicaGone,
     Roster,
     TellKnown,
+    TraceDone,
+    TraceEnds,
+    TraceNext,
+    TraceOffer,
+    TracePart,
 )
+from megatron_recover.control_plane.traces import Traces
 from megatron_recover.control_plane.wire import Link, Message, encode
 from megatron_recover.core import condemning, node_silence, values
 from megatron_recover.core.coordinator_state import Setting
@@ -151,6 +157,7 @@ class NodesDriver:
         """Identity of the agent of each removed node -> number of the node."""
         self._lost: dict[int, NodeState] = {}
         self._told: JobState | None = None
+        self._traces = Traces(lambda: {agent.number: agent.link for agent in self._agents if agent.number >= 0}, loop)
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
             expects=self._num_expected,
@@ -400,6 +407,8 @@ class NodesDriver:
                 self.end(exit_code, self._named(agent, reason), at_once=True)
             case NodeFailed(exit_code, reason):
                 self._failed(agent, exit_code, reason)
+            case TraceOffer() | TracePart() | TraceEnds() | TraceNext() | TraceDone():
+                self._traces.carry(agent.number, message)
             case _ if agent.is_lost or self._stage is Stage.OVER or agent.number < 0:
                 pass  # sent before the agent knew
             case NodeShares():
@@ -512,6 +521,8 @@ class NodesDriver:
         if agent not in self._agents:
             return
         self._agents.remove(agent)
+        if self._stage is Stage.OVER:
+            self._traces.left(agent.number, f"its agent is gone ({why}), and had not sent it")
         if self._stage is Stage.MEETING and agent.hello.identity == self._settings.owner:
             self._end_everywhere(ExitCode.FAILED, agent, f"its agent is gone ({why}) before all nodes were there")
         if agent.number < 0 or self._stage is Stage.OVER:
@@ -531,6 +542,7 @@ class NodesDriver:
         name = agent.hello.name
         self._removed[agent.hello.identity] = agent.number
         self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
+        self._traces.left(agent.number, f"the node was lost: {detail}")
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
         self._membership.node_lost(replicas, text)

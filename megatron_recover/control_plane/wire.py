@@ -44,7 +44,7 @@ from megatron_recover.control_plane.node_messages import FromAgent, ToAgent
 from megatron_recover.control_plane.store_messages import StoreAnswer, StoreRefusal, StoreRequest
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
-from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address
+from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address, prepare
 from megatron_recover.trace.node_clock import NodeClock
 
 FORMAT_VERSION = 2
@@ -297,7 +297,7 @@ class Link:
     def _take_socket(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare(connection)
         self._socket = connection
 
     def _take_keys(self, keys: SessionKeys) -> None:

@@ -19,7 +19,7 @@ from collections import deque
 
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply, Role
 from megatron_recover.data_plane.transport import PeerAhead, PeerLost
-from megatron_recover.host.addresses import family_of, parse_address
+from megatron_recover.host.addresses import family_of, parse_address, prepare
 
 WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
@@ -37,7 +37,7 @@ class Connection:
 
         An accepted connection is already proven and has no connector.
         """
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(sock)
         self.peer = peer
         self.sock = sock
         self.ready = connector is None

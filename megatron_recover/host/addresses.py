@@ -28,6 +28,19 @@ Ports = tuple[int, int]
 """The first and the last port that listeners may have."""
 
 
+KEPT_ALIVE_S = 60
+"""Seconds without a packet after which the kernel sends one. Firewalls and clouds forget a quiet
+connection, some after 350 s, and then drop its packets without a word. A step, a save or the next
+use of a store may take longer."""
+
+
+def prepare(connection: socket.socket) -> None:
+    """Have a TCP connection send small messages at once, and be remembered while it is quiet."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEPT_ALIVE_S)
+
+
 def host_name() -> str:
     """Return the name of this machine, which identifies the host of a run in its files."""
     return socket.gethostname()

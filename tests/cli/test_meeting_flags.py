@@ -81,10 +81,10 @@ def test_our_own_flags_are_read() -> None:
     nodes = read(
         "--nnodes 2 --master-addr head --key-file k --interface ib0 --port-range 20000-20999 --node-timeout 2.5"
     ).nodes  # fmt: skip
-    assert (nodes.key_file, nodes.interface, nodes.ports, nodes.node_silence_s) == (Path("k"), "ib0", (20000, 20999), 2.5)
+    assert (nodes.key_file, nodes.interface, nodes.ports, nodes.node_s) == (Path("k"), "ib0", (20000, 20999), 2.5)
     assert nodes.node_rank is None and nodes.is_of_several and nodes.flag == "--master-addr"
     of_timeout = read("--nnodes 2 --master-addr h --rdzv-conf timeout=9").nodes
-    assert (of_timeout.join_s, of_timeout.node_silence_s) == (9, 10.0)
+    assert (of_timeout.join_s, of_timeout.node_s) == (9, 10.0)
     line = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h --rdzv-conf is_host="
     assert [read(line + text).nodes.is_host for text in ("True", "n")] == [True, False]
 

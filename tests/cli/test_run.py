@@ -123,7 +123,8 @@ def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool =
         return exit_code
 
     launcher = SimpleNamespace(
-        has_begun=True, run=end, is_recorded=is_recorded, is_hurried=lambda: request.is_hurried, release_signals=request.release
+        has_begun=True, untraced=[], run=end,
+        is_recorded=is_recorded, is_hurried=lambda: request.is_hurried, release_signals=request.release
     )  # fmt: skip
     monkeypatch.setattr(run, "Launcher", lambda job, **others: launcher)
 

@@ -266,7 +266,7 @@ def _joined(spec: Spec, deadlines: Deadlines) -> tuple[Joined | None, dict[str, 
     placement = place(slots, num_replicas=spec.replicas, num_ranks=spec.ranks)
     return joined, {
         "run_dir": folder, "node": met.you, "nodes": met.nodes, "placement": placement, "address": here.address,
-        "ports": spec.meeting.ports, "node_s": spec.meeting.node_silence_s,
+        "ports": spec.meeting.ports, "node_s": spec.meeting.node_s,
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.node import NodeLost, ProcessEnd
 from megatron_recover.cluster.output import create
+from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane import wire
 from megatron_recover.deadlines import Deadlines
@@ -103,17 +104,17 @@ def test_the_recorder_inherits_all_descriptors_that_the_system_allows(monkeypatc
 
 @pytest.mark.parametrize("num_left", [0, 1], ids=["for the store", "for the output"])
 def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_path: Path, num_left: int) -> None:
-    launcher = Launcher.__new__(Launcher)
-    launcher._job = SimpleNamespace(slots=lambda replica: {0: 0}, argv=("train.py",))
-    launcher._leaders, launcher._stores = {0: "127.0.0.1:1"}, {}
-    launcher._recording = SimpleNamespace(
+    starting = Starting.__new__(Starting)
+    starting._job = SimpleNamespace(slots=lambda replica: {0: 0}, argv=("train.py",))
+    starting._leaders, starting._stores, starting.outputs = {0: "127.0.0.1:1"}, {}, {}
+    starting._recording = SimpleNamespace(
         descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: create(tmp_path / "rank.log")
     )
-    launcher._sealed_key = -1
-    launcher._node = SimpleNamespace(spawn=lambda *arguments, **others: pytest.fail("it was started"))
-    launcher._environment = lambda replica, rank, **others: {}
+    starting._handed_down = {}
+    starting._node = SimpleNamespace(spawn=lambda *arguments, **others: pytest.fail("it was started"))
+    starting._environment = lambda replica, rank, **others: {}
     with wire.listen("127.0.0.1:0") as listening, descriptors_left(num_left), pytest.raises(NodeLost, match="ulimit -n"):
-        launcher._spawn_replica(0, {"leader": listening})
+        starting._spawn_replica(0, {"leader": listening})
 
 
 @pytest.mark.parametrize("num_left", [0, 1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import stat
@@ -14,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.job import Job
-from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext, RecoverConfig
 from megatron_recover.control_plane import rendezvous
-from megatron_recover.control_plane.wire import listen
-from megatron_recover.host.addresses import address_of
+from megatron_recover.control_plane.node_messages import Launch
 from megatron_recover.trace import Layout
 
 pytestmark = pytest.mark.timeout(240)
@@ -72,17 +71,16 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
     """What a launcher of two replicas of two ranks has started."""
     layout = Layout(tp=1, pp=2)
     job = Job(argv=("train.py",), num_replicas=2, layout=layout, config=RecoverConfig(), run_dir=tmp_path)
-    launcher: Any = Launcher(job)
-    made = launcher._node = Spawned()
-    launcher._ranks = SimpleNamespace(watches=lambda replica, rank: None)
-    launcher._joined = SimpleNamespace(membership=SimpleNamespace(address="127.0.0.1:1", send=lambda message: None))
-    launcher._listeners = {replica: {"leader": listen("127.0.0.1:0")} for replica in range(2)}
-    launcher._leaders = {replica: address_of(sockets["leader"]) for replica, sockets in launcher._listeners.items()}
-    launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None)
-    with contextlib.closing(launcher._loop):
-        launcher._spawn_all()
-        yield made
-    os.close(launcher._sealed_key)
+    made, sealed = Spawned(), keys.sealed(keys.make_key())
+    recording: Any = SimpleNamespace(descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None)
+    starting = Starting(
+        job, made, recording, coordinator=lambda: "127.0.0.1:1", handed_down={keys.DESCRIPTOR: sealed},
+        started=lambda replica, rank: None, started_at=0.0,
+    )  # fmt: skip
+    starting.may_start(Launch(starting.listen().leaders))
+    starting.ranks()
+    yield made
+    os.close(sealed)
 
 
 def test_a_stranger_cannot_take_the_ports_of_a_replica_that_starts(spawned: Spawned) -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.starting import Starting
 from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.node_messages import Launch
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.verify.check import check, describe
@@ -46,16 +48,18 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
 
     launcher = Launcher.__new__(Launcher)
     launcher._job = SimpleNamespace(replicas_here=(0, 1), slots=lambda replica: {0: 0, 1: 1}, command=())
-    launcher._leaders, launcher._listeners, launcher._stores = {0: "127.0.0.1:1", 1: "127.0.0.1:2"}, {}, {}
     launcher._loop = Loop(clock=lambda: now[0], cpu_clock=lambda: 0.0)
     launcher._recording = SimpleNamespace(
         descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None, says=said.append
     )
-    launcher._node, launcher._ranks = SimpleNamespace(spawn=spawn), SimpleNamespace(watches=lambda replica, rank: None)
+    launcher._starting = Starting(
+        launcher._job, SimpleNamespace(spawn=spawn), launcher._recording, coordinator=lambda: "",
+        handed_down={}, started=lambda replica, rank: None, started_at=0.0,
+    )  # fmt: skip
+    launcher._starting.may_start(Launch(((0, "127.0.0.1:1"), (1, "127.0.0.1:2"))))
     launcher._joined = SimpleNamespace(membership=SimpleNamespace(send=lambda message: None))
-    launcher._outputs = {}
-    launcher._sealed_key, launcher._stood_still_s, launcher._deadlines = -1, 0.0, Deadlines.of()
-    monkeypatch.setattr(Launcher, "_environment", lambda self, replica, rank, **others: {})
+    launcher._stood_still_s, launcher._deadlines = 0.0, Deadlines.of()
+    monkeypatch.setattr(Starting, "_environment", lambda self, replica, rank, **others: {})
     launcher._loop.run_once(0.0)
     launcher._spawn_all()
     launcher._loop.run_once(0.0)

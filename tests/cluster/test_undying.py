@@ -15,7 +15,7 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.cluster import agent as agent_module
 from megatron_recover.cluster.agent import Agent
-from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.node import Undying
 from megatron_recover.cluster.output import create
 from megatron_recover.core.values import ExitCode
@@ -106,11 +106,11 @@ def test_closing_an_agent_reports_what_does_not_end_and_raises_nothing(tmp_path:
 
 def test_a_process_that_does_not_end_is_reported_once_and_with_what_to_look_at() -> None:
     said: list[str] = []
-    launcher = Launcher.__new__(Launcher)
-    launcher._set_aside = set()
-    launcher._recording = SimpleNamespace(says=said.append, ended=lambda *rank: None, record=lambda event: None)
+    fences = Fences.__new__(Fences)
+    fences.set_aside = set()
+    fences._recording = SimpleNamespace(says=said.append, ended=lambda *rank: None, record=lambda event: None)
     for _ in range(2):
-        launcher._give_up(Undying(1, 0, 17, "D", "nfs_wait"))
+        fences.give_up(Undying(1, 0, 17, "D", "nfs_wait"))
     assert said == [
         "replica 1 rank 0 (pid 17, state D in nfs_wait) does not end although it was killed; the run does not wait for it. "
         "It keeps its memory and devices: see `dmesg` for the disk or device that hangs"

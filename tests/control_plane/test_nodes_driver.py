@@ -26,11 +26,17 @@ from megatron_recover.control_plane.node_messages import (
     NodeAtWork,
     NodeBeat,
     NodeFailed,
+    NodeGone,
     NodeHello,
     NodeLaunched,
     NodeReady,
     ReplicaGone,
     Roster,
+    TraceDone,
+    TraceEnds,
+    TraceNext,
+    TraceOffer,
+    TracePart,
 )
 from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
@@ -411,6 +417,41 @@ def test_a_removed_node_whose_link_had_only_broken_comes_back_to_be_fenced(make_
         agent.hang_up()
     town.run(0.1)
     assert town.nodes.is_done
+
+
+def test_traces_go_to_node_0_part_by_part_and_nobody_waits_for_a_node_that_is_gone(make_town: Make) -> None:
+    """A node speaks for itself only, and sends one part for each question; so no queue of the coordinator grows."""
+    town = make_town()
+    first, second, third = town.start([[0], [1], [2]])
+    town.nodes.end(0, "over")
+    town.until(lambda: all(agent.of(JobEnds) for agent in (first, second, third)))
+    part = TracePart(1, "events.jsonl", 2, 0, b"x")
+    for message in (TraceOffer(1), TraceOffer(2), part, TraceEnds(1)):  # for another node, and unasked
+        second.say(message)
+    town.until(lambda: first.of(TraceOffer))
+    first.say(TraceNext(1))
+    town.until(lambda: second.of(TraceNext))
+    second.say(part)
+    second.say(part)
+    town.until(lambda: first.of(TracePart))
+    first.say(TraceNext(1))
+    town.until(lambda: len(second.of(TraceNext)) == 2)
+    second.say(TraceEnds(1))
+    town.until(lambda: first.of(TraceEnds))
+    assert first.of(TraceOffer) == [TraceOffer(1)] and first.of(TracePart) == [part]
+    third.hang_up()
+    town.until(lambda: first.of(NodeGone))
+    assert [gone.node for gone in first.of(NodeGone)] == [2]
+    first.hang_up()
+    town.until(lambda: second.of(TraceDone))
+
+
+def test_the_loss_of_a_node_is_told_to_node_0_which_does_not_wait_for_its_trace(make_town: Make) -> None:
+    town = make_town()
+    first, second, _ = town.start([[0], [1], [2]])
+    second.hang_up()
+    town.until(lambda: first.of(NodeGone))
+    assert first.of(NodeGone)[0].node == 1 and "the node was lost" in first.of(NodeGone)[0].why
 
 
 def test_a_node_may_come_back_before_the_end_of_its_broken_link_is_seen(make_town: Make) -> None:

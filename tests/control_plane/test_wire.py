@@ -44,6 +44,7 @@ from megatron_recover.core.values import (
     Votes,
     Work,
 )
+from megatron_recover.data_plane.connection import Connection
 from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEYS, framed
 
@@ -285,3 +286,16 @@ def test_deep_nesting_closes_the_link(nested: bytes) -> None:
     writing.join(60)
     theirs.close()
     link.close()
+
+
+def test_a_quiet_connection_is_not_forgotten_on_its_way() -> None:
+    """A cloud drops the packets of a connection that was quiet for 350 s. No kernel probes one before 2 hours by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialled = socket.create_connection(server.getsockname())
+        accepted = server.accept()[0]
+    Link(dialled, KEYS, NodeClock(None))
+    Connection(0, accepted)
+    with dialled, accepted:
+        for each in (dialled, accepted):
+            assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 350

@@ -52,7 +52,7 @@ class NodesJob:
     def _start(self, node: Node) -> Program:
         meeting = Meeting(
             least_nodes=len(self.nodes), most_nodes=len(self.nodes), node_rank=node.number, host=self.nodes[0].name, port=PORT,
-            flag="--master-addr", join_s=60, last_call_s=1, node_silence_s=self.node_silence_s,
+            flag="--master-addr", join_s=60, last_call_s=1, node_s=self.node_silence_s,
         )  # fmt: skip
         return node.start(command(msgspec.structs.replace(self.spec, meeting=meeting)))
 

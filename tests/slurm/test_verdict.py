@@ -96,7 +96,7 @@ def test_an_end_that_repeats_itself_leaves_a_mark_and_no_other(
         return made, "", None
 
     launcher = SimpleNamespace(
-        run=lambda: code, release_signals=lambda: None, has_begun=True, reason="of that", is_recorded=False,
+        run=lambda: code, release_signals=lambda: None, has_begun=True, untraced=[], reason="of that", is_recorded=False,
         is_hurried=lambda: False,
     )  # fmt: skip
     monkeypatch.setattr(run, "_job", job)

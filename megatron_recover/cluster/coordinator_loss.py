@@ -1,0 +1,72 @@
+"""A node without its coordinator: ranks go on to the next save point, and end there by themselves.
+
+Nobody can make a generation any more. A coordinator of which only nothing is heard is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_recover.cluster.fences import Fences
+from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.node import ProcessEnd
+from megatron_recover.cluster.recording import Recording
+from megatron_recover.core import policy
+from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
+
+
+class CoordinatorLoss:
+    """Decides what a node does without a coordinator. Everything runs in the launcher's thread."""
+
+    def __init__(
+        self, job: Job, recording: Recording, fences: Fences, *, deadlines: Deadlines, end: Callable[[int, str], None]
+    ) -> None:
+        """`end(exit_code, reason)` ends the run on this node."""
+        self._job, self._recording, self._fences = job, recording, fences
+        self._deadlines, self._end = deadlines, end
+        self.why = ""
+        """The loss of the coordinator in words; empty while the link to it lives."""
+        self._is_cut_off = False
+        """True once the coordinator was reported as silent, until it is heard again."""
+
+    def begin(self, why: str, *, has_begun: bool) -> None:
+        """Leave the ranks to themselves. Before training (`has_begun`), end the run."""
+        self.why = f"the coordinator is gone ({why})"
+        if not has_begun:
+            self._end(ExitCode.FAILED, f"{self.why} before training began")
+            return
+        self._recording.says(f"{self.why}: training goes on to the next save point, and ends there")
+
+    def look(self, silent_s: float, *, is_gone: bool, has_begun: bool) -> None:
+        """Report a coordinator that is silent, and that it is heard again; end without one at last.
+
+        `silent_s`: seconds since it was heard last. `is_gone`: the link to it has ended. On another
+        node than its own, a coordinator that is silent for `--node-timeout` counts as gone until it
+        is heard again. Without living ranks a node waits only for `JobEnds`: no longer for a
+        coordinator that is gone.
+        """
+        if not self._job.nodes:
+            return
+        if (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
+            self._is_cut_off = not self._is_cut_off
+            if self._is_cut_off:
+                self._recording.says(f"nothing was heard of the coordinator for {silent_s:.0f} s: this node may be cut off")
+            else:
+                self._recording.says("the coordinator is heard again")
+        if not is_gone and self._job.node:
+            limit_s = self._job.node_s or self._deadlines.node_s
+            self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s" if silent_s >= limit_s else ""
+        if has_begun and self.why and self._fences.is_nobody_left:
+            self._end(ExitCode.NO_REPLICA_LEFT, f"{self.why}, and no rank of this node is left")
+
+    def ended(self, end: ProcessEnd) -> None:
+        """Handle the end of a rank without a coordinator."""
+        if end.status not in policy.ENDED_TOGETHER:
+            self._end(
+                ExitCode.NO_REPLICA_LEFT,
+                f"{self.why}, and replica {end.replica} rank {end.rank} ended by {end.cause}: the others cannot go on "
+                "without it",
+            )
+        elif self._fences.is_nobody_left:
+            self._end(end.status, f"{self.why}; the ranks of this node ended together")
