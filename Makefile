@@ -52,11 +52,12 @@ gpu-test: setup  ## the CUDA and NCCL part: a row for each finding; says why whe
 	@$(PY) -m pytest -q tests/gpu
 
 nodes-test: setup ## jobs on four nodes on this machine, each a set of namespaces, whose nodes die, freeze and are cut off (as root)
-	@$(PY) -m pytest -q -n 2 $(NODES) --ignore=$(NODES)/test_slurm.py
+	@$(PY) -m pytest -q -n 2 $(NODES) --ignore-glob='$(NODES)/test_slurm*.py'
 
 slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a node dies (as root, with Debian's slurm-wlm and munge)
 	@$(PY) -m pytest -q -m slow tests/slurm
 	@$(PY) -m pytest -q -n 6 $(NODES)/test_slurm.py
+	@$(PY) -m pytest -q -n 2 $(NODES)/test_slurm_scripts.py
 
 campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: disks); OUT=FILE: the record
 	@$(PY) -m tests.system.campaign --faults $(or $(FAULTS),300) --seed $(or $(SEED),1) $(if $(OUT),--out $(OUT))
