@@ -134,13 +134,13 @@ class FenceDone(Value, frozen=True):
 
 
 class TraceOffer(Value, frozen=True):
-    """To node 0: the trace of this node is whole, in its own folder."""
+    """A message to node 0: the trace of this node is whole, in its own folder."""
 
     node: int
 
 
 class TracePart(Value, frozen=True):
-    """To node 0: a part of a file (`trace.gathering.FilePart`), in answer to `TraceNext`."""
+    """A message to node 0, the answer to `TraceNext`: a part of a file (`gathering.FilePart`)."""
 
     node: int
     name: str
@@ -150,19 +150,19 @@ class TracePart(Value, frozen=True):
 
 
 class TraceEnds(Value, frozen=True):
-    """To node 0: there is no further part, in answer to `TraceNext`."""
+    """A message to node 0, the answer to `TraceNext`: there is no further part."""
 
     node: int
 
 
 class TraceNext(Value, frozen=True):
-    """To the node: send one part of the files that node 0 does not see."""
+    """A message to a node: send one part of the files that node 0 does not see."""
 
     node: int
 
 
 class TraceDone(Value, frozen=True):
-    """To the node: nothing of it is needed any more. Also where node 0 is gone."""
+    """A message to a node: nothing of it is needed any more. Also where node 0 is gone."""
 
     node: int
 
@@ -282,7 +282,7 @@ class JobState(Value, frozen=True):
 
 
 class NodeGone(Value, frozen=True):
-    """To node 0: a node was lost, or its link has ended after the job. It sends no trace."""
+    """A message to node 0: a node was lost or has hung up. It sends no trace."""
 
     node: int
     why: str
