@@ -38,6 +38,8 @@ _FLAGS = (
     " --tokenizer-type NullTokenizer --vocab-size 257 --mock-data --split 90,5,5 --log-interval 100"
     " --recover-deadline-s 300"
 )
+_THEIRS = ("/tmp/torchinductor_", "wandb-artifacts", "wandb-media")
+"""What torch keeps, and what wandb removes at its exit, which a killed process has not."""
 _SLOW = ROOT / "tests" / "system" / "slow_save_pretrain.py"
 
 
@@ -124,9 +126,10 @@ class PrintedJob:
         return found.verdict if found.exit_code is None else f"{found.verdict} {found.exit_code}"
 
     def left(self) -> dict[str, list[str]]:
-        """Return what is left on any node but torch's own cache, which it makes wherever it is imported."""
+        """Return what is left on any node but what other packages make in /tmp wherever they are imported (`_THEIRS`)."""
         found = {
-            name: [line for line in lines if "/torchinductor_" not in line] for name, lines in self.slurm.leftovers().items()
+            name: [line for line in lines if not any(each in line for each in _THEIRS)]
+            for name, lines in self.slurm.leftovers().items()
         }
         return {name: lines for name, lines in found.items() if lines}
 
@@ -163,20 +166,26 @@ class Result:
         return f"{goes} | {self.pause_s:.2f} | {states} | {ended}{ends} | {self.verdict} | {self.left or 'nothing'}"
 
 
+def cancel(case: slurm_losses.Case) -> None:
+    """A user cancels the job, whose save takes longer than Slurm waits."""
+    case.slurm.run("scancel", *case.jobs)
+    time.sleep(KILL_WAIT_S)
+
+
 STRIKES: tuple[Callable[[slurm_losses.Case], None], ...] = (
-    slurm_losses.power, slurm_losses.slurmd, slurm_losses.down, slurm_losses.cancel,
+    slurm_losses.power, slurm_losses.slurmd, slurm_losses.down, cancel,
 )  # fmt: skip
 CASES = tuple(
     (strike, shape, where)
     for strike, shape, where in itertools.product(STRIKES, Shape, Where)
-    if where is Where.BATCH_HOST or strike is not slurm_losses.cancel
+    if where is Where.BATCH_HOST or strike is not cancel
 )
 
 
 def play(slurm: Slurm, strike: Callable[[slurm_losses.Case], None], shape: Shape, where: Where) -> Result:
     """Run a job, have a loss strike, and return what became of the job."""
-    pretrain = _SLOW if strike is slurm_losses.cancel else "scripts/pretrain_gpt.py"
-    job = PrintedJob(slurm, shape, pretrain=pretrain, save_interval=10_000_000 if strike is slurm_losses.cancel else 400)
+    pretrain = _SLOW if strike is cancel else "scripts/pretrain_gpt.py"
+    job = PrintedJob(slurm, shape, pretrain=pretrain, save_interval=10_000_000 if strike is cancel else 400)
     job.until_training()
     owner = job.owner()
     victim: Node = next(node for node in slurm.nodes if (node.name == owner) == (where is Where.BATCH_HOST))
@@ -185,7 +194,7 @@ def play(slurm: Slurm, strike: Callable[[slurm_losses.Case], None], shape: Shape
     time.sleep(NODE_TIMEOUT_S + slurm_losses.WATCHED_S)
     after, running = job.applied(), tuple(job.states())
     going_on = tuple(sorted(name for name in after if len(after[name]) >= len(before[name]) + _GOING_ON))
-    if strike is slurm_losses.cancel:
+    if strike is cancel:
         going_on = ()  # they ended
     pause_s = max(map(job.pause_s, going_on), default=0.0)
     job.end()
@@ -210,6 +219,8 @@ def resume(slurm: Slurm, shape: Shape) -> tuple[str, int]:
     minutes = int(shown[-2]) + (_SIGNAL_S // 60) + 1
     slurm.run("scontrol", "update", f"jobid={job.jobs()[0]}", f"timelimit={minutes}")
     slurm.until(lambda: job.verdict() != "unknown", "the first start ends", 200.0)
+    if shape is Shape.ALLOCATION:  # the same job comes back, with the limit that it has got
+        slurm.run("scontrol", "update", f"jobid={job.ids[0]}", "timelimit=20")
     job.until_training(1)
     loaded = [
         json.loads(line)["iteration"]

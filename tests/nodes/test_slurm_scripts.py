@@ -10,7 +10,7 @@ from tests.nodes import slurm_losses
 from tests.nodes.nodes import Cage, Network
 from tests.nodes.slurm import Slurm, why_not
 from tests.nodes.slurm_losses import NUM_NODES, Shape, Where
-from tests.nodes.slurm_scripts import NODE_TIMEOUT_S, play, resume
+from tests.nodes.slurm_scripts import NODE_TIMEOUT_S, cancel, play, resume
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(600)]
 
@@ -40,7 +40,7 @@ def test_a_node_without_power_costs_its_microbatches(slurm: Slurm, shape: Shape)
 
 @pytest.mark.parametrize("shape", Shape)
 def test_a_cancelled_job_leaves_nothing_though_its_save_takes_longer(slurm: Slurm, shape: Shape) -> None:
-    result = play(slurm, slurm_losses.cancel, shape, Where.BATCH_HOST)
+    result = play(slurm, cancel, shape, Where.BATCH_HOST)
     assert all(state.startswith("CANCELLED") for state in result.accounted) and result.left == {}, result
 
 
