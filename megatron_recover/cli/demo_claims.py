@@ -11,6 +11,7 @@ from typing import get_args
 
 from megatron_recover import trace
 from megatron_recover.faults import FaultKind
+from megatron_recover.observe.gaps import LAUNCHER
 from megatron_recover.observe.history import History
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
 from megatron_recover.observe.verify.check import Verdict
@@ -59,6 +60,11 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
             _how_far(summary, quiet),
         ),
         *_claims_of_any_loss(reference, faulty),
+        Claim(
+            "No invariant is broken in either run",
+            all(one.holds and one.is_whole for one in (reference, faulty)),
+            _what_is_broken(reference, faulty),
+        ),
     )
 
 
@@ -87,6 +93,23 @@ def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> t
             _how_far(summary, quiet),
         ),
         *_claims_of_any_loss(reference, faulty),
+        Claim(
+            "No invariant is broken in either run, as far as their traces tell: the lost node took its last events with it",
+            reference.holds and reference.is_whole and faulty.holds and _lacks_only_what_nodes_took(faulty, lost),
+            _what_is_broken(reference, faulty),
+        ),
+    )
+
+
+def _lacks_only_what_nodes_took(verdict: Verdict, lost: Sequence[trace.NodeLost]) -> bool:
+    """Return whether all missing events are of `lost` nodes.
+
+    They may be of the agents of these nodes and of ranks of the replicas that were on them.
+    """
+    replicas = {replica for event in lost for replica in event.replicas}
+    agents = {(LAUNCHER, -event.node) for event in lost}
+    return not verdict.history.is_unordered and all(
+        gap.replica in replicas or (gap.replica, gap.rank) in agents for _, gap in verdict.history.of(trace.Gap)
     )
 
 
@@ -104,7 +127,6 @@ def _how_far(summary: Summary, quiet: Summary) -> str:
 def _claims_of_any_loss(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
     """Return the claims that do not depend on what was lost."""
     summary, quiet = faulty.summary, reference.summary
-    broken = sorted({violation.invariant for violation in (*reference.violations, *faulty.violations)})
     return (
         Claim(
             "The others did not let their pipelines drain first: the lost microbatches joined the 1F1B that they were running",
@@ -133,14 +155,14 @@ def _claims_of_any_loss(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...
             summary.param_bit_identical is True and summary.loss_max_abs_diff == 0.0,
             f"largest difference of a parameter {summary.param_max_rel_diff}, of a loss {summary.loss_max_abs_diff}",
         ),
-        Claim(
-            "No invariant is broken in either run",
-            all(one.holds and one.is_whole for one in (reference, faulty)),
-            f"broken: {', '.join(broken)}"
-            if broken
-            else "; ".join([*faulty.problems, *faulty.not_judged, *reference.not_judged]) or "INV-1 to INV-8",
-        ),
     )
+
+
+def _what_is_broken(reference: Verdict, faulty: Verdict) -> str:
+    broken = sorted({violation.invariant for violation in (*reference.violations, *faulty.violations)})
+    if broken:
+        return f"broken: {', '.join(broken)}"
+    return "; ".join([*faulty.problems, *faulty.not_judged, *reference.not_judged]) or "INV-1 to INV-8"
 
 
 def _place(fault: FaultSummary) -> str:

@@ -19,6 +19,7 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.cli import demo
 from megatron_recover.core.values import ExitCode, LossKind
+from megatron_recover.observe.gaps import LAUNCHER
 from tests.observe import traces
 
 Events = list[trace.Event]
@@ -149,6 +150,23 @@ def _without_a_node() -> Events:
     return found
 
 
+def _with_a_gap(events: Events, replica: int, rank: int) -> Events:
+    """These events, but some of a rank or of an agent are missing before the loss of the node."""
+    place = next(i for i, event in enumerate(events) if isinstance(event, trace.NodeLost))
+    then = events[place].t
+    return [*events[:place], trace.Gap(t=then, replica=replica, rank=rank, num_events=0, since=then), *events[place:]]
+
+
+@pytest.mark.parametrize(("replica", "rank"), [(2, 0), (2, 1), (LAUNCHER, -2)])
+def test_what_the_lost_node_took_with_it_is_told_and_does_not_fail_the_demo(
+    replica: int, rank: int, prepared: Callable[[Events, Events], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(traces.quiet_run(5).events, _with_a_gap(_without_a_node(), replica, rank))
+    assert demo.main(["--nodes", "3", "--json", "--run-dir", str(tmp_path / "demo")]) == ExitCode.OK
+    [*_, last] = json.loads(capsys.readouterr().out)["claims"]
+    assert last["holds"] and "missing" in last["evidence"] and "not judged" in last["evidence"]
+
+
 def test_the_loss_of_a_whole_node_is_proven_and_told(
     prepared: Callable[[Events, Events], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +188,9 @@ def test_the_loss_of_a_whole_node_is_proven_and_told(
         ("A whole node was killed", lambda events: _replace(events, trace.NodeLost, {"replicas": (1, 2)})),
         ("The others went on", lambda events: _replace(events, trace.RunFinished, {"exit_code": 10})),
         ("The result is bit", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, rank=0)),
+        ("No invariant is broken", lambda events: _with_a_gap(events, replica=1, rank=0)),
+        ("No invariant is broken", lambda events: _with_a_gap(events, replica=LAUNCHER, rank=0)),
+        ("No invariant is broken", lambda events: _with_a_gap(events, replica=LAUNCHER, rank=-1)),
     ],
 )
 def test_a_claim_about_nodes_without_its_evidence_fails_the_demo(
@@ -292,17 +313,6 @@ def test_the_real_demo_proves_its_claims_within_its_budget(tmp_path: Path) -> No
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"{content['seconds']:.0f} s, {cpu_s:.0f} CPU-seconds")
     assert cpu_s < 180, "3 minutes on a machine of which the demo has one core all the time"
-
-
-@pytest.mark.timeout(300)
-def test_the_real_demo_on_three_nodes_loses_one_of_them_and_nothing_else(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_recover", "demo", "--nodes", "3", "--json", "--run-dir", str(tmp_path / "demo")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
-    assert done.returncode == ExitCode.OK, done.stderr[-6000:]
-    content = json.loads(done.stdout)
-    assert content["proven"] is True and len(content["claims"]) == 8
-    assert (content["summary"]["replicas_start"], content["summary"]["replicas_end"]) == (3, 2)
-    assert not any(psutil.pid_exists(int(pid)) for pid in done.stderr.partition("kill -9 ")[2].split("\n")[0].split())
 
 
 @pytest.mark.timeout(120)

@@ -80,7 +80,7 @@ def received(upstreams: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     rank._settings = args, RecoverConfig()
     loop = SimpleNamespace(close=lambda: None, has_trained=True, has_joined=True, meet=None)
     monkeypatch.setattr(training, "join_store", lambda *_: "the replica's own store")
-    rank._key, rank._log = b"", SimpleNamespace(record=None)  # type: ignore[assignment]
+    rank._key, rank._log, rank._clock = b"", SimpleNamespace(record=None), None  # type: ignore[assignment]
     driver = SimpleNamespace(requests=frozenset(), close=lambda: None)
     checkpoints = SimpleNamespace(settle=lambda *_, **__: None)
     monkeypatch.setattr(rank, "_create_driver", lambda config: driver)
