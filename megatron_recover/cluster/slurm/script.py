@@ -95,9 +95,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 def default_shape(nodes: int) -> Shape:
     """Return the shape without `--shape`. Source: the table of losses in docs/how_to/slurm.md.
 
-    No loss of a node touches the other jobs of an array. An allocation that has lost the node of
-    its script holds all other nodes until somebody cancels it, or Slurm kills all its steps. With
-    one node the shapes do not differ, and a single job can put itself back into the queue.
+    Slurm never kills jobs of an array for the loss of a node, and each ends by itself. An
+    allocation that has lost the node of its script holds all other nodes until somebody cancels it,
+    or Slurm kills all its steps. With one node the shapes do not differ, and a single job can put
+    itself back into the queue.
     """
     return "array" if nodes > 1 else "allocation"
 
