@@ -398,7 +398,7 @@ def test_telling_of_an_outvoted_replica_only_once_is_caught(monkeypatch: pytest.
         return replace(after, trusted_from=0), effects
 
     monkeypatch.setattr(coordinator, "_announce", once)
-    caught(explore(drifts=1, crashes=1), 2)
+    caught(explore(drifts=1, crashes=1), 2, 9)
 
 
 UNLIKE = {"replicas": 2, "steps": 3, "alarms": 1, "paces": (2500, 1000)}
