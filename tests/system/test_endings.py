@@ -263,7 +263,7 @@ def test_a_full_disk_under_the_run_directory_costs_the_trace_and_not_the_run(
         assert run.stdout is not None and "] megatron-recover: importing " in run.stdout.readline()
         # No file of the recorder may grow beyond it, and none of the ranks, which inherit it from the fork server.
         children = psutil.Process(run.pid).children()
-        assert len(children) == 2
+        assert len(children) == 3, "recorder, fork server and coordinator"
         for child in children:
             resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (150_000, 150_000))
         out, err = run.communicate(timeout=DEADLINE_S)
