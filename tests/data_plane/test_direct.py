@@ -571,8 +571,8 @@ def test_members_that_strangers_crowd_out_dial_again(monkeypatch: pytest.MonkeyP
     """Every connection, watches too, is let go some times before it has proven itself; nobody is suspected for that."""
     accept, let_go = admission.Admission._accept, []
 
-    def crowded(self: admission.Admission, admits: Any, at_most: int) -> None:
-        accept(self, admits, at_most)
+    def crowded(self: admission.Admission, *arguments: Any) -> None:
+        accept(self, *arguments)
         if len(let_go) < 8:
             for unproven in list(self.unproven.values()):
                 let_go.append(unproven)

@@ -126,8 +126,8 @@ def test_a_peer_whose_echo_server_strangers_crowd_is_asked_again(monkeypatch: py
     """The probe was let go unproven, and the healthy peer was accused at once."""
     accept, let_go = admission.Admission._accept, []
 
-    def crowded(self: admission.Admission, admits: Any, at_most: int) -> None:
-        accept(self, admits, at_most)
+    def crowded(self: admission.Admission, *arguments: Any) -> None:
+        accept(self, *arguments)
         if len(let_go) < 5:
             for unproven in list(self.unproven.values()):
                 let_go.append(unproven)
