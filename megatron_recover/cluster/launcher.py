@@ -196,7 +196,7 @@ class Launcher:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
             if self._gathering is not None and self.is_recorded and leaves_files(exit_code, has_begun=self.has_begun):
                 self._loop.waited_elsewhere()
-                self.untraced = self._gathering.finish(self.is_hurried)
+                self.untraced = self._gathering.finish(self._has_nobody_to_wait_for)
         finally:
             self._hang_up()
             self._recording.close()  # so that a traceback comes after the console's lines, on a restored terminal
@@ -219,6 +219,11 @@ class Launcher:
         counts.
         """
         return self._end_request.is_hurried
+
+    def _has_nobody_to_wait_for(self) -> bool:
+        """Return whether no traces can be gathered: no coordinator, or the end is hurried."""
+        has_coordinator = self._joined is not None and not self._joined.membership.is_lost and not self._loss.why
+        return self.is_hurried() or (self._job.node > 0 and not has_coordinator)
 
     @property
     def reason(self) -> str:

@@ -28,10 +28,11 @@ def hears_enough(silent_s: Mapping[int, float], seen_s: float) -> bool:
 def is_cut_off(silent_s: Mapping[int, float], *, seen_s: float, limit_s: float) -> bool:
     """Return whether the coordinator's own node is the one that is cut off, for twice the limit.
 
-    Its own agent is heard, and fewer than half of all. Then the job ends here: the others end by
-    themselves, as they have no coordinator. The arguments are those of `to_remove`.
+    Its own agent is heard or has ended, and fewer than half of all are heard. Then the job ends
+    here: the others end by themselves, as they have no coordinator. The arguments are those of
+    `to_remove`.
     """
-    own_is_heard = silent_s.get(OWN, seen_s) < seen_s
+    own_is_heard = silent_s.get(OWN, 0.0) < seen_s
     lasts = any(seconds >= 2 * limit_s for seconds in silent_s.values())
     return own_is_heard and lasts and not hears_enough(silent_s, seen_s)
 

@@ -52,3 +52,10 @@ def test_the_side_of_the_coordinator_ends_only_if_it_is_the_one_that_is_cut_off(
     assert not is_cut(HEARD, HEARD, 20.0), "that node is removed"
     assert not is_cut(20.0, HEARD, HEARD), "its own agent is stopped"
     assert not is_cut(20.0, 20.0, 20.0), "so it may be, with the network"
+
+
+def test_a_coordinator_whose_own_agent_has_ended_ends_once_it_hears_too_few() -> None:
+    silent_s = {1: 2 * LIMIT_S, 2: 2 * LIMIT_S, 3: 0.0}
+    assert is_cut_off(silent_s, seen_s=SEEN_S, limit_s=LIMIT_S), "without an agent nobody else would end it"
+    assert not is_cut_off({**silent_s, 2: 0.0}, seen_s=SEEN_S, limit_s=LIMIT_S)
+    assert not is_cut_off({**silent_s, OWN: 2 * LIMIT_S}, seen_s=SEEN_S, limit_s=LIMIT_S), "it may have been frozen"
