@@ -12,7 +12,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import drain, status
-from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.requests import Requests
 from megatron_recover.cluster.status import REQUESTS, Request, ask, read, requests
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.addresses import host_name
@@ -81,14 +81,14 @@ def test_requests_come_in_their_order_once_and_what_is_none_is_removed(tmp_path:
     assert sorted(os.listdir(tmp_path / REQUESTS)) == ["1-partial", "1-unreadable.json"]
 
 
-def test_a_number_that_no_message_can_carry_is_refused() -> None:
+def test_a_number_that_no_message_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[tuple[str, str]] = []
     wanted = [Request(id="i", drain="9" * 30, by="a@b"), Request(id="k", drain="1", by="a@b")]
     sent: list[Any] = []
-    launcher: Any = SimpleNamespace(
-        _recording=SimpleNamespace(requests=lambda: wanted), _job=SimpleNamespace(num_replicas=2),
-        _replicas_on=lambda name: (), _answer=lambda *answer: answers.append(answer), _send=sent.append,
-    )  # fmt: skip
-    Launcher._carry_out_requests(launcher)
+    recording: Any = SimpleNamespace(requests=lambda: wanted)
+    job: Any = SimpleNamespace(num_replicas=2)
+    carrier = Requests(job, recording, sent.append)
+    monkeypatch.setattr(carrier, "_answer", lambda *answer: answers.append(answer))
+    carrier.carry_out()
     assert answers == [("i", f"the job has no replica and no node {'9' * 30}")]
     assert [each.replicas for each in sent] == [(1,)]
