@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.coordinator_loss import CoordinatorLoss
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.core.values import ExitCode
 
@@ -25,15 +25,14 @@ def test_the_code_of_ranks_that_end_together_is_kept_until_their_deaths_are_conf
     statuses: list[int], expected: int
 ) -> None:
     ends: list[int] = []
-    living = [len(statuses)]
-    launcher: Any = SimpleNamespace(
-        _orphaned="the coordinator is gone", _ended_together=None, _generation=1, _set_aside=set(),
-        _node=SimpleNamespace(num_living=lambda: living[0]), _end=lambda code, reason: ends.append(code),
-    )  # fmt: skip
+    fences: Any = SimpleNamespace(is_nobody_left=not statuses)
+    anything: Any = SimpleNamespace(says=lambda text: None)
+    loss = CoordinatorLoss(anything, anything, fences, deadlines=anything, end=lambda code, reason: ends.append(code))
+    loss.begin("closed by the other end", has_begun=True)
     for rank, status in enumerate(statuses):
-        Launcher._ended_alone(launcher, ProcessEnd(0, rank, status))
-        Launcher._end_alone(launcher)
+        loss.ended(ProcessEnd(0, rank, status))
+        loss.end_alone(has_begun=True)
     assert not ends or ends == [ExitCode.NO_REPLICA_LEFT]
-    living[0] = 0
-    Launcher._end_alone(launcher)
+    fences.is_nobody_left = True
+    loss.end_alone(has_begun=True)
     assert ends[0] == expected
