@@ -62,9 +62,10 @@ class Requests:
 
     def _replicas_on(self, name: str) -> tuple[int, ...]:
         """Return the members of the roster that have ranks on the node `name`."""
-        state = self._state
-        on_node = {replica for node in state.nodes if node.name == name for replica in node.replicas} if state else set()
-        return tuple(replica for replica in state.roster if replica in on_node) if state else ()
+        if (state := self._state) is None:
+            return ()
+        on_node = {replica for node in state.nodes if node.name == name for replica in node.replicas}
+        return tuple(replica for replica in state.roster if replica in on_node)
 
     def _answer(self, request: str, refused: str) -> None:
         self._answers = (*self._answers, status.Answer(request, refused))[-_ANSWERS:]

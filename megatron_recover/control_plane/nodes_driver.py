@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from typing import get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -228,16 +228,12 @@ class NodesDriver:
             return
         agent = _Agent(link, message, self._loop.time())
         for old in [each for each in self._agents if each.hello.identity == message.identity]:
-            self._loop.drop(old.link)  # it broke, and only the agent has seen that
-            self._agent_gone(old, "its connection broke")
+            self._drop(old, "its connection broke")  # only the agent has seen that
         if (before := self._removed.get(message.identity)) is not None:
             self._returns(agent, before)
             return
-        self._agents.append(agent)
+        self._watch(agent)
         self.was_joined = True
-        self._loop.watch(
-            link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
-        )
         self._loop.send(link, NodeBeat())
         if self._stage is Stage.MEETING:
             self._meet(agent)
@@ -246,16 +242,19 @@ class NodesDriver:
         else:
             self._have_idle(agent)
 
+    def _watch(self, agent: _Agent) -> None:
+        self._agents.append(agent)
+        self._loop.watch(
+            agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
+        )
+
     def _have_idle(self, agent: _Agent) -> None:
         self._loop.send(agent.link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
 
     def _returns(self, agent: _Agent, number: int) -> None:
         """Take the new link of an agent whose node was removed, and have it fence its ranks."""
         agent.number, agent.is_lost = number, True
-        self._agents.append(agent)
-        self._loop.watch(
-            agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
-        )
+        self._watch(agent)
         for replica in self._replicas[number]:
             self._loop.send(agent.link, FenceReplica(replica))
         if self._end is not None:
@@ -394,8 +393,7 @@ class NodesDriver:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
             case FenceDone(replica) | ReplicaGone(values.Loss(replica=replica)) if replica not in self._hosts:
-                self._loop.drop(agent.link)
-                self._agent_gone(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
+                self._drop(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
             case EndAsked(reason):
@@ -430,8 +428,7 @@ class NodesDriver:
             case NodePart(question, part):
                 self._judge(condemning.Answered(agent.number, question, part))
             case _:
-                self._loop.drop(agent.link)
-                self._agent_gone(agent, f"sent a {type(message).__name__}")
+                self._drop(agent, f"sent a {type(message).__name__}")
 
     def _tell_work(self) -> None:
         """Feed the machine the replicas at work on all nodes, but none that a node accuses.
@@ -502,12 +499,13 @@ class NodesDriver:
         self._judge(condemning.Rostered(new.roster))
 
     def _fence(self, replica: int) -> None:
-        nodes = self._hosts[replica]
-        self._send_to((each for each in self._agents if each.number in nodes), FenceReplica(replica))
+        self._send_to(self._hosts_of(replica), FenceReplica(replica))
 
     def _dismiss(self, replica: int) -> None:
-        nodes = self._hosts[replica]
-        self._send_to((each for each in self._agents if each.number in nodes), DismissReplica(replica))
+        self._send_to(self._hosts_of(replica), DismissReplica(replica))
+
+    def _hosts_of(self, replica: int) -> Iterable[_Agent]:
+        return (each for each in self._agents if each.number in self._hosts[replica])
 
     def _send_to(self, agents: Iterable[_Agent], message: Message) -> None:
         body = encode(message)
@@ -515,6 +513,10 @@ class NodesDriver:
             self._loop.put(agent.link, body)
 
     # --- Losing nodes -----------------------------------------------------------------------------
+
+    def _drop(self, agent: _Agent, why: str) -> None:
+        self._loop.drop(agent.link)
+        self._agent_gone(agent, why)
 
     def _agent_gone(self, agent: _Agent, why: str) -> None:
         """Handle the end of a link: the agent has ended, and its ranks end with it."""
@@ -579,11 +581,6 @@ class NodesDriver:
             )
         return tuple(states[number] for number in sorted(states))
 
-    def _give_up(self, reason: str) -> None:
-        """End the job here: the nodes that are not heard have no coordinator, and end too."""
-        assert self._membership is not None
-        self._membership.end(ExitCode.NO_REPLICA_LEFT, reason)
-
     def _heard(self, agent: _Agent) -> None:
         now = self._loop.time()
         silent_s, agent.heard_at = now - agent.heard_at, now
@@ -612,14 +609,8 @@ class NodesDriver:
                 self._lose(living[number], f"nothing was heard of it for {silent_s[number]:.1f} s")
             if len(self._nodes) > 1 and node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=limit_s):
                 heard = sum(seconds < seen_s for seconds in silent_s.values())
-                self._give_up(f"{heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost")
+                reason = f"{heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost"
+                membership.end(ExitCode.NO_REPLICA_LEFT, reason)  # the others have no coordinator, and end too
 
-    def _tell(self, agent: _Agent, phase: str, seconds: float) -> None:
-        self._record(
-            trace.NodeSilent(
-                node=agent.number,
-                name=agent.hello.name,
-                phase="began" if phase == "began" else "over",
-                seconds=round(seconds, 3),
-            )  # fmt: skip
-        )
+    def _tell(self, agent: _Agent, phase: Literal["began", "over"], seconds: float) -> None:
+        self._record(trace.NodeSilent(node=agent.number, name=agent.hello.name, phase=phase, seconds=round(seconds, 3)))
