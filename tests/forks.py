@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -291,3 +292,24 @@ def _run(name: str, run: Callable[..., object]) -> int:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     return status
+
+
+def results_of(
+    ranks: Sequence[multiprocessing.process.BaseProcess], folder: pathlib.Path, deadline_s: float
+) -> list[pathlib.Path]:
+    """Wait for processes that write `result.N` or, with a traceback, `error.N` to a folder; return the files of results.
+
+    Nothing runs afterwards. Raises AssertionError with the tracebacks, or if a process does not end in time.
+    """
+    deadline = time.monotonic() + deadline_s
+    while any(process.exitcode is None for process in ranks) and time.monotonic() < deadline:
+        ranks[0].join(0.05)
+        if any(process.exitcode for process in ranks):
+            break
+    late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+    for process in ranks:
+        process.kill()
+        process.join()
+    errors = [path.read_text() for path in sorted(folder.glob("error.*"))]
+    assert not errors and not late, f"ranks {late} did not end\n" + "\n".join(errors)
+    return [folder / f"result.{rank}" for rank in range(len(ranks))]

@@ -21,7 +21,7 @@ from megatron_recover.control_plane.wire import listen
 from megatron_recover.host.addresses import address_of
 from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY
-from tests.forks import CONTEXT
+from tests.forks import CONTEXT, results_of
 
 DEADLINE_S = 120.0
 ANSWER_S = 60.0
@@ -69,18 +69,7 @@ def run(num_ranks: int, work: Work, *, is_served: bool = True, enter: Sequence[s
             process.start()
         if listener is not None:
             listener.close()  # as the launcher does: a copy would keep a dead leader's port answering
-        end = time.monotonic() + DEADLINE_S
-        while any(process.exitcode is None for process in ranks) and time.monotonic() < end:
-            ranks[0].join(0.05)
-            if any(process.exitcode for process in ranks):
-                break
-        late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
-        for process in ranks:
-            process.kill()
-            process.join()
-        errors = [path.read_text() for path in sorted(Path(folder).glob("error.*"))]
-        assert not errors and not late, f"ranks {late} did not end\n" + "\n".join(errors)
-        return [(Path(folder) / f"result.{rank}").read_text() for rank in range(num_ranks)]
+        return [path.read_text() for path in results_of(ranks, Path(folder), DEADLINE_S)]
 
 
 class _Copy:

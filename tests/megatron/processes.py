@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Apply, BucketVersion, Compute, Held, Plan, Record, Shape, Work
 from megatron_recover.data_plane.transport import Revoked
-from tests.forks import CONTEXT
+from tests.forks import CONTEXT, results_of
 from tests.megatron.split_attention import SplitAttention, part
 
 DEADLINE_S = 120.0
@@ -332,18 +331,7 @@ def run(layout: Layout, *jobs: tuple[Callable[..., Any], tuple[Any, ...]]) -> li
         ]
         for process in ranks:
             process.start()
-        deadline = time.monotonic() + DEADLINE_S
-        while any(process.exitcode is None for process in ranks) and time.monotonic() < deadline:
-            ranks[0].join(0.05)
-            if any(process.exitcode for process in ranks):
-                break
-        late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
-        for process in ranks:
-            process.kill()
-            process.join()
-        errors = [path.read_text() for path in sorted(Path(folder).glob("error.*"))]
-        assert not errors and not late, f"ranks {late} did not end\n" + "\n".join(errors)
-        results = [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(layout.num_ranks)]
+        results = [pickle.loads(path.read_bytes()) for path in results_of(ranks, Path(folder), DEADLINE_S)]
     return [[result[index] for result in results] for index in range(len(jobs))]
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.nodes import nodes
 from tests.nodes.nodes import Cage, Network
+from tests.nodes.slurm import Slurm
+from tests.nodes.slurm_losses import NUM_NODES
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +47,9 @@ def make_network(cage: Cage, tmp_path: Path) -> Iterator[Callable[..., Network]]
 def network(make_network: Callable[..., Network]) -> Network:
     """Four nodes."""
     return make_network()
+
+
+@pytest.fixture
+def slurm(make_network: Callable[..., Network]) -> Slurm:
+    """One with three nodes for jobs, and one for its control."""
+    return Slurm(make_network(NUM_NODES + 1))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.nodes.nodes import Cage, Network
+from tests.nodes.nodes import Cage
 from tests.nodes.slurm import Slurm, why_not
 from tests.nodes.slurm_losses import (
     CASES,
@@ -28,12 +28,6 @@ pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark
 def cage(cheap_cage: Cage) -> Cage:
     """Nothing here imports torch."""
     return cheap_cage
-
-
-@pytest.fixture
-def slurm(make_network: Callable[..., Network]) -> Slurm:
-    """One with three nodes for jobs, and one for its control."""
-    return Slurm(make_network(NUM_NODES + 1))
 
 
 def test_a_node_that_lost_its_power_is_down_and_comes_back(slurm: Slurm) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.nodes import slurm_losses
-from tests.nodes.nodes import Cage, Network
+from tests.nodes.nodes import Cage
 from tests.nodes.slurm import Slurm, why_not
 from tests.nodes.slurm_losses import NUM_NODES, Shape, Where
 from tests.nodes.slurm_scripts import NODE_TIMEOUT_S, cancel, play, resume
@@ -19,12 +17,6 @@ pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark
 def cage(cheap_cage: Cage) -> Cage:
     """Slurm starts the agents, so no fork of what is imported is of use."""
     return cheap_cage
-
-
-@pytest.fixture
-def slurm(make_network: Callable[..., Network]) -> Slurm:
-    """One with three nodes for jobs, and one for its control."""
-    return Slurm(make_network(NUM_NODES + 1))
 
 
 @pytest.mark.parametrize("shape", Shape)
