@@ -12,7 +12,7 @@ from megatron_recover import packages
 from megatron_recover.cli import launch_line
 from megatron_recover.cli.node_checks import folders_of
 from megatron_recover.cli.run import add_flags
-from megatron_recover.cluster.doctor.findings import Check, Finding, Need
+from megatron_recover.cluster.doctor.findings import Finding, Need
 from megatron_recover.cluster.doctor.node import examine, software
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.config import inherited_environment
@@ -111,9 +111,7 @@ def main(argv: list[str]) -> int:
         need = _need(arguments, command, inherited_environment())
     except ValueError as error:
         parser.error(str(error))
-    findings = [*_software(arguments, command), *examine(need)]
-    order = [*Check]
-    findings.sort(key=lambda each: order.index(each.check))
+    findings = [*_software(arguments, command), *examine(need)]  # in the order of `Check`
     if arguments.json:
         rows = [{"node": host_name()} | msgspec.structs.asdict(each) for each in findings]
         print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())

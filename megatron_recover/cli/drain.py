@@ -55,8 +55,7 @@ def targets(target: str, now: status.Status) -> tuple[int, ...]:
     """Return the members that a target names: a replica by its number, or those on a node."""
     if target.isdecimal():
         return (int(target),) if int(target) in now.roster else ()
-    on_node = {replica for node in now.nodes if node.name == target for replica in node.replicas}
-    return tuple(replica for replica in now.roster if replica in on_node)
+    return status.members_on(target, now.nodes, now.roster)
 
 
 def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, parser: Parser) -> int:

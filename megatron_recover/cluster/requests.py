@@ -54,18 +54,12 @@ class Requests:
         """Give the coordinator the requests that were left in the run directory of node 0."""
         for request in self._recording.requests():
             named = tuple(replica for replica in range(self._job.num_replicas) if str(replica) == request.drain)
-            replicas = named or self._replicas_on(request.drain)
+            state = self._state
+            replicas = named or (status.members_on(request.drain, state.nodes, state.roster) if state is not None else ())
             if replicas:
                 self._send(DrainAsked(replicas, f"drain {request.drain} of {request.by}", request.id))
             else:
                 self._answer(request.id, f"the job has no replica and no node {request.drain}")
-
-    def _replicas_on(self, name: str) -> tuple[int, ...]:
-        """Return the members of the roster that have ranks on the node `name`."""
-        if (state := self._state) is None:
-            return ()
-        on_node = {replica for node in state.nodes if node.name == name for replica in node.replicas}
-        return tuple(replica for replica in state.roster if replica in on_node)
 
     def _answer(self, request: str, refused: str) -> None:
         self._answers = (*self._answers, status.Answer(request, refused))[-_ANSWERS:]

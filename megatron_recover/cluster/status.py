@@ -13,9 +13,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -69,6 +69,24 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     """Exit code of the job, once it is over."""
     reason: str = ""
+
+
+class HasReplicas(Protocol):
+    """A node of a job, as a `Status` or a message of the coordinator has it."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of its host."""
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Return the replicas that have ranks there."""
+
+
+def members_on(name: str, nodes: Iterable[HasReplicas], roster: Sequence[int]) -> tuple[int, ...]:
+    """Return the members of the roster that have ranks on the nodes of this name."""
+    on_node = {replica for node in nodes if node.name == name for replica in node.replicas}
+    return tuple(replica for replica in roster if replica in on_node)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

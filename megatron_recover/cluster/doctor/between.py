@@ -48,11 +48,6 @@ def judged(reports: Sequence[Report]) -> list[tuple[int, Finding]]:
     return found
 
 
-def has_failed(found: Iterable[tuple[int, Finding]]) -> bool:
-    """Return whether the job cannot work."""
-    return any(finding.level == "fail" for _, finding in found)
-
-
 def lines(found: Iterable[tuple[int, Finding]], names: Sequence[str]) -> list[str]:
     """Return the findings as lines, equal ones of several nodes as one. `names` are the nodes'."""
     nodes: dict[Finding, list[int]] = defaultdict(list)
