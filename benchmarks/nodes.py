@@ -80,8 +80,8 @@ _ACKED_AND_RECEIVED, _AT, _INFO_BYTES = "=QQ", 120, 256
 """Where `tcpi_bytes_acked` and `tcpi_bytes_received` are in the kernel's `tcp_info`."""
 
 
+class Used(NamedTuple):
     """The CPU time and the bytes that the parts of a job have used since its begin."""
-    """What the parts of a job have used since its begin."""
 
     coordinator_s: float
     """CPU-seconds."""
