@@ -5,7 +5,7 @@
 Run k has seed SEED + k, which decides its job and its faults (`tests.system.scenarios`); `--faults 1 --seed S` repeats one. It
 passes if it ends before its deadline and keeps what is promised for its kind (`tests.system.judging`). Prints one line a run
 and at the end `N passed, N failed`; exit code 1 if any failed, 130 after Ctrl-C, which ends the run that goes on. Kinds with a
-disk of their own need root.
+disk or with nodes of their own need root: seeds of kinds that this machine cannot have are left out, which is said at the start.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -23,8 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import get_args
+
+import msgspec
 
 from megatron_recover.cluster import chaos
 from megatron_recover.deadlines import Deadlines
@@ -32,11 +35,14 @@ from megatron_recover.observe.stop_mark import STOP_MARK
 from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
 from megatron_recover.trace import Phase
 from tests.disk import Disk
+from tests.nodes import nodes
+from tests.nodes.nodes import Network
+from tests.nodes.real import run_on_nodes
 from tests.system.jobs import ROOT, Job, Outcome, run_job, text_data
-from tests.system.judging import EXPECTATIONS, Evidence, judge
+from tests.system.judging import EXPECTATIONS, Evidence, ends_with_named_codes, judge
 from tests.system.scenarios import DEADLINE_S as JOB_DEADLINE_S
 from tests.system.scenarios import KINDS, Scenario, scenario
-from tests.system.strikes import Nemesis, struck_environment
+from tests.system.strikes import NODE_TIMEOUT_S, ON_DISK, STRIKE, Nemesis, orders
 
 DEADLINE_S = 300.0
 MAX_FAILED = 10
@@ -132,9 +138,9 @@ class Row:
 class Campaign:
     """Runs scenarios in a folder of its own."""
 
-    def __init__(self, folder: pathlib.Path, keep: pathlib.Path) -> None:
-        """`keep`: where the folders of failed runs go."""
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: pathlib.Path, keep: pathlib.Path, stack: contextlib.ExitStack) -> None:
+        """`keep`: where the folders of failed runs go. `stack`: ends what all runs share."""
+        self._folder, self._keep, self._stack = folder, keep, stack
         self._data = text_data(folder)
         self._references: dict[Job, pathlib.Path] = {}
 
@@ -149,7 +155,7 @@ class Campaign:
             evidence = self._run(seed, plan, reference, folder)
             verdict = judge(evidence)
         except (AssertionError, OSError) as error:  # it was killed at its deadline, or what strikes it does not work
-            copies = folder / "copies" if plan.strike is not None else None
+            copies = (folder / "network" / "shared" if plan.slots else folder) / "copies" if plan.strike is not None else None
             evidence = Evidence(plan, Outcome(-1, str(error), folder / "run", ""), None, copies=copies, has_struck=False)
             verdict = f"FAILED: {str(error).splitlines()[0]}"
         row = Row(seed, evidence, time.monotonic() - since, verdict)
@@ -166,20 +172,29 @@ class Campaign:
 
     def _run(self, seed: int, plan: Scenario, reference: pathlib.Path | None, folder: pathlib.Path) -> Evidence:
         """Run a scenario, with what comes to it from outside."""
-        copies, save = folder / "copies", folder / "save" if plan.saves else None
-        run_dir = folder / "run"
-        copies.mkdir()
         with contextlib.ExitStack() as stack:
-            environment, nemesis, disk = plan.environment(), None, None
+            network = disk = nemesis = None
+            place, run = folder, run_job
+            if plan.slots:
+                network = stack.enter_context(
+                    contextlib.closing(Network(self._cage, folder / "network", len(plan.slots)))
+                )  # fmt: skip
+                place, run = network.shared, functools.partial(run_on_nodes, network, plan.slots, NODE_TIMEOUT_S)
+            copies, save, run_dir = place / "copies", place / "save" if plan.saves else None, place / "run"
+            copies.mkdir()
+            environment, faults = plan.environment(), plan.faults
             if plan.strike is not None:
-                environment |= struck_environment(plan.strike, copies)
-                if plan.strike.on_disk:
+                told = orders(plan.strike, copies, plan.spared)
+                environment[STRIKE] = msgspec.json.encode(told).decode()
+                faults += tuple(told.never())
+                if plan.strike.kind in ON_DISK:
                     disk = stack.enter_context(contextlib.closing(Disk(folder / "own")))
                     run_dir = disk.place / "run"
-                nemesis = stack.enter_context(Nemesis(plan.strike, copies, disk))
-            text = chaos.render(plan.faults, f"seed {seed}") if plan.faults else ""
+                where = disk if network is None else network[plan.strike.node]
+                nemesis = stack.enter_context(Nemesis(plan.strike, copies, where))
+            text = chaos.render(faults, f"seed {seed}") if faults else ""
             try:
-                outcome = run_job(
+                outcome = run(
                     plan.job, run_dir, self._data, chaos=text, save=save, deadline_s=DEADLINE_S, quiet=True,
                     script=ROOT / plan.script, environment=environment,
                 )  # fmt: skip
@@ -187,17 +202,22 @@ class Campaign:
                 if disk is not None and nemesis is not None:
                     nemesis.end()
                     disk.rescue(run_dir, folder / "run")
-            outcome = dataclasses.replace(outcome, run_dir=folder / "run")
+            outcome = dataclasses.replace(outcome, run_dir=place / "run")
 
         def resume() -> Outcome:
             if save is not None:
                 (save / STOP_MARK).unlink(missing_ok=True)
-            return run_job(plan.job, folder / "resumed", self._data, save=save, deadline_s=DEADLINE_S, quiet=True)
+            return run_job(plan.job, place / "resumed", self._data, save=save, deadline_s=DEADLINE_S, quiet=True)
 
-        return Evidence(
-            plan, outcome, reference, copies=copies if nemesis is not None else None, save=save,
-            has_struck=nemesis is None or nemesis.has_struck, resume=resume,
-        )  # fmt: skip
+        struck = {} if nemesis is None else {
+            "has_struck": nemesis.has_struck, "struck_at": nemesis.struck_at, "unfenced": nemesis.unfenced, "copies": copies
+        }  # fmt: skip
+        return Evidence(plan, outcome, reference, save=save, resume=resume, **struck)
+
+    @functools.cached_property
+    def _cage(self) -> nodes.Cage:
+        """Where all networks of nodes are; made once."""
+        return self._stack.enter_context(nodes.cage())
 
     def _reference(self, plan: Scenario) -> pathlib.Path | None:
         """The failure-free run that an exact one has to end like; made once."""
@@ -252,12 +272,21 @@ def _promises() -> str:
     return "\n".join(f"| *{name}* | {meaning} |" for name, meaning in lines)
 
 
-def _seeds(first: int, rows: list[Row], num_faults: int) -> Iterator[int]:
-    """Seeds until so many faults have struck, or too many runs have failed."""
+def why_not(kind: str) -> str:
+    """Return why this machine cannot have runs of a kind; empty: it can."""
+    is_on_nodes, is_on_disk = ends_with_named_codes in EXPECTATIONS[kind], any(each.value == kind for each in ON_DISK)
+    if is_on_nodes:
+        return nodes.why_not()
+    return "a disk of its own needs root" if is_on_disk and os.geteuid() != 0 else ""
+
+
+def _seeds(first: int, rows: list[Row], num_faults: int, kinds: Collection[str]) -> Iterator[int]:
+    """Seeds of these kinds until so many faults have struck, or too many runs have failed."""
     for seed in itertools.count(first):
         if sum(row.num_struck for row in rows) >= num_faults or sum(not row.passed for row in rows) >= MAX_FAILED:
             return
-        yield seed
+        if scenario(seed).kind in kinds:
+            yield seed
 
 
 @ended_by_ctrl_c()
@@ -267,12 +296,21 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=300, help="go on until so many have struck (default: 300)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow")
     parser.add_argument("--out", type=pathlib.Path, help="write the record to this file, after every run")
+    parser.add_argument("--kinds", help="only seeds of kinds that have this word in their names, such as `node` or `cut`")
     parser.add_argument("--keep", type=pathlib.Path, help="keep the folders of failed runs here (default: a temporary folder)")
     arguments = parser.parse_args()
     if arguments.faults < 1:
         parser.error(f"--faults is {arguments.faults}; give at least 1")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         parser.error(f"--out: there is no folder {arguments.out.parent}; make it, or give another place")
+    wanted = [kind for kind in KINDS if (arguments.kinds or "") in kind]
+    if not wanted:
+        parser.error(f"--kinds: no kind has {arguments.kinds} in its name; there are {', '.join(KINDS)}")
+    kinds = [kind for kind in wanted if not why_not(kind)]
+    if not kinds:
+        parser.error(f"no kind can be had here: {why_not(wanted[0])}")
+    if left_out := [f"{kind} ({why_not(kind)})" for kind in wanted if kind not in kinds]:
+        print(f"left out: {', '.join(left_out)}")
     keep = arguments.keep or pathlib.Path(tempfile.gettempdir()) / "megatron-recover-failed"
     command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed} OUT=docs/evidence/campaign.md"
     rows: list[Row] = []
@@ -280,16 +318,19 @@ def main() -> int:
     print(COLUMNS, flush=True)
     is_interrupted = False
     try:
-        with tempfile.TemporaryDirectory(prefix="megatron-recover-campaign-") as name:
-            campaign = Campaign(pathlib.Path(name), keep)
-            for seed in _seeds(arguments.seed, rows, arguments.faults):
+        with (
+            tempfile.TemporaryDirectory(prefix="megatron-recover-campaign-") as name,
+            contextlib.ExitStack() as stack,
+        ):
+            campaign = Campaign(pathlib.Path(name), keep, stack)
+            for seed in _seeds(arguments.seed, rows, arguments.faults, kinds):
                 rows.append(campaign.attempt(seed))
                 print(rows[-1], flush=True)
                 if arguments.out:
                     arguments.out.write_text(document(rows, command))
     except KeyboardInterrupt:
         is_interrupted = True
-        print(f"interrupted in the run of seed {arguments.seed + len(rows)}")
+        print(f"interrupted in the run of seed {seed}")
     print(totals(rows))
     return CTRL_C_CODE if is_interrupted else int(not all(row.passed for row in rows))
 

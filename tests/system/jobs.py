@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from tests import forks
@@ -80,11 +80,20 @@ class Outcome:
     output: str
     run_dir: pathlib.Path
     command: str
+    codes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Exit code on each node of a job on several nodes; `exit_code` is that of node 0."""
+    left: str = ""
+    """What is left on these nodes behind the job."""
+
+    def lines(self) -> Iterator[bytes]:
+        """All whole lines of the trace, one node after the other."""
+        for folder in (self.run_dir, *sorted(self.run_dir.glob("nodes/*"))):
+            if (file := folder / "events.jsonl").exists():
+                yield from file.read_bytes().split(b"\n")[:-1]
 
     def events(self, kind: str) -> list[dict[str, object]]:
         """All trace events of one type, in the order of the file."""
-        lines = (self.run_dir / "events.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
+        return [event for event in map(json.loads, self.lines()) if event["event"] == kind]
 
     def saves(self) -> list[tuple[int, str]]:
         """(iteration, phase) of everything about saves in the trace, in the order of the file."""
@@ -120,6 +129,23 @@ def run_job(
 
     `environment`: variables that are set for it.
     """
+    command = command_of(job, run_dir, data, chaos=chaos, save=save, script=script)
+    line = shlex.join(command)
+    if not quiet:
+        print(line)
+    return Outcome(*_run(command, deadline_s, line, environment), run_dir, line)
+
+
+def command_of(
+    job: Job,
+    run_dir: pathlib.Path,
+    data: pathlib.Path,
+    *,
+    chaos: str = "",
+    save: pathlib.Path | None = None,
+    script: pathlib.Path = ROOT / "scripts" / "pretrain_gpt.py",
+) -> list[str]:
+    """Return the command line that runs a job; write its chaos file."""
     command: list[str] = [
         sys.executable, "-m", job.module, "run", "--replicas", str(job.replicas), "--run-dir", str(run_dir),
     ]  # fmt: skip
@@ -129,11 +155,7 @@ def run_job(
         chaos_file = run_dir.with_suffix(".chaos.toml")
         chaos_file.write_text(chaos)
         command += ["--chaos", str(chaos_file)]
-    command += [*job.run_flags, "--", str(script), *job.megatron_flags(data, save)]
-    line = shlex.join(command)
-    if not quiet:
-        print(line)
-    return Outcome(*_run(command, deadline_s, line, environment), run_dir, line)
+    return [*command, *job.run_flags, "--", str(script), *job.megatron_flags(data, save)]
 
 
 def _run(command: Sequence[str], deadline_s: float, line: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:

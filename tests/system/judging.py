@@ -9,18 +9,24 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_recover.core.hybrid_clock import milliseconds
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultKind
+from megatron_recover.observe.verify import check as verify
+from tests.nodes.history import Applied, History, Named
 from tests.system.jobs import Outcome, check
-from tests.system.scenarios import DEADLINE_S, STEPS, Scenario
+from tests.system.scenarios import DEADLINE_S, STEPS, Scenario, hosted, placement
+from tests.system.strikes import StrikeKind
 
 Event = dict[str, Any]
 _UNJUDGED = re.compile(r"not judged are steps ([^;\n]*)")
+TRACKER = "latest_checkpointed_iteration.txt"
 _SLACK_STEPS = 2
 """A gap also touches the steps that were under way with it, and replicas may be a step apart."""
 
@@ -38,6 +44,10 @@ class Evidence:
     save: pathlib.Path | None = None
     has_struck: bool = True
     """Whether what was to come from outside has come."""
+    struck_at: float = 0.0
+    """When, on the monotonic clock of the machine."""
+    unfenced: str = ""
+    """Ranks that are left on a node that was removed and has returned."""
     resume: Callable[[], Outcome] | None = None
     """Goes on from the newest checkpoint, without any fault."""
     verdicts: dict[pathlib.Path | None, tuple[int, str]] = field(default_factory=dict)
@@ -120,8 +130,8 @@ def is_proven(evidence: Evidence) -> str:
 
 
 def loses_only_the_dead(evidence: Evidence) -> str:
-    """No replica was removed except those that a fault killed."""
-    killed = {event["replica"] for event in evidence.faults() if event["kind"] == FaultKind.KILL.value}
+    """No replica was removed except those that a fault killed, and those with ranks on a node that was lost."""
+    killed = {event["replica"] for event in evidence.faults() if event["kind"] == FaultKind.KILL.value} | evidence.plan.lost
     removed = {replica for replica, _ in evidence.losses()}
     return f"removed were {sorted(removed)}, killed {sorted(killed)}" if removed - killed else ""
 
@@ -141,9 +151,8 @@ def ends_with_the_parameters_of_the_reference(evidence: Evidence) -> str:
     events show this, whatever the trace has.
     """
     plan, kept = evidence.plan, evidence.kept()
-    assert plan.strike is not None
     label = f"train {plan.job.steps}"
-    mine = {rank: _digest(events, label) for (replica, rank), events in kept.items() if replica == plan.strike.replica}
+    mine = {rank: _digest(events, label) for (replica, rank), events in kept.items() if replica == plan.spared}
     if not mine or None in mine.values():
         return f"{label} is not the end of all ranks: {mine}"
     if evidence.reference is None:
@@ -205,8 +214,7 @@ def _unjudged(report: str) -> Callable[[int], bool] | None:
 
 def _missing(evidence: Evidence) -> tuple[set[int], set[int]]:
     """Steps of which an event is missing in the trace; and those of which one is missing before the end of its rank's."""
-    lines = (evidence.outcome.run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
-    written = Counter(_unstamped(json.loads(line)) for line in lines)
+    written = Counter(_unstamped(json.loads(line)) for line in evidence.outcome.lines())
     missing, holes = set[int](), set[int]()
     for events in evidence.kept().values():
         since = set[int]()
@@ -224,7 +232,7 @@ def _missing(evidence: Evidence) -> tuple[set[int], set[int]]:
 
 
 def _unstamped(event: Event) -> str:
-    return json.dumps({key: value for key, value in event.items() if key != "t"})
+    return json.dumps({key: value for key, value in event.items() if key not in ("t", "h")})
 
 
 # --- The launcher --------------------------------------------------------------------------------------------------------
@@ -293,7 +301,7 @@ def names_only_what_was_agreed(evidence: Evidence) -> str:
     assert plan.drift is not None and evidence.save is not None
     every = plan.job.save_interval
     expected = STEPS if plan.job.replicas > 2 else (plan.drift.step - 1) // every * every
-    named = (evidence.save / "latest_checkpointed_iteration.txt").read_text().strip()
+    named = (evidence.save / TRACKER).read_text().strip()
     return f"the newest checkpoint is {named}, not {expected}" if named != str(expected) else ""
 
 
@@ -308,12 +316,16 @@ def goes_on_like_the_reference(evidence: Evidence) -> str:
 
     A `fast` run is compared with no reference: the resumed run ends well, and `check` finds no broken invariant.
     """
-    if evidence.plan.job.replicas > 2:
-        return ""
+    return _resumes_like_the_reference(evidence) if evidence.outcome.exit_code else ""
+
+
+def _resumes_like_the_reference(evidence: Evidence, *, is_over: bool = False) -> str:
     assert evidence.resume is not None
     resumed = evidence.resume()
     if resumed.exit_code:
         return f"resumed from the newest checkpoint, it ends with {resumed.exit_code}"
+    if is_over:
+        return ""
     code, report = check(resumed.run_dir, evidence.reference)
     return f"resumed from the newest checkpoint: {in_short(report)}" if code else ""
 
@@ -328,11 +340,146 @@ def counts_anew_once(evidence: Evidence) -> str:
     return "" if f"computed anew: step {miscount.step}," in evidence.check()[1] else "check does not say what was computed anew"
 
 
+# --- Nodes ---------------------------------------------------------------------------------------------------------------
+
+
+def ends_with_named_codes(evidence: Evidence) -> str:
+    """The launchers on all nodes but the lost one end, with code 0.
+
+    That of a node that is cut off for ever ends with 13. The loss of the coordinator's node ends all with 13, or, if no rank was
+    there, with 15 at the next save.
+    """
+    plan = evidence.plan
+    strike, codes = plan.strike, dict(evidence.outcome.codes)
+    assert strike is not None
+    expected = dict.fromkeys(codes, ExitCode.OK)
+    if strike.kind is StrikeKind.LOSS:
+        del codes[strike.node], expected[strike.node]
+        if strike.node == 0:
+            end = ExitCode.NO_REPLICA_LEFT if hosted(placement(plan.job, plan.slots), 0) else ExitCode.INTERRUPTED
+            expected = dict.fromkeys(codes, end)
+    elif strike.seconds is None:
+        expected[strike.node] = ExitCode.NO_REPLICA_LEFT
+    return f"exit codes {codes}" if codes != expected else ""
+
+
+def leaves_nothing(evidence: Evidence) -> str:
+    """Nothing is left on any node: no process, no port, no file in /dev/shm or /tmp."""
+    return evidence.outcome.left[:200]
+
+
+def loses_the_node(evidence: Evidence) -> str:
+    """All replicas with ranks on the node are removed."""
+    removed = {replica for replica, _ in evidence.losses()}
+    missing = evidence.plan.lost - removed
+    return f"removed were {sorted(removed)}, and not {sorted(missing)}" if missing else ""
+
+
+def ends_its_ranks_on_return(evidence: Evidence) -> str:
+    """A node that returns after it was removed ends its ranks, while the job goes on."""
+    return f"left on the node are {evidence.unfenced}" if evidence.unfenced else ""
+
+
+def is_one_history(evidence: Evidence) -> str:
+    """By the ranks' own copies of their events, at most one side goes on, and names of checkpoints do not go back."""
+    applied, named = [], []
+    for (replica, rank), events in evidence.kept().items():
+        for event in events:
+            if event["event"] == "applied":
+                applied.append(Applied(event["t"], replica, rank, event["generation"], event["step"]))
+            elif event["event"] == "checkpoint" and event["phase"] == "finished":
+                named.append(Named(event["t"], replica, event["iteration"]))
+    return next(iter(History(applied, named).faults()), "")
+
+
+def names_its_last(evidence: Evidence) -> str:
+    """If the job saves, the newest checkpoint is that of its last step."""
+    if evidence.save is None:
+        return ""
+    named = (evidence.save / TRACKER).read_text().strip()
+    return f"the newest checkpoint is {named}" if named != str(evidence.plan.job.steps) else ""
+
+
+def is_proven_with_what_ranks_kept(evidence: Evidence) -> str:
+    """With what its ranks have kept of their events, so that a lost node has taken none along, the trace is proven as above."""
+    verdict = verify.check(_whole(evidence), evidence.reference)
+    # Nobody could fence a node that was lost, and nothing was there to fence.
+    is_lost = evidence.plan.strike is not None and evidence.plan.strike.kind is StrikeKind.LOSS
+    ended = tuple(f"replica {replica} was lost, and its ranks " for replica in evidence.plan.lost if is_lost)
+    broken = [f"{each.invariant}: {each.message}" for each in verdict.violations if not each.message.startswith(ended or "?")]
+    return next(iter([*broken, *verdict.problems, *verdict.not_judged]), "")
+
+
+def _whole(evidence: Evidence) -> pathlib.Path:
+    """Return a copy of the trace that also has the events that a node has taken along, and its end."""
+    plan, run_dir = evidence.plan, evidence.outcome.run_dir
+    whole = run_dir.with_name("whole")
+    shutil.copytree(run_dir, whole, ignore=shutil.ignore_patterns("logs"))
+    kept, placed = evidence.kept(), placement(plan.job, plan.slots)
+    for node in range(len(plan.slots)):
+        file = (whole / "nodes" / str(node) if node else whole) / "events.jsonl"
+        events = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+        if events[-1]["event"] == "run_finished":
+            continue
+        written = Counter(map(_unstamped, events))
+        missing = [
+            event
+            for (replica, rank), of_rank in kept.items()
+            if placed.replicas[replica][rank].node == node
+            for event in _beyond(of_rank, written)
+        ]
+        base = next(event["clock"] for event in events if event["event"] == "node_started")
+        leads_s = max(milliseconds(base + event["h"]) / 1e3 - event["t"] for event in events if "h" in event)
+        added = [event | {"t": milliseconds(event["h"]) / 1e3 - leads_s, "h": event["h"] - base}
+                 for event in sorted(missing, key=lambda event: event["t"])]  # fmt: skip
+        last = [*events, *added][-1]
+        added.append({"event": "run_finished", "v": 2, "t": last["t"], "h": last["h"], "exit_code": 0, "reason": "lost"})
+        with open(file, "wb") as rewritten:
+            rewritten.writelines(json.dumps(event).encode() + b"\n" for event in [*events, *added])
+    return whole
+
+
+def _beyond(events: list[Event], written: Counter[str]) -> Iterator[Event]:
+    """Yield the events that were not written, each as often."""
+    for event in events:
+        if written[_unstamped(event)]:
+            written[_unstamped(event)] -= 1
+        else:
+            yield event
+
+
+def breaks_nothing(evidence: Evidence) -> str:
+    """`check` finds no broken invariant in what the trace has."""
+    code, report = evidence.check(alone=True)
+    return in_short(report) if code not in (ExitCode.OK, ExitCode.UNFINISHED) else ""
+
+
+def goes_on_from_what_it_named(evidence: Evidence) -> str:
+    """A run that resumes from the first checkpoint that was named after the strike ends like the reference.
+
+    If that is the last one, it is loaded, and the run ends well.
+    """
+    assert evidence.save is not None
+    finished = [(event["t"], event["iteration"]) for events in evidence.kept().values() for event in events
+                if event["event"] == "checkpoint" and event["phase"] == "finished"]  # fmt: skip
+    after = sorted(each for each in finished if each[0] > evidence.struck_at)
+    if not after:
+        return "no checkpoint was named after the strike"
+    iteration = after[0][1]
+    (evidence.save / TRACKER).write_text(str(iteration))
+    return _resumes_like_the_reference(evidence, is_over=iteration == evidence.plan.job.steps)
+
+
 ORDINARY = (ends_well, makes_all_steps, counts_well, is_proven)
 STOPPED = (is_struck, *ORDINARY, loses_only_the_dead, says_that_it_was_stopped)
 WITHOUT_DISK = (
     is_struck, ends_well, counts_well, ends_with_the_parameters_of_the_reference, leaves_out_what_it_says, tells_of_the_disk,
     loses_only_the_dead,
+)  # fmt: skip
+ON_NODES = (is_struck, ends_with_named_codes, leaves_nothing, is_one_history)
+WITHOUT_NODE = (
+    *ON_NODES, makes_all_steps, counts_well, loses_only_the_dead, loses_the_node, breaks_nothing,
+    is_proven_with_what_ranks_kept, ends_with_the_parameters_of_the_reference, names_its_last,
 )  # fmt: skip
 EXPECTATIONS: Mapping[str, tuple[Expectation, ...]] = {
     "faults in steps": ORDINARY,
@@ -350,6 +497,11 @@ EXPECTATIONS: Mapping[str, tuple[Expectation, ...]] = {
         finds_the_drift_in_time, outvotes_the_odd_one, names_only_what_was_agreed, is_proven_as_far_as_it_went,
         goes_on_like_the_reference,
     ),
+    "lost node": WITHOUT_NODE,
+    "lost node of the writer": (*WITHOUT_NODE, goes_on_from_what_it_named),
+    "lost node of the coordinator": (*ON_NODES, breaks_nothing, goes_on_like_the_reference),
+    "short cut": (*ON_NODES, *ORDINARY, loses_only_the_dead, names_its_last),
+    "long cut": (*WITHOUT_NODE, ends_its_ranks_on_return),
     "miscount": (ends_well, makes_all_steps, counts_anew_once, is_proven, loses_only_the_dead),
 }  # fmt: skip
 """What is promised, in the order in which it is looked at."""

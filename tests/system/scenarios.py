@@ -8,15 +8,18 @@ scenario is sure to strike; one in a recovery strikes if the recovery gets there
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_recover.cluster.chaos import IN_A_RECOVERY, IN_A_STEP
+from megatron_recover.core.placement import Placement, place
 from megatron_recover.faults import LEADER_ONLY, Fault, FaultKind, FaultPoint
 from tests.system.jobs import Job
-from tests.system.strikes import Strike, StrikeKind
+from tests.system.strikes import NODE_TIMEOUT_S, SHORT_CUT_S, Strike, StrikeKind
 
 MAX_PROCESSES = 8
+MAX_NODES = 3
 STEPS = 6
 STRUCK_STEPS = 12
 """Of a job that is struck from outside: the strike lasts."""
@@ -87,9 +90,24 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     script: str = PLAIN
     saves: bool = False
+    slots: tuple[int, ...] = ()
+    """Room for ranks on each node; empty: the job runs on this machine as its only node."""
     strike: Strike | None = None
     drift: Drift | None = None
     miscount: Miscount | None = None
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The replicas that the strike costs: those with ranks on a node that is lost, or cut off for long."""
+        if not self.slots or self.strike is None or self.strike.is_short:
+            return frozenset()
+        return hosted(placement(self.job, self.slots), self.strike.node)
+
+    @property
+    def spared(self) -> int:
+        """A replica that nothing hits."""
+        hit = {fault.replica for fault in self.faults if fault.kind is not FaultKind.SLOW} | self.lost
+        return min(set(range(self.job.replicas)) - hit)
 
     def reference(self) -> Job:
         """The failure-free job of one replica that it has to end like. What makes no difference to its result is left out."""
@@ -136,7 +154,30 @@ class Scenario:
             words[0] += " VP2"
         words += ["rebalance"] if job.rebalance == "on" else []
         words += ["saves"] if self.saves else []
+        words += [f"on nodes of {'+'.join(map(str, self.slots))}"] if self.slots else []
         return " ".join(words + [name for script, name in ((UNEVEN, "uneven"), (PATIENT, "patient")) if script == self.script])
+
+
+def placement(job: Job, slots: Sequence[int]) -> Placement:
+    """Return where the ranks of a job are on nodes with so many slots."""
+    return place(slots, num_replicas=job.replicas, num_ranks=job.tp * job.pp * job.lanes, tp=job.tp)
+
+
+def hosted(placed: Placement, node: int) -> frozenset[int]:
+    """Return the replicas that have ranks on a node."""
+    return frozenset(replica for replica in range(len(placed.replicas)) if node in placed.nodes_of(replica))
+
+
+def _slots(job: Job) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to divide the ranks of a job among nodes, also with a first node that has too little room for any."""
+    num_ranks = job.tp * job.pp * job.lanes
+    total = job.replicas * num_ranks
+    for num_nodes in range(2, MAX_NODES + 1):
+        for cuts in itertools.combinations(range(1, total), num_nodes - 1):
+            slots = tuple(after - before for before, after in itertools.pairwise((0, *cuts, total)))
+            yield slots
+            if num_nodes < MAX_NODES and num_ranks > 1:
+                yield (1, *slots)
 
 
 class _Draw:
@@ -184,7 +225,57 @@ class _Draw:
         step = self.dice.randint(2, STRUCK_STEPS // 2)
         if is_killed:
             self.strike(self.dice.choice(IN_A_STEP), step, kind=FaultKind.KILL)
-        return self.scenario(script=STRUCK, strike=Strike(kind=kind, replica=spared, step=step, seconds=seconds))
+        at = Fault(replica=spared, rank=0, point=FaultPoint.OPTIMIZER, step=step - 1)
+        return self.scenario(script=STRUCK, strike=Strike(kind=kind, at=at, seconds=seconds))
+
+    def on_nodes(self, fits: Callable[[Placement, int], bool]) -> tuple[tuple[int, ...], int]:
+        """Return the slots of nodes, and a node that is without ranks of some replica; both are as `fits` wants them."""
+        self.change(steps=STRUCK_STEPS)
+        if self.num_ranks == 1:  # or the first node would always have the writer
+            self.change(pp=2, replicas=min(self.job.replicas, MAX_PROCESSES // 2))
+            self.num_ranks = 2
+        found = []
+        for slots in _slots(self.job):
+            placed = placement(self.job, slots)
+            found += [
+                (slots, node)
+                for node in range(len(slots))
+                if len(hosted(placed, node)) < self.job.replicas and fits(placed, node)
+            ]
+        return self.dice.choice(found)
+
+    def saving(self) -> None:
+        """Save every third step, perhaps in the background."""
+        self.change(save_interval=3)
+        if self.dice.random() < 0.3:
+            self.change(extra=(*self.job.extra, "--async-save"))
+
+    def anywhere(self, replica: int, *, saves: bool) -> Fault:
+        """A point that a rank of `replica` passes in some step. Where the job saves, steps have other numbers."""
+        point = self.dice.choice(IN_A_STEP)
+        if saves:
+            step, occurrence = None, self.dice.randint(2, STRUCK_STEPS - 2)
+        else:
+            step, occurrence = self.dice.randint(1, STRUCK_STEPS // 2), self.occurrence() if point in IN_A_PASS else 1
+        rank = 0 if point in LEADER_ONLY else self.dice.randrange(self.num_ranks)
+        return Fault(replica=replica, rank=rank, point=point, step=step, occurrence=occurrence)
+
+    def kill_besides(self, lost: frozenset[int], at: Fault) -> Fault:
+        """Kill a rank of a replica that the strike does not cost, if another one is left.
+
+        Returns where the strike is to happen: at `at`, a step before this death; or in the recovery from it.
+        """
+        left = sorted(set(range(self.job.replicas)) - lost - {at.replica})
+        if len(left) < 1 + (at.replica in lost) or at.step is None:
+            return at
+        self.victims = self.dice.sample(left, 1)
+        if self.dice.random() < 0.5:
+            self.strike(self.dice.choice(IN_A_STEP), at.step + 1, kind=FaultKind.KILL)
+            return at
+        self.strike(self.dice.choice(IN_A_STEP), at.step, kind=FaultKind.KILL)
+        point = self.dice.choice((FaultPoint.PROMISE, FaultPoint.STATUS))  # each rank passes them as the job begins, too
+        rank = 0 if point in LEADER_ONLY else self.dice.randrange(self.num_ranks)
+        return Fault(replica=at.replica, rank=rank, point=point, occurrence=2)
 
     def later(self, points: Sequence[FaultPoint]) -> None:
         """One more fault, if anybody is left for it."""
@@ -358,6 +449,64 @@ def _miscount(draw: _Draw) -> Scenario:
     return draw.scenario(script=MISCOUNTING, miscount=miscount)
 
 
+def _lost_node(draw: _Draw) -> Scenario:
+    """A node without the coordinator, when any rank passes any point, and perhaps another death about then."""
+    saves = draw.dice.random() < 0.4
+    if saves:
+        draw.saving()
+    slots, node = draw.on_nodes(lambda placed, node: node > 0 and bool(hosted(placed, node)))
+    at = draw.anywhere(draw.dice.randrange(draw.job.replicas), saves=saves)
+    if draw.dice.random() < 0.5:
+        at = draw.kill_besides(hosted(placement(draw.job, slots), node), at)
+    return draw.scenario(script=STRUCK, saves=saves, slots=slots, strike=Strike(kind=StrikeKind.LOSS, node=node, at=at))
+
+
+def _lost_writers_node(draw: _Draw) -> Scenario:
+    """The node of the writer's leader, in the middle of a save."""
+    draw.saving()
+    slots, node = draw.on_nodes(lambda placed, node: node > 0 and placed.replicas[0][0].node == node)
+    return draw.scenario(
+        script=STRUCK, saves=True, slots=slots, strike=Strike(kind=StrikeKind.LOSS, node=node, at=_in_a_save(draw))
+    )  # fmt: skip
+
+
+def _lost_coordinators_node(draw: _Draw) -> Scenario:
+    """The first node, with ranks or without any, after the first save."""
+    draw.saving()
+    slots, node = draw.on_nodes(lambda placed, node: node == 0)
+    at = Fault(replica=draw.job.replicas - 1, rank=0, point=FaultPoint.OPTIMIZER, occurrence=draw.dice.randint(5, 9))
+    return draw.scenario(script=STRUCK, saves=True, slots=slots, strike=Strike(kind=StrikeKind.LOSS, node=node, at=at))
+
+
+def _short_cut(draw: _Draw) -> Scenario:
+    """Of any node, also of the coordinator's."""
+    return _cut(draw, draw.dice.uniform(*SHORT_CUT_S), lambda placed, node: True)
+
+
+def _long_cut(draw: _Draw) -> Scenario:
+    """Of a node without the coordinator, which returns or not."""
+    seconds = draw.dice.choice((NODE_TIMEOUT_S + draw.dice.uniform(2.0, 4.0), None))
+    return _cut(draw, seconds, lambda placed, node: node > 0 and bool(hosted(placed, node)))
+
+
+def _cut(draw: _Draw, seconds: float | None, fits: Callable[[Placement, int], bool]) -> Scenario:
+    """Perhaps of the writer's node in the middle of a save: the writer goes on behind the cut."""
+    saves = draw.dice.random() < 0.5
+    if saves:
+        draw.saving()
+    slots, node = draw.on_nodes(fits)
+    is_writers = placement(draw.job, slots).replicas[0][0].node == node
+    at = _in_a_save(draw) if saves and is_writers else draw.anywhere(draw.dice.randrange(draw.job.replicas), saves=saves)
+    one_way = draw.dice.choice((None, None, "in", "out"))
+    strike = Strike(kind=StrikeKind.CUT, node=node, at=at, seconds=seconds, one_way=one_way)
+    return draw.scenario(script=STRUCK, saves=saves, slots=slots, strike=strike)
+
+
+def _in_a_save(draw: _Draw) -> Fault:
+    """Before the writer has written anything of its second checkpoint, or before it names that."""
+    return Fault(replica=0, rank=0, point=draw.dice.choice((FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER)), occurrence=2)
+
+
 KINDS: Mapping[str, tuple[int, Callable[[_Draw], Scenario]]] = {
     "faults in steps": (50, _in_steps),
     "death at the start": (5, _start_up),
@@ -372,6 +521,11 @@ KINDS: Mapping[str, tuple[int, Callable[[_Draw], Scenario]]] = {
     "failing disk": (2, _failing_disk),
     "drift": (6, _drift),
     "miscount": (3, _miscount),
+    "lost node": (8, _lost_node),
+    "lost node of the writer": (4, _lost_writers_node),
+    "lost node of the coordinator": (3, _lost_coordinators_node),
+    "short cut": (4, _short_cut),
+    "long cut": (5, _long_cut),
 }
 """How often each comes up, in parts of all, and what draws it."""
 
