@@ -45,9 +45,7 @@ def run_on_nodes(
             network[0].name, "--key-file", str(key_file), "--node-timeout", f"{node_timeout_s:g}",
         )  # fmt: skip
         placed = dataclasses.replace(job, run_flags=(*job.run_flags, *meeting))
-        launchers.append(
-            node.start(command_of(placed, run_dir, network.shared / data.name, **settings), environment)
-        )
+        launchers.append(node.start(command_of(placed, run_dir, network.shared / data.name, **settings), environment))
     line = shlex.join(launchers[0].command)
     if not quiet:
         print(line)

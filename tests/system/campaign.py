@@ -5,7 +5,7 @@
 Run k has seed SEED + k, which decides its job and its faults (`tests.system.scenarios`); `--faults 1 --seed S` repeats one. It
 passes if it ends before its deadline and keeps what is promised for its kind (`tests.system.judging`). Prints one line a run
 and at the end `N passed, N failed`; exit code 1 if any failed, 130 after Ctrl-C, which ends the run that goes on. Kinds with a
-disk or with nodes of their own need root: seeds of kinds that this machine cannot have are left out, which is said at the start.
+disk or with nodes of their own need root: what this machine cannot have is left out, and said at the start.
 """
 
 from __future__ import annotations

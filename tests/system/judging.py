@@ -346,7 +346,7 @@ def counts_anew_once(evidence: Evidence) -> str:
 def ends_with_named_codes(evidence: Evidence) -> str:
     """The launchers on all nodes but the lost one end, with code 0.
 
-    That of a node that is cut off for ever ends with 13. The loss of the coordinator's node ends all with 13, or, if no rank was
+    That of a node that is cut off for ever ends with 13. The loss of the coordinator's node ends all with 13; if no rank was
     there, with 15 at the next save.
     """
     plan = evidence.plan

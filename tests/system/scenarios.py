@@ -261,18 +261,15 @@ class _Draw:
         return Fault(replica=replica, rank=rank, point=point, step=step, occurrence=occurrence)
 
     def kill_besides(self, lost: frozenset[int], at: Fault) -> Fault:
-        """Kill a rank of a replica that the strike does not cost, if another one is left.
+        """Kill a rank of one of the two or more replicas that the strike does not cost.
 
-        Returns where the strike is to happen: at `at`, a step before this death; or in the recovery from it.
+        Returns where the strike is to happen: at `at`, about a step before this death; or in the recovery from it.
         """
-        left = sorted(set(range(self.job.replicas)) - lost - {at.replica})
-        if len(left) < 1 + (at.replica in lost) or at.step is None:
-            return at
-        self.victims = self.dice.sample(left, 1)
+        self.victims = [self.dice.choice(sorted(set(range(self.job.replicas)) - lost - {at.replica}))]
+        step = self.dice.randint(2, STRUCK_STEPS // 2) if at.step is None else at.step + 1
+        self.strike(self.dice.choice(IN_A_STEP), step, kind=FaultKind.KILL)
         if self.dice.random() < 0.5:
-            self.strike(self.dice.choice(IN_A_STEP), at.step + 1, kind=FaultKind.KILL)
             return at
-        self.strike(self.dice.choice(IN_A_STEP), at.step, kind=FaultKind.KILL)
         point = self.dice.choice((FaultPoint.PROMISE, FaultPoint.STATUS))  # each rank passes them as the job begins, too
         rank = 0 if point in LEADER_ONLY else self.dice.randrange(self.num_ranks)
         return Fault(replica=at.replica, rank=rank, point=point, occurrence=2)
@@ -451,12 +448,14 @@ def _miscount(draw: _Draw) -> Scenario:
 
 def _lost_node(draw: _Draw) -> Scenario:
     """A node without the coordinator, when any rank passes any point, and perhaps another death about then."""
-    saves = draw.dice.random() < 0.4
+    also_kills, saves = draw.job.replicas > 2 and draw.dice.random() < 0.5, draw.dice.random() < 0.4
     if saves:
         draw.saving()
-    slots, node = draw.on_nodes(lambda placed, node: node > 0 and bool(hosted(placed, node)))
+    slots, node = draw.on_nodes(
+        lambda placed, node: node > 0 and 0 < len(hosted(placed, node)) < len(placed.replicas) - also_kills
+    )  # fmt: skip
     at = draw.anywhere(draw.dice.randrange(draw.job.replicas), saves=saves)
-    if draw.dice.random() < 0.5:
+    if also_kills:
         at = draw.kill_besides(hosted(placement(draw.job, slots), node), at)
     return draw.scenario(script=STRUCK, saves=saves, slots=slots, strike=Strike(kind=StrikeKind.LOSS, node=node, at=at))
 
@@ -473,8 +472,9 @@ def _lost_writers_node(draw: _Draw) -> Scenario:
 def _lost_coordinators_node(draw: _Draw) -> Scenario:
     """The first node, with ranks or without any, after the first save."""
     draw.saving()
-    slots, node = draw.on_nodes(lambda placed, node: node == 0)
-    at = Fault(replica=draw.job.replicas - 1, rank=0, point=FaultPoint.OPTIMIZER, occurrence=draw.dice.randint(5, 9))
+    has_ranks = draw.dice.random() < 0.5
+    slots, node = draw.on_nodes(lambda placed, node: node == 0 and bool(hosted(placed, 0)) is has_ranks)
+    at = Fault(replica=draw.job.replicas - 1, rank=0, point=FaultPoint.OPTIMIZER, occurrence=draw.dice.randint(4, 8))
     return draw.scenario(script=STRUCK, saves=True, slots=slots, strike=Strike(kind=StrikeKind.LOSS, node=node, at=at))
 
 
@@ -504,7 +504,8 @@ def _cut(draw: _Draw, seconds: float | None, fits: Callable[[Placement, int], bo
 
 def _in_a_save(draw: _Draw) -> Fault:
     """Before the writer has written anything of its second checkpoint, or before it names that."""
-    return Fault(replica=0, rank=0, point=draw.dice.choice((FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER)), occurrence=2)
+    point = draw.dice.choice((FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER))
+    return Fault(replica=0, rank=0, point=point, occurrence=2)
 
 
 KINDS: Mapping[str, tuple[int, Callable[[_Draw], Scenario]]] = {

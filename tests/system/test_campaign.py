@@ -28,6 +28,7 @@ from tests.system.scenarios import (
     SILENT,
     STRUCK,
     UNEVEN,
+    placement,
     scenario,
 )  # fmt: skip
 from tests.system.strikes import StrikeKind
@@ -53,7 +54,8 @@ def test_every_scenario_is_one_that_a_job_can_take() -> None:
         hit = Counter(fault.replica for fault in plan.faults if fault.kind is not FaultKind.SLOW)
         assert hit or plan.others, "nothing happens"
         assert max(hit.values(), default=0) <= 1 and len(hit) < plan.job.replicas, "nobody is left for certain"
-        assert plan.strike is None or plan.strike.replica not in hit, "nobody is left to ask for the strike"
+        assert plan.strike is None or plan.strike.at.replica not in hit, "nobody is left to ask for the strike"
+        assert plan.spared not in {*hit, *plan.lost}
         charged = [fault for fault in plan.faults if fault.kind in CHARGED]
         assert len(charged) <= 1, "two of these over one microbatch end a job (INV-9)"
 
@@ -81,6 +83,12 @@ def test_everything_comes_up() -> None:
     full = {(strike.seconds is None, plan.job.module == NARROW) for plan in plans
             if (strike := plan.strike) is not None and strike.kind is StrikeKind.FULL}  # fmt: skip
     assert full == {(True, True), (True, False), (False, True), (False, False)}
+    on_nodes = [plan for plan in plans if plan.slots]
+    assert {strike.kind for plan in on_nodes if (strike := plan.strike)} == {StrikeKind.LOSS, StrikeKind.CUT}
+    placed = [placement(plan.job, plan.slots) for plan in on_nodes]
+    assert {max(len(each.nodes_of(replica)) for replica in range(len(each.replicas))) for each in placed} >= {1, 2}
+    assert {0, 1, 2} <= {len(plan.lost) for plan in on_nodes} and {plan.saves for plan in on_nodes} == {True, False}
+    assert {len(plan.slots) for plan in on_nodes} == {2, 3} and any(plan.faults for plan in on_nodes)
     drifts = [(plan.drift.what, plan.job.replicas > 2) for plan in plans if plan.drift is not None]
     assert {what for what, _ in drifts} == {"exp_avg", "exp_avg_sq", "weight", "buffer"}
     assert {has_majority for _, has_majority in drifts} == {True, False}
@@ -108,7 +116,7 @@ def test_ctrl_c_is_answered_with_the_totals_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Some:
-        def __init__(self, folder: Path, keep: Path) -> None:
+        def __init__(self, folder: Path, keep: Path, stack: object) -> None:
             self.folder = folder
 
         def attempt(self, seed: int) -> object:

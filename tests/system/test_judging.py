@@ -6,9 +6,11 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_recover.core.hybrid_clock import COUNTER_BITS
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultPoint
 from tests.system import judging
@@ -17,19 +19,24 @@ from tests.system.judging import Evidence, judge
 from tests.system.scenarios import KINDS, Drift, Miscount, Scenario
 from tests.system.strikes import Strike, StrikeKind
 
+AT = Fault(replica=0, rank=0, point=FaultPoint.OPTIMIZER, step=1)
 KILL = {"event": "fault", "replica": 1, "rank": 0, "step": 2, "kind": "kill", "point": "reduce"}
 UNFINISHED = "all holds\nUNFINISHED: the trace has no run_finished"
 
 
 def applied(replica: int, step: int, digest: str = "") -> dict[str, object]:
     return {
-        "event": "applied", "replica": replica, "rank": 0, "step": step - 1, "label": f"train {step}",
+        "event": "applied", "replica": replica, "rank": 0, "generation": 1, "step": step - 1, "label": f"train {step}",
         "parameter_digest": digest or f"d{step}",
     }  # fmt: skip
 
 
 def committed(replica: int, label: str) -> dict[str, object]:
     return {"event": "committed", "replica": replica, "label": label}
+
+
+def checkpoint(iteration: int) -> dict[str, object]:
+    return {"event": "checkpoint", "replica": 0, "rank": 0, "iteration": iteration, "phase": "finished"}
 
 
 def generation(*losses: tuple[int, str]) -> dict[str, object]:
@@ -53,6 +60,11 @@ class Made:
     latest: int = 0
     resumed: int = 0
     has_struck: bool = True
+    codes: dict[int, int] = dataclasses.field(default_factory=dict)
+    left: str = ""
+    unfenced: str = ""
+    mistakes: list[str] = dataclasses.field(default_factory=list)
+    """Of `check` with what the ranks have kept."""
 
     def verdict(self, monkeypatch: pytest.MonkeyPatch) -> str:
         run, reference, again, copies, save = (self.folder / name for name in ("run", "reference", "again", "copies", "save"))
@@ -60,7 +72,7 @@ class Made:
             each.mkdir(exist_ok=True)
         write(run / "events.jsonl", [event | {"t": 1.5} for event in self.trace])
         write(reference / "events.jsonl", [applied(0, step + 1) for step in range(12)])
-        write(copies / "events.0.0", [event | {"t": 0.0} for event in self.kept])
+        write(copies / "events.0.0", [event | {"t": 1.0} for event in self.kept])
         (run / "summary.json").write_text(json.dumps({"steps": self.steps}))
         (save / "latest_checkpointed_iteration.txt").write_text(str(self.latest))
 
@@ -70,11 +82,14 @@ class Made:
             return self.reports.get(name, (0, "all holds"))
 
         monkeypatch.setattr(judging, "check", check)
+        proven = SimpleNamespace(violations=[], problems=self.mistakes, not_judged=())
+        monkeypatch.setattr(judging.verify, "check", lambda run_dir, against: proven)
+        monkeypatch.setattr(judging, "_whole", lambda evidence: run)
         return judge(
             Evidence(
-                self.plan, Outcome(self.exit_code, self.output, run, ""), reference,
+                self.plan, Outcome(self.exit_code, self.output, run, "", self.codes, self.left), reference,
                 copies=copies if self.plan.strike is not None else None, save=save, has_struck=self.has_struck,
-                resume=lambda: Outcome(self.resumed, "", again, ""),
+                unfenced=self.unfenced, resume=lambda: Outcome(self.resumed, "", again, ""),
             )
         )  # fmt: skip
 
@@ -90,7 +105,7 @@ def in_steps(folder: Path) -> Made:
 def struck(folder: Path, name: str, kind: StrikeKind, seconds: float | None) -> Made:
     fault = Fault(replica=1, rank=0, point=FaultPoint.REDUCE, step=2)
     plan = Scenario(
-        kind=name, job=Job(steps=12), faults=(fault,), strike=Strike(kind=kind, replica=0, step=2, seconds=seconds)
+        kind=name, job=Job(steps=12), faults=(fault,), strike=Strike(kind=kind, at=AT, seconds=seconds)
     )  # fmt: skip
     events = [KILL, *(applied(0, step + 1) for step in range(12))]
     return Made(plan, folder, steps=12, trace=[generation((1, "died")), *events], kept=events)
@@ -127,7 +142,7 @@ def roomy(folder: Path) -> Made:
 def failing(folder: Path) -> Made:
     made = full(folder)
     made.plan = dataclasses.replace(
-        made.plan, kind="failing disk", strike=Strike(kind=StrikeKind.FAIL, replica=0, step=2)
+        made.plan, kind="failing disk", strike=Strike(kind=StrikeKind.FAIL, at=AT)
     )  # fmt: skip
     return made
 
@@ -158,6 +173,45 @@ def miscounted(folder: Path) -> Made:
     return made
 
 
+def on_nodes(folder: Path, name: str, kind: StrikeKind, node: int, seconds: float | None, codes: list[int]) -> Made:
+    """Three nodes with a replica each."""
+    strike = Strike(kind=kind, at=AT, node=node, seconds=seconds)
+    plan = Scenario(kind=name, job=Job(replicas=3, steps=12, save_interval=3), saves=True, slots=(1, 1, 1), strike=strike)
+    events = [applied(0, step + 1) for step in range(12)]
+    made = Made(plan, folder, steps=12, trace=list(events), kept=events, latest=12, codes=dict(enumerate(codes)))
+    made.trace += [generation((replica, "died")) for replica in plan.lost]
+    return made
+
+
+def lost(folder: Path) -> Made:
+    return on_nodes(folder, "lost node", StrikeKind.LOSS, 1, None, [0, -9, 0])
+
+
+def lost_writer(folder: Path) -> Made:
+    """The second checkpoint was named after the loss."""
+    made = on_nodes(folder, "lost node of the writer", StrikeKind.LOSS, 1, None, [0, -9, 0])
+    made.kept = [*made.kept, *(checkpoint(iteration) for iteration in (3, 6))]
+    return made
+
+
+def lost_coordinator(folder: Path) -> Made:
+    made = on_nodes(folder, "lost node of the coordinator", StrikeKind.LOSS, 0, None, [-9, 13, 13])
+    made.exit_code, made.reports["alone"] = -9, (ExitCode.UNFINISHED, UNFINISHED)
+    return made
+
+
+def cut_short(folder: Path) -> Made:
+    return on_nodes(folder, "short cut", StrikeKind.CUT, 2, 0.5, [0, 0, 0])
+
+
+def cut_long(folder: Path) -> Made:
+    return on_nodes(folder, "long cut", StrikeKind.CUT, 2, 7.0, [0, 0, 0])
+
+
+def cut_for_ever(folder: Path) -> Made:
+    return on_nodes(folder, "long cut", StrikeKind.CUT, 2, None, [0, 0, 13])
+
+
 def changed(**fields: object) -> Callable[[Made], None]:
     def alter(made: Made) -> None:
         for name, value in fields.items():
@@ -180,6 +234,19 @@ def another_end(made: Made) -> None:
 
 def no_end(made: Made) -> None:
     del made.kept[-1]
+
+
+def twice(made: Made) -> None:
+    made.kept.append(applied(0, 12))
+
+
+def back(made: Made) -> None:
+    (made.folder / "copies").mkdir()
+    write(made.folder / "copies" / "events.2.0", [checkpoint(3) | {"t": 2.0, "replica": 2}])
+
+
+def nobody_removed(made: Made) -> None:
+    made.trace = made.kept
 
 
 def a_hole(made: Made) -> None:
@@ -230,6 +297,29 @@ CASES: dict[str, tuple[Callable[[Path], Made], Callable[[Made], None], str]] = {
     "drift of one of three: the job ends": (outvoted, changed(exit_code=12), "exit code 12"),
     "drift of one of three: saves stop": (outvoted, changed(latest=4), "newest checkpoint is 4, not 6"),
     "drift of one of three: its parameters are others": (outvoted, said(against=BROKEN), "parameters differ"),
+    "loss: it does not come": (lost, changed(has_struck=False), "has not come"),
+    "loss: a survivor ends": (lost, changed(codes={0: 0, 1: -9, 2: 13}), "exit codes {0: 0, 2: 13}"),
+    "loss: something is left": (lost, changed(left="left behind: {'n2': ['port 1']}"), "left behind"),
+    "loss: a step is applied twice": (lost, twice, "applied step 11 after step 11"),
+    "loss: it makes too few steps": (lost, changed(steps=11), "11 steps"),
+    "loss: an innocent is removed": (lost, REMOVED, "removed were [1, 2]"),
+    "loss: its replica stays": (lost, nobody_removed, "not [1]"),
+    "loss: an invariant is broken": (lost, said(alone=(14, "INV-1 BROKEN")), "INV-1"),
+    "loss: microbatches are missing": (lost, changed(mistakes=["INV-1: step 3 lacks 2"]), "step 3 lacks 2"),
+    "loss: its parameters are others": (lost, another_end, "parameters differ"),
+    "loss: it saves no more": (lost, changed(latest=6), "newest checkpoint is 6"),
+    "writer: nothing is named": (lost_writer, lambda made: made.kept.clear(), "train 12 is not the end"),
+    "writer: names go back": (lost_writer, back, "named the checkpoint of iteration 3 after"),
+    "writer: it cannot be resumed": (lost_writer, changed(resumed=1), "it ends with 1"),
+    "writer: resumed, it ends otherwise": (lost_writer, said(resumed=BROKEN), "parameters differ"),
+    "coordinator: the others end well": (lost_coordinator, changed(codes={0: -9, 1: 0, 2: 0}), "exit codes {1: 0, 2: 0}"),
+    "coordinator: it cannot be resumed": (lost_coordinator, changed(resumed=2), "it ends with 2"),
+    "coordinator: resumed, it ends otherwise": (lost_coordinator, said(resumed=BROKEN), "parameters differ"),
+    "short cut: somebody is removed": (cut_short, traced(generation((2, "died"))), "removed were [2]"),
+    "short cut: its parameters are others": (cut_short, said(against=BROKEN), "parameters differ"),
+    "long cut: nobody is removed": (cut_long, nobody_removed, "not [2]"),
+    "long cut: ranks are left": (cut_long, changed(unfenced="replica-2.0"), "left on the node are replica-2.0"),
+    "cut for ever: it ends well": (cut_for_ever, changed(codes={0: 0, 1: 0, 2: 0}), "exit codes"),
     "miscount: it does not come": (miscounted, changed(trace=[]), "computed anew were [], not 2"),
     "miscount: another step too": (miscounted, traced({"event": "miscounted", "step": 3}), "computed anew were [2, 3]"),
     "miscount: check is silent": (miscounted, said(against=(0, "all holds")), "does not say what was computed anew"),
@@ -240,8 +330,13 @@ CASES: dict[str, tuple[Callable[[Path], Made], Callable[[Made], None], str]] = {
 
 
 @pytest.mark.parametrize(
-    "make", [in_steps, stopped, stalled, full, roomy, failing, drifted, outvoted, miscounted], ids=lambda make: make.__name__
-)
+    "make",
+    [
+        in_steps, stopped, stalled, full, roomy, failing, drifted, outvoted, miscounted, lost, lost_writer, lost_coordinator,
+        cut_short, cut_long, cut_for_ever,
+    ],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
 def test_a_run_that_does_what_is_promised_passes(
     make: Callable[[Path], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,3 +352,22 @@ def test_a_run_that_does_not_is_failed(case: str, tmp_path: Path, monkeypatch: p
     alter(made)
     verdict = made.verdict(monkeypatch)
     assert verdict.startswith("FAILED: ") and words in verdict
+
+
+def test_a_trace_has_what_a_lost_node_took_along(tmp_path: Path) -> None:
+    """Its file ends after one event of its rank. A second one is added, in the time and by the clock of its node."""
+    made, start = lost(tmp_path), {"event": "node_started", "v": 2, "t": 0.5, "clock": 1000 << COUNTER_BITS, "h": 0}
+    run, copies = tmp_path / "run", tmp_path / "copies"
+    for folder in (run / "nodes" / "1", run / "nodes" / "2", run / "logs", copies):
+        folder.mkdir(parents=True)
+    first = applied(1, 1) | {"t": 0.7, "h": 200 << COUNTER_BITS}
+    write(run / "events.jsonl", [{"event": "run_finished"}])
+    write(run / "nodes" / "1" / "events.jsonl", [start, first])
+    write(run / "nodes" / "2" / "events.jsonl", [{"event": "run_finished"}])
+    stamps = (1200 << COUNTER_BITS, 1450 << COUNTER_BITS)
+    write(copies / "events.1.0", [applied(1, step + 1) | {"t": 77.0 + step, "h": h} for step, h in enumerate(stamps)])
+    whole = judging._whole(Evidence(made.plan, Outcome(0, "", run, ""), None, copies=copies))
+    lines = [json.loads(line) for line in (whole / "nodes" / "1" / "events.jsonl").read_text().splitlines()]
+    assert lines[:2] == [start, first]
+    assert lines[2] == applied(1, 2) | {"t": 0.95, "h": 450 << COUNTER_BITS}
+    assert lines[3]["event"] == "run_finished" and len(lines) == 4

@@ -14,12 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_recover.faults import Fault, FaultPoint
 from tests.disk import Disk, mounted
 from tests.system.jobs import ROOT
 from tests.system.strikes import DONE, NOW, Nemesis, Strike, StrikeKind
 
 pytestmark = pytest.mark.timeout(60)
 DEADLINE_S = 20.0
+STOP = Strike(kind=StrikeKind.STOP, at=Fault(replica=0, rank=0, point=FaultPoint.OPTIMIZER), seconds=0.3)
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -80,9 +82,8 @@ def test_a_disk_that_fails_keeps_what_it_had(disk: Disk, file: int, tmp_path: Pa
 
 def test_a_process_is_stopped_when_a_rank_asks_and_goes_on_after_its_time(tmp_path: Path) -> None:
     launcher = psutil.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    strike = Strike(kind=StrikeKind.STOP, replica=0, step=1, seconds=0.3)
     try:
-        with Nemesis(strike, tmp_path, None) as nemesis:
+        with Nemesis(STOP, tmp_path, None) as nemesis:
             assert not nemesis.has_struck
             (tmp_path / NOW).write_text(str(launcher.pid))
             until((tmp_path / DONE).exists, "the strike")
@@ -96,7 +97,7 @@ def test_a_process_is_stopped_when_a_rank_asks_and_goes_on_after_its_time(tmp_pa
 
 
 def test_who_is_never_asked_strikes_nobody(tmp_path: Path) -> None:
-    with Nemesis(Strike(kind=StrikeKind.STOP, replica=0, step=1, seconds=0.3), tmp_path, None) as nemesis:
+    with Nemesis(STOP, tmp_path, None) as nemesis:
         pass
     assert not nemesis.has_struck and not (tmp_path / DONE).exists()
 
