@@ -346,21 +346,21 @@ def counts_anew_once(evidence: Evidence) -> str:
 def ends_with_named_codes(evidence: Evidence) -> str:
     """The launchers on all nodes but the lost one end, with code 0.
 
-    That of a node that is cut off for ever ends with 13. The loss of the coordinator's node ends all with 13; if no rank was
-    there, with 15 at the next save.
+    A node that is cut off for long may take the coordinator for lost, and end with 13; for ever, it does. The loss of the
+    coordinator's node ends all with 13; if no rank was there, with 15 at the next save.
     """
-    plan = evidence.plan
-    strike, codes = plan.strike, dict(evidence.outcome.codes)
+    plan, codes = evidence.plan, dict(evidence.outcome.codes)
+    strike = plan.strike
     assert strike is not None
-    expected = dict.fromkeys(codes, ExitCode.OK)
+    named: dict[int, set[int]] = {node: {ExitCode.OK} for node in codes}
     if strike.kind is StrikeKind.LOSS:
-        del codes[strike.node], expected[strike.node]
+        del codes[strike.node]
         if strike.node == 0:
-            end = ExitCode.NO_REPLICA_LEFT if hosted(placement(plan.job, plan.slots), 0) else ExitCode.INTERRUPTED
-            expected = dict.fromkeys(codes, end)
-    elif strike.seconds is None:
-        expected[strike.node] = ExitCode.NO_REPLICA_LEFT
-    return f"exit codes {codes}" if codes != expected else ""
+            end = ExitCode.NO_REPLICA_LEFT if plan.lost else ExitCode.INTERRUPTED
+            named = {node: {end} for node in codes}
+    elif not strike.is_short:
+        named[strike.node] = {ExitCode.NO_REPLICA_LEFT} | ({ExitCode.OK} if strike.seconds is not None else set())
+    return "" if all(code in named[node] for node, code in codes.items()) else f"exit codes {codes}"
 
 
 def leaves_nothing(evidence: Evidence) -> str:
