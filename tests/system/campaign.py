@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import get_args
 
 import msgspec
@@ -71,7 +71,7 @@ The command above writes this file (`tests/system/campaign.py`). Each seed decid
 (`tests/system/scenarios.py`):
 
 - a job: R replicas of TP x PP ranks and L lanes, VP virtual stages, M microbatches a step,
-  determinism, Megatron's flags;
+  determinism, Megatron's flags, the slots of its nodes if it has several;
 - the kind of the run;
 - the faults: at points inside ranks, some of them at once or inside the recovery from another
   fault, and strikes from outside.
@@ -79,7 +79,8 @@ The command above writes this file (`tests/system/campaign.py`). Each seed decid
 A fault that the run did not reach is not listed. A slow rank is listed and not counted.
 `--recover-deadline-s` is {job_deadline_s:g}. So a standstill that no agent detects is noticed after {stall_s:g} s, and a
 replica that does not enter the next generation is removed after {follow_s:g} s more (`megatron-recover explain
-timeouts`).
+timeouts`). With several nodes `--node-timeout` is {node_timeout_s:g}. Each node has network,
+processes and file systems of its own (`tests/nodes/nodes.py`).
 
 | kind of run | weight | promises |
 |---|---:|---|
@@ -138,9 +139,9 @@ class Row:
 class Campaign:
     """Runs scenarios in a folder of its own."""
 
-    def __init__(self, folder: pathlib.Path, keep: pathlib.Path, stack: contextlib.ExitStack) -> None:
-        """`keep`: where the folders of failed runs go. `stack`: ends what all runs share."""
-        self._folder, self._keep, self._stack = folder, keep, stack
+    def __init__(self, folder: pathlib.Path, keep: pathlib.Path, make_cage: Callable[[], nodes.Cage]) -> None:
+        """`keep`: where the folders of failed runs go. `make_cage`: makes that of all networks of nodes, if there are any."""
+        self._folder, self._keep, self._make_cage = folder, keep, make_cage
         self._data = text_data(folder)
         self._references: dict[Job, pathlib.Path] = {}
 
@@ -216,8 +217,7 @@ class Campaign:
 
     @functools.cached_property
     def _cage(self) -> nodes.Cage:
-        """Where all networks of nodes are; made once."""
-        return self._stack.enter_context(nodes.cage())
+        return self._make_cage()
 
     def _reference(self, plan: Scenario) -> pathlib.Path | None:
         """The failure-free run that an exact one has to end like; made once."""
@@ -251,7 +251,8 @@ def document(rows: list[Row], command: str) -> str:
         command=command, seed=rows[0].seed, num_runs=len(rows), num_faults=num_struck, totals=totals(rows), commit=commit,
         date=time.strftime("%Y-%m-%d"), seconds=sum(row.seconds for row in rows) / max(1, num_struck), by_kind=by_kind,
         by_point=by_point, deadline_s=DEADLINE_S, job_deadline_s=JOB_DEADLINE_S, stall_s=deadlines.stall_s,
-        follow_s=deadlines.follow_s, by_run=", ".join(f"{count} {kind}" for kind, count in by_run.most_common()),
+        follow_s=deadlines.follow_s, node_timeout_s=NODE_TIMEOUT_S,
+        by_run=", ".join(f"{count} {kind}" for kind, count in by_run.most_common()),
         kinds=_kinds(), promises=_promises(),
     )  # fmt: skip
     return "\n".join((head, COLUMNS, *map(str, rows), ""))
@@ -322,7 +323,7 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="megatron-recover-campaign-") as name,
             contextlib.ExitStack() as stack,
         ):
-            campaign = Campaign(pathlib.Path(name), keep, stack)
+            campaign = Campaign(pathlib.Path(name), keep, lambda: stack.enter_context(nodes.cage()))
             for seed in _seeds(arguments.seed, rows, arguments.faults, kinds):
                 rows.append(campaign.attempt(seed))
                 print(rows[-1], flush=True)

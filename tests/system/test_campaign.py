@@ -133,6 +133,33 @@ def test_ctrl_c_is_answered_with_the_totals_so_far(
     assert not folders[0].exists()
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_kinds_that_cannot_be_had_are_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Some:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def attempt(self, seed: int) -> object:
+            kinds.add(scenario(seed).kind)
+            return SimpleNamespace(seed=seed, passed=True, num_struck=1)
+
+    kinds: set[str] = set()
+    on_nodes = {kind for kind in KINDS if "node" in kind or "cut" in kind}
+    monkeypatch.setattr(campaign, "Campaign", Some)
+    monkeypatch.setattr(campaign.nodes, "why_not", lambda: "no ip")
+    monkeypatch.setattr(sys, "argv", ["campaign", "--faults", "100", "--keep", str(tmp_path)])
+    assert campaign.main() == 0
+    assert not kinds & on_nodes and len(kinds) > 5
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert all(f"{kind} (no ip)" in line for kind in on_nodes)
+    monkeypatch.setattr(sys, "argv", ["campaign", "--kinds", "cut"])
+    with pytest.raises(SystemExit, match="2"):
+        campaign.main()
+    assert "no ip" in capsys.readouterr().err
+
+
 TOLD = """\
 import os, pathlib, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
