@@ -21,7 +21,8 @@ from megatron_recover.faults import FaultKind
 from megatron_recover.observe.verify import check as verify
 from tests.nodes.history import Applied, History, Named
 from tests.system.jobs import Outcome, check
-from tests.system.scenarios import DEADLINE_S, STEPS, Scenario, placement
+from tests.system.placing import placement
+from tests.system.scenarios import DEADLINE_S, STEPS, Scenario
 from tests.system.strikes import StrikeKind
 
 Event = dict[str, Any]

@@ -8,18 +8,17 @@ scenario is sure to strike; one in a recovery strikes if the recovery gets there
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_recover.cluster.chaos import IN_A_RECOVERY, IN_A_STEP
-from megatron_recover.core.placement import Placement, place
+from megatron_recover.core.placement import Placement
 from megatron_recover.faults import LEADER_ONLY, Fault, FaultKind, FaultPoint
 from tests.system.jobs import Job
+from tests.system.placing import divisions, hosted, placement
 from tests.system.strikes import NODE_TIMEOUT_S, SHORT_CUT_S, Strike, StrikeKind
 
 MAX_PROCESSES = 8
-MAX_NODES = 3
 STEPS = 6
 STRUCK_STEPS = 12
 """Of a job that is struck from outside: the strike lasts."""
@@ -158,28 +157,6 @@ class Scenario:
         return " ".join(words + [name for script, name in ((UNEVEN, "uneven"), (PATIENT, "patient")) if script == self.script])
 
 
-def placement(job: Job, slots: Sequence[int]) -> Placement:
-    """Return where the ranks of a job are on nodes with so many slots."""
-    return place(slots, num_replicas=job.replicas, num_ranks=job.tp * job.pp * job.lanes, tp=job.tp)
-
-
-def hosted(placed: Placement, node: int) -> frozenset[int]:
-    """Return the replicas that have ranks on a node."""
-    return frozenset(replica for replica in range(len(placed.replicas)) if node in placed.nodes_of(replica))
-
-
-def _slots(job: Job) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to divide the ranks of a job among nodes, also with a first node that has too little room for any."""
-    num_ranks = job.tp * job.pp * job.lanes
-    total = job.replicas * num_ranks
-    for num_nodes in range(2, MAX_NODES + 1):
-        for cuts in itertools.combinations(range(1, total), num_nodes - 1):
-            slots = tuple(after - before for before, after in itertools.pairwise((0, *cuts, total)))
-            yield slots
-            if num_nodes < MAX_NODES and num_ranks > 1:
-                yield (1, *slots)
-
-
 class _Draw:
     """The dice of one scenario, and what they have decided so far."""
 
@@ -235,7 +212,7 @@ class _Draw:
             self.change(pp=2, replicas=min(self.job.replicas, MAX_PROCESSES // 2))
             self.num_ranks = 2
         found = []
-        for slots in _slots(self.job):
+        for slots in divisions(self.job):
             placed = placement(self.job, slots)
             found += [
                 (slots, node)

@@ -16,6 +16,7 @@ from megatron_recover.cluster import chaos
 from megatron_recover.faults import FaultKind, FaultPoint
 from tests.system import campaign, jobs
 from tests.system.judging import EXPECTATIONS
+from tests.system.placing import placement
 from tests.system.scenarios import (
     CHARGED,
     KINDS,
@@ -28,7 +29,6 @@ from tests.system.scenarios import (
     SILENT,
     STRUCK,
     UNEVEN,
-    placement,
     scenario,
 )  # fmt: skip
 from tests.system.strikes import StrikeKind
