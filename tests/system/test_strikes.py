@@ -16,8 +16,10 @@ import pytest
 
 from megatron_recover.faults import Fault, FaultPoint
 from tests.disk import Disk, mounted
+from tests.nodes.nodes import Node
+from tests.system import strikes
 from tests.system.jobs import ROOT
-from tests.system.strikes import DONE, NOW, Nemesis, Strike, StrikeKind
+from tests.system.strikes import DONE, NOW, OVER, Nemesis, Strike, StrikeKind
 
 pytestmark = pytest.mark.timeout(60)
 DEADLINE_S = 20.0
@@ -94,6 +96,38 @@ def test_a_process_is_stopped_when_a_rank_asks_and_goes_on_after_its_time(tmp_pa
     finally:
         launcher.kill()
         launcher.wait()
+
+
+class Returning(Node):
+    """A node on which a rank of replica 1 is left for ever, or for a while."""
+
+    def __init__(self, num_looks: int) -> None:
+        self.num_looks, self.ways = num_looks, list[str]()
+
+    def cut(self, *others: Node, one_way: str | None = None) -> None:
+        self.ways.append(f"cut {one_way}")
+
+    def heal(self, *others: Node) -> None:
+        self.ways.append("healed")
+
+    def find_process(self, *words: str) -> list[psutil.Process]:
+        self.num_looks -= 1
+        return [psutil.Process()] if self.num_looks >= 0 else []
+
+
+@pytest.mark.parametrize(("num_looks", "is_fenced"), [(2, True), (10**6, False)])
+def test_a_node_that_returns_has_to_end_its_ranks(
+    num_looks: int, is_fenced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strikes, "SHORT_CUT_S", (0.0, 0.0))
+    monkeypatch.setattr(strikes, "FENCED_S", 0.5)
+    node = Returning(num_looks)
+    strike = Strike(kind=StrikeKind.CUT, at=STOP.at, seconds=0.1, one_way="in")
+    with Nemesis(strike, tmp_path, node) as nemesis:
+        (tmp_path / NOW).write_text("1")
+        until((tmp_path / OVER).exists, "the end of the cut")
+    assert node.ways == ["cut in", "healed"]
+    assert nemesis.unfenced == ("" if is_fenced else psutil.Process().name())
 
 
 def test_who_is_never_asked_strikes_nobody(tmp_path: Path) -> None:
