@@ -12,9 +12,13 @@ from tests.system.campaign import Campaign
 from tests.system.scenarios import scenario
 
 
+MOST_RANKS = 6
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["lost node of the writer", "lost node of the coordinator", "long cut"])
 def test_a_real_job_keeps_what_is_promised(kind: str, cage: Cage, tmp_path: Path) -> None:
-    seed = next(seed for seed in itertools.count(1) if scenario(seed).kind == kind)
+    plans = ((seed, scenario(seed)) for seed in itertools.count(1))
+    seed = next(seed for seed, plan in plans if plan.kind == kind and sum(plan.slots) <= MOST_RANKS)
     row = Campaign(tmp_path, tmp_path / "failed", lambda: cage).attempt(seed)
     assert row.passed, row
