@@ -1,16 +1,13 @@
-"""The run in the launcher's process: dry run, start of all ranks here, watch over them, exit code.
+"""The run in the launcher's process: start of all ranks here, watch over them, exit code.
 
 The launcher joins the agent (processes), the membership (the link to the coordinator, which
 decides), the recording (trace and console) and the monitoring (metrics and events). Coordinator,
 recorder and monitor have a process of their own each. At its end the launcher kills every process
-of a rank that is left. The core decides what a loss does to the job. The launcher itself decides
-about:
+of a rank that is left.
 
-- imports and a dry run that fail, take too long or are interrupted;
-- bad input, found in the dry run or by a rank before generation 1;
-- a fork server that is lost.
-
-`run_end.py` decides what signals do, and how long a process may take to end.
+The core decides what a loss does to the job. The launcher itself decides about bad input that a
+rank finds before generation 1, and about a fork server that is lost. `preparing.py` decides about
+imports and the dry run, `run_end.py` about signals and how long a process may take to end.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import contextlib
 import os
 import resource
 import time
-from collections.abc import Callable
 
 from megatron_recover import config as settings
 from megatron_recover import trace
@@ -35,13 +31,13 @@ from megatron_recover.cluster.membership import Joined, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd
 from megatron_recover.cluster.other_nodes import OtherNodes
+from megatron_recover.cluster.preparing import Preparation
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.requests import Requests
 from megatron_recover.cluster.run_end import RunEnd
 from megatron_recover.cluster.starting import Starting
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
-from megatron_recover.config import FOR_CONSOLE
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     AskPart,
@@ -224,9 +220,9 @@ class Launcher:
         """Return whether training has begun: the job has had a generation."""
         return self._generation > 0
 
-    def _run(self) -> int:
+    def _make_agent(self) -> Agent:
+        """Return the agent, which begins to import; show what is notable in its environment."""
         job = self._job
-        num_ranks = job.num_ranks_here
         given, on_gpus = settings.inherited_environment(), job.rank_start == "warm"
         interface = interface_of(job.address, interfaces()) if job.nodes else None
         environment = environment_of_workers(
@@ -236,11 +232,15 @@ class Launcher:
             self._recording.says(nccl_line(environment, interfaces(), job.address))
         for line in environment_warnings(environment, self._deadlines, on_gpus=on_gpus):
             self._recording.says(line)
-        self._node = Agent(
+        return Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
-            num_warm=num_ranks + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
+            num_warm=job.num_ranks_here + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
         )  # fmt: skip
+
+    def _make_parts(self) -> None:
+        job = self._job
+        self._node = self._make_agent()
         if job.nodes:
             spanning = frozenset(replica for replica in job.replicas_here if job.spans_nodes(replica))
             self._others = OtherNodes(self._send, num_members=job.num_replicas, spanning=spanning)
@@ -263,12 +263,17 @@ class Launcher:
         self._loss = CoordinatorLoss(
             job, self._recording, self._fences, deadlines=self._deadlines, end=self._end.begin
         )  # fmt: skip
+
+    def _run(self) -> int:
+        """Run the job with all parts of this node, and return its exit code."""
+        self._make_parts()
         try:
             self._join()
-            modules = ", ".join(name for name in job.preload if ":" not in name) or "nothing"
-            how = "once for" if job.rank_start == "fork" else "in each of"
-            self._recording.says(f"importing {modules} {how} {num_ranks} ranks")
-            if self._wait_for_imports() and self._dry_run() and self._may_launch():
+            preparation = Preparation(
+                self._job, self._node, self._starting, self._recording, loop=self._loop, deadlines=self._deadlines,
+                end=self._end, send=self._send, turn=self._turn,
+            )  # fmt: skip
+            if preparation.may_launch():
                 self._spawn_all()
                 self._watch()
         except NodeLost as error:
@@ -377,81 +382,6 @@ class Launcher:
                 membership.silent_s(), is_gone=membership.is_lost, own_pid=None if own is None else own.process.pid
             )  # fmt: skip
 
-    # --- Start ------------------------------------------------------------------------------------
-
-    def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: Callable[[], str]) -> Answer | None:
-        """Return the first truthy result of `answer`.
-
-        Return None if a signal, the deadline or the end of the job is first. Then the run ends.
-        `late()` is the reason if the deadline has passed.
-        """
-        deadline = self._loop.time() + deadline_s
-        while not self._end.is_requested:
-            if self._end.has_come:
-                return None
-            if found := answer():
-                return found
-            self._wake_server()
-            self._poll_helpers()
-            if self._loop.time() > deadline:
-                self._end.fail(ExitCode.FAILED, late())
-                return None
-            self._loop.run_once(_POLL_S)
-        self._end.begin(ExitCode.INTERRUPTED, "interrupted before training began")
-        return None
-
-    def _wait_for_imports(self) -> bool:
-        """Return whether the modules are imported.
-
-        False if a signal or the deadline ended the wait. Raises `NodeLost` if an import fails.
-        """
-        said_at, said = self._loop.time(), ""
-
-        def are_imported() -> bool:
-            nonlocal said_at, said
-            if self._node.is_ready():
-                return True
-            if self._loop.time() - said_at >= self._deadlines.fork_s and (text := self._node.importing()) != said:
-                self._recording.says(f"still importing: {text}")
-                said_at, said = self._loop.time(), text
-            return False
-
-        def late() -> str:
-            return f"importing took more than {self._deadlines.deadline_s:.0f} s: {self._node.importing()}"
-
-        if not self._until(are_imported, self._deadlines.deadline_s, late):
-            return False
-        self._loop.watch_readable(self._node.fileno(), lambda: None)
-        return True
-
-    def _dry_run(self) -> bool:
-        """Return whether the script accepts its arguments.
-
-        One process runs the script with its own parser and Megatron's, and ends before it trains.
-        If the script accepts, show its lines for the console. Otherwise, or if a signal or the
-        deadline comes first, the run ends.
-        """
-        script = self._job.script
-        output = self._starting.dry_run()
-        late = f"in {self._deadlines.deadline_s:.0f} s {script} never {dry_run.CALLS_PRETRAIN}; see {output.log}"
-        ends = self._until(self._node.poll, self._deadlines.deadline_s, lambda: late)
-        if not ends:
-            return False
-        [end] = ends
-        if failure := dry_run.failure(script, end, output):
-            self._end.fail(*failure)
-            return False
-        for line in output.end().splitlines():
-            if line.startswith(FOR_CONSOLE):
-                self._recording.says(line.removeprefix(FOR_CONSOLE))
-        return True
-
-    def _may_launch(self) -> bool:
-        """Report this node ready; return whether all nodes are, once that is known."""
-        self._send(self._starting.listen())
-        late = f"not all nodes were ready {self._deadlines.deadline_s:.0f} s after this one"
-        return self._until(lambda: self._starting.is_allowed, self._deadlines.deadline_s, lambda: late) is not None
-
     def _spawn_all(self) -> None:
         self._starting.ranks()
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
@@ -496,6 +426,12 @@ class Launcher:
         }
         for loss, failing in self._ranks.look(self._generation, judged):
             self._send(ReplicaGone(loss, failing))
+
+    def _turn(self) -> None:
+        """Wait for messages for a moment, while no rank is started."""
+        self._wake_server()
+        self._poll_helpers()
+        self._loop.run_once(_POLL_S)
 
     def _poll_helpers(self) -> None:
         """Exchange messages with recorder and monitor, and start another one where one has died."""
