@@ -6,16 +6,16 @@ A job of several nodes is described on each of them, once they have met.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import megatron_recover
 from megatron_recover import packages, trace
-from megatron_recover.cli import launch_line, several_nodes
+from megatron_recover.cli import launch_line, run_dirs, several_nodes
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir
+from megatron_recover.cluster.joining import refuse
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.config import inherited_environment
@@ -75,14 +75,14 @@ def job_of(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, 
     words = (*(["-m"] if line.is_module else []), script)
     if not line.nodes.is_of_several:
         return *_described(arguments, line, words, flags, rank_start), None
-    existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
+    existed = run_dirs.exists(arguments.run_dir)
     joined, address = several_nodes.join(arguments, line, words, flags)
     try:
         return *_described(arguments, line, words, flags, rank_start, joined, address), joined
     except ValueError as error:
-        several_nodes.tell(joined, str(error), flags)
+        refuse(joined, str(error), Undecided(flags).config.deadlines)
         if joined.met is not None and joined.met.you == 0:
-            several_nodes.remove(Path(joined.met.run_dir), existed=existed)
+            run_dirs.remove(Path(joined.met.run_dir), existed=existed)
         raise
 
 
@@ -166,13 +166,13 @@ def _folders(line: launch_line.Choice, wanted: Path | None, joined: Joined | Non
     Returns both. Raises ValueError with the remedy, and leaves neither then. With several nodes the
     run directory of node 0 exists already, and those of the others are inside it.
     """
-    existed = wanted is not None and os.path.exists(wanted)  # False where that cannot be seen
+    existed = run_dirs.exists(wanted)
     # First: the other may be inside it, and it has to be empty.
     run_dir = several_nodes.run_dir(joined.met) if joined is not None and joined.met is not None else create_run_dir(wanted)
     try:
         return None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id), run_dir
     except ValueError:
-        several_nodes.remove(run_dir, existed=existed)
+        run_dirs.remove(run_dir, existed=existed)
         raise
 
 

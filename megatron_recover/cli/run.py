@@ -21,8 +21,8 @@ from megatron_recover.cli import (
     launch_line,
     monitor_flags,
     node_checks,
+    run_dirs,
     run_flags,
-    several_nodes,
 )  # fmt: skip
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.job import Job, leaves_files, link_logs
@@ -59,7 +59,7 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
     if found := misplaced(ours, [*FLAGS, *recover_flags()]):
         parser.error("\n".join(found))
     arguments = parser.parse_args(ours)
-    existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
+    existed = run_dirs.exists(arguments.run_dir)
     wanted, job, chaos_text, joined = _described(parser, arguments, command)
     try:
         if refusals := node_checks.refusals(job, joined):
@@ -204,7 +204,7 @@ def _discard(job: Job, *, existed: bool) -> None:
     if job.node:  # a part of the run directory of node 0, which may remove it at the same time
         shutil.rmtree(run_dir, ignore_errors=True)
         return
-    several_nodes.remove(run_dir, existed=existed)
+    run_dirs.remove(run_dir, existed=existed)
     done = "emptied" if existed else "removed"
     print(f"megatron-recover run: nothing was trained, so {run_dir} was {done} again", file=sys.stderr)
 

@@ -17,8 +17,6 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     t: float
     label: str
     generation: int
-    has_digest: bool
-    """True if the record carries the state digest."""
 
 
 class StepFacts(msgspec.Struct, gc=False):

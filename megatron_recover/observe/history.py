@@ -196,7 +196,7 @@ class History:
         facts = self.steps[event.step]
         if facts.record is None:
             label = facts.label if facts.label == event.label else event.label  # one copy of the text
-            facts.record = Record(line, event.t, label or event.label, event.generation, event.state_digest is not None)
+            facts.record = Record(line, event.t, label or event.label, event.generation)
         facts.committed_at = event.t if facts.committed_at is None else max(facts.committed_at, event.t)
         if self.last_step is None or event.step > self.last_step:
             self.last_step, self.final_commits = event.step, {event.replica: line}
