@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_recover import __version__, packages
 from megatron_recover.authentication import key as keys
+from megatron_recover.cli import run_dirs
 from megatron_recover.cli.launch_line import Choice
 from megatron_recover.cluster.job import Job, claim_folder, create_run_dir
-from megatron_recover.cluster.joining import Place, flags_alike, refuse
+from megatron_recover.cluster.joining import Place, flags_alike
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.control_plane.node_messages import Met
 from megatron_recover.core.placement import left_over_line
@@ -48,7 +47,7 @@ def join(arguments: argparse.Namespace, line: Choice, words: Sequence[str], flag
 @contextlib.contextmanager
 def removing_run_dir(wanted: Path | None) -> Iterator[Callable[[], Path]]:
     """Yield the function that makes the run directory; leave none if the context ends early."""
-    existed = wanted is not None and os.path.exists(wanted)  # False where that cannot be seen
+    existed = run_dirs.exists(wanted)
     made: list[Path] = []
 
     def make() -> Path:
@@ -59,19 +58,8 @@ def removing_run_dir(wanted: Path | None) -> Iterator[Callable[[], Path]]:
         yield make
     except BaseException:
         for folder in made:
-            remove(folder, existed=existed)
+            run_dirs.remove(folder, existed=existed)
         raise
-
-
-def remove(folder: Path, *, existed: bool) -> None:
-    """Empty a run directory, and remove it unless it existed before."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)  # other nodes remove theirs
-        else:
-            path.unlink()
-    if not existed:
-        folder.rmdir()
 
 
 def _alike(
@@ -90,11 +78,6 @@ def _alike(
     if not line.is_module:
         yield "the content of the script", hashlib.blake2b(Path(words[-1]).read_bytes(), digest_size=8).hexdigest()
     yield from flags_alike(flags)
-
-
-def tell(joined: Joined, reason: str, flags: Sequence[str]) -> None:
-    """Tell the coordinator why this node cannot take part, which ends the job on all nodes."""
-    refuse(joined, reason, Undecided(flags).config.deadlines)
 
 
 def run_dir(met: Met) -> Path:
