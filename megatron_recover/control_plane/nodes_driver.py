@@ -166,7 +166,7 @@ class NodesDriver:
             ),
         )  # fmt: skip
         self._watch = NodeWatch(
-            loop=loop, beat_s=self._deadlines.beat_s, limit_s=settings.node_silence_s, record=record,
+            loop=loop, deadlines=self._deadlines, limit_s=settings.node_silence_s, record=record,
             remove=self._remove, changed=self._tell_silence, cut_off=self._cut_off, give_up=self._give_up,
         )  # fmt: skip
         loop.after(settings.join_s, self._met_too_late)
