@@ -32,13 +32,13 @@ with a slow disk."""
 
 
 class _Node:
-    """What is known of one living node."""
+    """One living node, as the coordinator hears it."""
 
     def __init__(self, name: str, now: float) -> None:
         self.name, self.heard_at = name, now
         self.is_silent = False
         self.reset = ""
-        """How its link was reset; empty: it was not."""
+        """Description of the reset of its link; empty: it was not reset."""
 
 
 class NodeWatch:
