@@ -81,7 +81,6 @@ INTERVALS = {
     "data_plane/connection.py REDIAL_S": "between two dials, while `connect_s` or `probe_s` runs",
     "data_plane/gloo.py _POISON_S": "a receive that is meant to run out, so that gloo closes its connections",
     "control_plane/loop.py _LONGEST_WAIT_S": "the longest that the loop does not look at its timers",
-    "control_plane/node_watch.py SETTLE_S": "for resets of other links, before one is judged; `node_silence_s` goes on",
     "control_plane/rank_driver.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",
     "data_plane/nccl.py SHORTEST_SLICE_S, LONGEST_SLICE_S": "between two looks at an event of the GPU",
     "megatron/wandb_run.py KEEP_S": "logged values are kept so long in memory, and nobody waits for that",
@@ -95,7 +94,6 @@ INTERVALS = {
     "host/gpus.py _READ_S": "to read what a program has written already",
     "host/lock_file.py _POLL_S": "between two tries to get the lock, while `build_s` or `lock_s` runs",
     "observe/summary.py _SLACK_S": "between two events of a trace that is read when the run is over",
-    "trace/ring.py _SETTLE_S": "a store leaves the store buffer of a core (Note [Visibility]); no process is waited for",
 }
 """Intervals at which something is looked at or tried again: the place, and why nothing is decided by it."""
 
