@@ -23,6 +23,7 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.cluster.save_lock import SaveLock
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import inherited_environment
 from megatron_recover.core.placement import most_replicas, place
 from megatron_recover.core.values import ExitCode
@@ -146,13 +147,37 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
 
     The text is empty without chaos, and the place is None without other nodes. Prints notes about
     torchrun's flags and the replicas unless `--quiet` is given. Raises ValueError with the remedy,
-    `NotMet` if other nodes end the job, and OSError if a file that the command line names cannot be
-    reached.
+    `NotMet` if other nodes or a signal end the job, and OSError if a file that the command line
+    names cannot be reached.
     """
     if not command:
         raise ValueError(_NO_SCRIPT)
     line = launch_line.read(arguments, inherited_environment())
     script, *flags = command
+    words = (*(["-m"] if line.is_module else []), script)
+    if not line.nodes.is_of_several:
+        rank_start = _judged(arguments, line, script, flags)
+        return *_described(arguments, line, words, flags, rank_start), None
+    request = EndRequest(line.signals)
+    request.keep()
+    try:
+        rank_start = _judged(arguments, line, script, flags)
+        existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
+        joined, address = several_nodes.join(arguments, line, words, flags, request)
+        try:
+            return *_described(arguments, line, words, flags, rank_start, joined, address), joined
+        except (ValueError, OSError) as error:
+            several_nodes.tell(joined, _text(error), flags)
+            if joined.met is not None and joined.met.you == 0:
+                several_nodes.remove(Path(joined.met.run_dir), existed=existed)
+            raise
+    except BaseException:
+        request.release()
+        raise
+
+
+def _judged(arguments: argparse.Namespace, line: launch_line.Choice, script: str, flags: Sequence[str]) -> RankStart:
+    """Judge what this node can judge alone; return how its ranks start. Raises ValueError."""
     if not line.is_module and not Path(script).is_file():
         raise ValueError(f"there is no training script {script}; write its path behind the flags of run")
     _refuse_stopped(flags, is_chained=arguments.chained)
@@ -164,19 +189,14 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     if (mistake := file_limit_mistake()) is not None:
         raise ValueError(mistake)
     packages.require(packages.TRAINING)
-    rank_start = _rank_start(arguments.rank_start)
-    words = (*(["-m"] if line.is_module else []), script)
-    if not line.nodes.is_of_several:
-        return *_described(arguments, line, words, flags, rank_start), None
-    existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
-    joined, address = several_nodes.join(arguments, line, words, flags)
-    try:
-        return *_described(arguments, line, words, flags, rank_start, joined, address), joined
-    except ValueError as error:
-        several_nodes.tell(joined, str(error), flags)
-        if joined.met is not None and joined.met.you == 0:
-            several_nodes.remove(Path(joined.met.run_dir), existed=existed)
-        raise
+    return _rank_start(arguments.rank_start)
+
+
+def _text(mistake: ValueError | OSError) -> str:
+    """Return the message about a mistake that ends the command."""
+    if isinstance(mistake, ValueError):
+        return str(mistake)
+    return f"{mistake.filename} cannot be read ({mistake.strerror}); make it readable, or name another"
 
 
 def _described(
@@ -400,11 +420,11 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
     except NotMet as error:
         if error.exit_code == ExitCode.BAD_INPUT:  # nodes that only did not meet in time may meet at the next start
             parser.refusal = str(error)
-        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+        parser.exit(error.exit_code, _of_nodes(error))
     except ValueError as error:
         parser.error("\n".join([*str(error).splitlines(), *behind]))
     except OSError as error:
-        parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
+        parser.error(_text(error))
     for line in behind:
         print(f"megatron-recover run: {line}", file=sys.stderr)
     try:
@@ -413,7 +433,7 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
         if joined is not None:
             several_nodes.tell(joined, str(error), command[1:])
         _discard(job, existed=existed)
-        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+        parser.exit(error.exit_code, _of_nodes(error))
     if refusals:
         if joined is not None:
             several_nodes.tell(joined, "\n".join(refusals), command[1:])
@@ -456,6 +476,13 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
         launcher.release_signals()
         if save_lock is not None:
             save_lock.release()
+
+
+def _of_nodes(end: NotMet) -> str:
+    """Return the message about a job of several nodes that has ended before it began."""
+    if end.exit_code == ExitCode.BAD_INPUT:
+        return f"megatron-recover run: error: {end}\n"
+    return f"megatron-recover run: exit code {end.exit_code} ({ExitCode.words(end.exit_code)}): {end}\n"
 
 
 def _locked_save(job: Job) -> SaveLock | None:

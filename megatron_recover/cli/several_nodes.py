@@ -17,6 +17,7 @@ from megatron_recover.cli.launch_line import Choice
 from megatron_recover.cluster.job import Job, claim_folder, create_run_dir
 from megatron_recover.cluster.joining import Place, flags_alike, refuse
 from megatron_recover.cluster.membership import Joined
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.node_messages import Met
 from megatron_recover.core.placement import left_over_line
 from megatron_recover.core.policy import about_the_coordinator
@@ -24,11 +25,13 @@ from megatron_recover.megatron.launch.preflight import Undecided
 from megatron_recover.observe.files import LOGS
 
 
-def join(arguments: argparse.Namespace, line: Choice, words: Sequence[str], flags: Sequence[str]) -> tuple[Joined, str]:
+def join(
+    arguments: argparse.Namespace, line: Choice, words: Sequence[str], flags: Sequence[str], request: EndRequest
+) -> tuple[Joined, str]:
     """Meet the other nodes; return the place of this one in the job, and its address.
 
-    Mistakes that this node can find alone are found before. Raises ValueError with the remedy,
-    `NotMet` if the job ends before, and OSError.
+    Mistakes that this node can find alone are found before. `request` keeps signals. Raises
+    ValueError with the remedy, `NotMet` if the job ends before, and OSError.
     """
     if line.num_processes is None:
         raise ValueError("the number of processes is missing; with several nodes give --nproc-per-node, as for torchrun")
@@ -36,11 +39,11 @@ def join(arguments: argparse.Namespace, line: Choice, words: Sequence[str], flag
     if mistakes := undecided.mistakes():
         raise ValueError("\n".join(mistakes))
     key = keys.key_of_several(line.nodes.key_file)
-    place = Place(line.nodes, undecided.config.deadlines)
+    place = Place(line.nodes, undecided.config.deadlines, request)
     with removing_run_dir(arguments.run_dir) as make:
         joined = place.join(
             key=key, level=arguments.trace_level, slots=line.num_processes, run_dir=make, run_id=line.run_id,
-            alike=tuple(_alike(arguments, line, words, flags)), ignored=line.signals,
+            alike=tuple(_alike(arguments, line, words, flags)),
         )  # fmt: skip
     return joined, place.address
 

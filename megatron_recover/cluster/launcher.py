@@ -121,7 +121,7 @@ class Launcher:
         self._end_by = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
         self._stood_still_s = 0.0
-        self._end_request = EndRequest(job.signals)
+        self._end_request = (joined.request if joined is not None else None) or EndRequest(job.signals)
         self._kill: tuple[float, int] | None = None
         """Time of the loop's clock at which everything is killed, and the signal that began it."""
         self.is_recorded = False

@@ -17,6 +17,7 @@ import msgspec
 from megatron_recover.authentication import key as keys
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.cluster.meeting import JOIN_S
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import inherited_environment, module_command
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
@@ -138,6 +139,11 @@ class Membership:
             self._loop.send(self._link, message)
 
     @property
+    def is_calling(self) -> bool:
+        """Return whether there is a link, or one that may still be made: nobody has refused it."""
+        return self._link is not None
+
+    @property
     def refusal(self) -> str:
         """Return why the process at the address is not this job's coordinator, if it is not."""
         return self._link.refusal if self._link is not None else ""
@@ -232,6 +238,8 @@ class Joined(NamedTuple):
     events: int | None = None
     """Descriptor of the ring in which that process records."""
     met: Met | None = None
+    request: EndRequest | None = None
+    """The request to end the job, with the signals that came while the nodes met."""
 
     def close(self, deadlines: Deadlines) -> None:
         """Hang up. Wait briefly for a coordinator of this node, which ends with its last agent."""

@@ -396,8 +396,8 @@ class NodesDriver:
                 self._drop(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
-            case EndAsked(reason):
-                self._ask_exit(reason)
+            case EndAsked(reason) if agent.number >= 0 or self._stage is Stage.MEETING:
+                self._ask_exit(agent, reason)
             case DrainAsked(replicas, reason, request) if self._membership is not None:
                 refused = self._membership.ask_leave(replicas, reason)
                 self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
@@ -472,10 +472,10 @@ class NodesDriver:
         if self._membership is not None and self._fenced[replica] >= set(self._hosts[replica]):
             self._membership.fence_confirmed(replica)
 
-    def _ask_exit(self, reason: str) -> None:
+    def _ask_exit(self, agent: _Agent, reason: str) -> None:
         """Have the job end after a common step. Before the ranks are launched, end it now."""
         if self._membership is None:
-            self.end(ExitCode.INTERRUPTED, f"{reason} before training began")
+            self._end_everywhere(ExitCode.INTERRUPTED, agent, f"{reason} before training began")
         else:
             self._exit_reason = reason
             self._membership.ask_exit(reason)

@@ -42,6 +42,7 @@ class Nodes:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.launchers: list[forks.Program | subprocess.Popen[str]] = []
+        self.outputs: list[Path] = []
 
     def start(
         self, number: int | None, line: str = "--nnodes 2 --nproc-per-node 2", flags: str = "", key: Path | None = None
@@ -50,7 +51,9 @@ class Nodes:
             sys.executable, "-m", "megatron_recover", "run", *line.split(), *self.where(number),
             "--key-file", str(key or self.key), "--run-dir", str(self.run_dir), str(self.script), *FLAGS, *flags.split(),
         ]  # fmt: skip
-        self.launchers.append(forks.start(command, cwd=ROOT, environment=os.environ))
+        self.outputs.append(self.folder / f"output {len(self.outputs)}")
+        with self.outputs[-1].open("w") as output:
+            self.launchers.append(forks.start(command, cwd=ROOT, environment=os.environ, output=output.fileno()))
 
     def where(self, number: int | None) -> list[str]:
         """The flags that say where a node meets the others; without a number it finds them through a file."""
@@ -60,8 +63,30 @@ class Nodes:
 
     def end(self) -> list[tuple[int, str]]:
         """Return exit code and output of each."""
-        ended = [(each.communicate(60.0)[0], each.returncode) for each in self.launchers]
-        return [(code, output) for output, code in ended if code is not None]
+        return [self.end_of(index) for index in range(len(self.launchers))]
+
+    def end_of(self, index: int) -> tuple[int, str]:
+        """Return exit code and output of one."""
+        return self.launchers[index].wait(60.0), self.outputs[index].read_text()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        until = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < until, [each.read_text() for each in self.outputs]
+            time.sleep(0.02)
+
+    def until_said(self, index: int, text: str) -> None:
+        self.until(lambda: text in self.outputs[index].read_text())
+
+    def until_linked(self, index: int) -> None:
+        """Wait until a launcher has a connection to the coordinator."""
+        process = psutil.Process(self.launchers[index].pid)
+        self.until(
+            lambda: any(
+                each.status == psutil.CONN_ESTABLISHED and each.raddr and each.raddr.port == self.port
+                for each in process.net_connections("tcp")
+            )
+        )
 
     def assert_nothing_left(self) -> None:
         assert not self.run_dir.exists()
@@ -148,12 +173,58 @@ def test_another_key_is_told_to_the_node_that_has_it_and_the_others_wait_on(node
     other.chmod(0o600)
     nodes.start(0, "--nnodes 2 --nproc-per-node 2 --rdzv-conf join_timeout=20")
     nodes.start(1, key=other)
-    output, _ = nodes.launchers[1].communicate(60.0)
-    assert nodes.launchers[1].returncode == ExitCode.BAD_INPUT
+    code, output = nodes.end_of(1)
+    assert code == ExitCode.BAD_INPUT
     assert "give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes" in output
     assert nodes.launchers[0].poll() is None
     nodes.launchers[0].send_signal(signal.SIGINT)
-    assert nodes.launchers[0].communicate(60.0) is not None and nodes.launchers[0].returncode == 130
+    code, output = nodes.end_of(0)
+    assert code == ExitCode.INTERRUPTED and f"{socket.gethostname()}: SIGINT before training began" in output
+    nodes.assert_nothing_left()
+
+
+def test_any_signals_to_a_node_that_waits_end_the_job_on_all_nodes_that_are_there(nodes: Nodes) -> None:
+    for number in (0, 1):
+        nodes.start(number, "--nnodes 3 --nproc-per-node 2")
+    nodes.until_linked(1)
+    for number in (signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+        nodes.launchers[1].send_signal(number)
+    for code, output in nodes.end():
+        assert code == ExitCode.INTERRUPTED, output
+        assert output.count(f"exit code 15 (interrupted): {socket.gethostname()}: SIGUSR2 before training began\n") == 1, output
+    nodes.assert_nothing_left()
+
+
+def test_a_signal_to_a_node_that_waits_for_its_coordinator_or_an_endpoint_ends_it_at_once(nodes: Nodes) -> None:
+    nodes.start(1)
+    (nodes.folder / "job").mkdir()
+    (nodes.folder / "job" / "endpoint.owner").write_text("a node that has died")
+    nodes.start(None)
+    nodes.until_said(0, "meets the others at")
+    nodes.until_said(1, "waits for the address of the endpoint")
+    for each in nodes.launchers:
+        each.send_signal(signal.SIGUSR1)
+    for code, output in nodes.end():
+        assert code == ExitCode.INTERRUPTED and "SIGUSR1 before training began" in output, output
+    nodes.assert_nothing_left()
+
+
+def test_an_idle_node_leaves_by_a_signal_alone_and_one_of_the_job_ends_it_for_all(nodes: Nodes) -> None:
+    nodes.script.write_text("import time; time.sleep(600)\n")
+    for number in (0, 1):
+        nodes.start(number)
+    nodes.until_said(1, "importing torch")
+    nodes.start(1)
+    nodes.until_said(2, "this node waits for the end of the job")
+    nodes.launchers[2].send_signal(signal.SIGTERM)
+    code, output = nodes.end_of(2)
+    assert code == ExitCode.INTERRUPTED and "the job does not use this node, and goes on" in output, output
+    assert nodes.launchers[0].poll() is None and nodes.launchers[1].poll() is None
+    nodes.launchers[1].send_signal(signal.SIGTERM)
+    for index in (0, 1):
+        code, output = nodes.end_of(index)
+        assert code == ExitCode.INTERRUPTED and "exit code 15 (interrupted)" in output, output
+    assert f"{socket.gethostname()}: SIGTERM before training began" in nodes.outputs[0].read_text()
     nodes.assert_nothing_left()
 
 

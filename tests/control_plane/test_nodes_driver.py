@@ -326,6 +326,9 @@ def test_a_job_starts_with_fewer_after_the_last_call_and_a_later_node_idles_unti
     late = Agent(town, 5)
     town.until(lambda: late.of(Idle))
     assert "the job runs on 2 nodes already" in late.of(Idle)[0].reason
+    late.say(EndAsked("SIGTERM"))  # it left before it knew that the job does not use it
+    town.run(0.1, *agents)
+    assert not agents[0].of(JobEnds)
     agents[1].say(NodeFailed(ExitCode.BAD_INPUT, "no such flag"))
     town.until(lambda: late.of(JobEnds))
     assert [agent.of(JobEnds)[0].reason for agent in (agents[0], late)] == ["n1: no such flag"] * 2
@@ -355,6 +358,16 @@ def test_signals_of_any_number_from_any_node_are_one_request(make_town: Make) ->
     town.until(lambda: town.announced(0)[-1].new.requests)
     town.run(0.1, *agents)
     assert len(town.announced(0)) == 2 and town.announced(0)[-1].new.requests == ("exit: SIGTERM",)
+
+
+def test_a_signal_before_training_ends_the_job_and_names_the_node(make_town: Make) -> None:
+    for num_nodes in (2, 3):  # meeting, and preparing
+        town = make_town()
+        agents = [Agent(town, number) for number in range(num_nodes)]
+        town.until(lambda agents=agents: all(agent.received for agent in agents))
+        agents[1].say(EndAsked("SIGUSR1"))
+        town.until(lambda agents=agents: all(agent.of(JobEnds) for agent in agents))
+        assert agents[0].of(JobEnds) == [JobEnds(ExitCode.INTERRUPTED, "n1: SIGUSR1 before training began")]
 
 
 def test_a_person_kills_everything_on_all_nodes_at_once(make_town: Make) -> None:
