@@ -161,18 +161,30 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     request = EndRequest(line.signals)
     request.keep()
     try:
-        rank_start = _judged(arguments, line, script, flags)
-        existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
-        joined, address = several_nodes.join(arguments, line, words, flags, request)
-        try:
-            return *_described(arguments, line, words, flags, rank_start, joined, address), joined
-        except (ValueError, OSError) as error:
-            several_nodes.tell(joined, _text(error), flags)
-            if joined.met is not None and joined.met.you == 0:
-                several_nodes.remove(Path(joined.met.run_dir), existed=existed)
-            raise
+        return _job_of_several(arguments, line, words, flags, request)
     except BaseException:
         request.release()
+        raise
+
+
+def _job_of_several(
+    arguments: argparse.Namespace, line: launch_line.Choice, words: Sequence[str], flags: Sequence[str], request: EndRequest
+) -> tuple[Job, str, Joined]:
+    """Meet the other nodes, and return what `_job` does. Mistakes of this node end all of them."""
+    try:
+        rank_start = _judged(arguments, line, words[-1], flags)
+        wanted = several_nodes.prepare(arguments, line, words, flags)
+    except (ValueError, OSError) as error:
+        several_nodes.report(line, _text(error), request)
+        raise
+    existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
+    joined, address = several_nodes.join(arguments, line, wanted, request)
+    try:
+        return *_described(arguments, line, words, flags, rank_start, joined, address), joined
+    except (ValueError, OSError) as error:
+        several_nodes.tell(joined, _text(error), flags)
+        if joined.met is not None and joined.met.you == 0:
+            several_nodes.remove(Path(joined.met.run_dir), existed=existed)
         raise
 
 
@@ -420,7 +432,7 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
     except NotMet as error:
         if error.exit_code == ExitCode.BAD_INPUT:  # nodes that only did not meet in time may meet at the next start
             parser.refusal = str(error)
-        parser.exit(error.exit_code, _of_nodes(error))
+        parser.exit(error.exit_code, several_nodes.last_words(error))
     except ValueError as error:
         parser.error("\n".join([*str(error).splitlines(), *behind]))
     except OSError as error:
@@ -433,7 +445,7 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
         if joined is not None:
             several_nodes.tell(joined, str(error), command[1:])
         _discard(job, existed=existed)
-        parser.exit(error.exit_code, _of_nodes(error))
+        parser.exit(error.exit_code, several_nodes.last_words(error))
     if refusals:
         if joined is not None:
             several_nodes.tell(joined, "\n".join(refusals), command[1:])
@@ -476,13 +488,6 @@ def _main(parser: _RunParser, ours: list[str], command: list[str]) -> int:
         launcher.release_signals()
         if save_lock is not None:
             save_lock.release()
-
-
-def _of_nodes(end: NotMet) -> str:
-    """Return the message about a job of several nodes that has ended before it began."""
-    if end.exit_code == ExitCode.BAD_INPUT:
-        return f"megatron-recover run: error: {end}\n"
-    return f"megatron-recover run: exit code {end.exit_code} ({ExitCode.words(end.exit_code)}): {end}\n"
 
 
 def _locked_save(job: Job) -> SaveLock | None:

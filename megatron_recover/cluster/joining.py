@@ -19,7 +19,7 @@ from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Memb
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import EndAsked, Idle, JobEnds, Met, NodeFailed, NodeHello
-from megatron_recover.control_plane.nodes_driver import NodesSettings
+from megatron_recover.control_plane.nodes_driver import TELL_S, NodesSettings
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
@@ -44,15 +44,16 @@ class NotMet(Exception):
 class Place:
     """The part of this node in a job of several nodes, from its launch line to `Met`."""
 
-    def __init__(self, meeting: Meeting, deadlines: Deadlines, request: EndRequest) -> None:
+    def __init__(self, meeting: Meeting, deadlines: Deadlines, request: EndRequest, *, may_claim: bool = True) -> None:
         """Find this node's address, and whether it owns the endpoint.
 
-        `request` keeps the signals to this process. Raises ValueError with the remedy, and `NotMet`
+        `request` keeps the signals to this process. `may_claim`: this node may become the owner of
+        a file in which nodes find the endpoint. Raises ValueError with the remedy, and `NotMet`
         if a signal comes first.
         """
         self._meeting, self._deadlines, self._request = meeting, deadlines, request
         self._file = meeting.endpoint_file
-        if self._file is not None and endpoint_file.claim(self._file):
+        if self._file is not None and may_claim and endpoint_file.claim(self._file):
             self.address = self._bound = reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr)
             self._endpoint: tuple[str, ...] = (self.address,)
             self.may_own = True
@@ -87,27 +88,49 @@ class Place:
         """Wait for the other nodes; return the job's place of this one.
 
         `run_dir()` makes the run directory; it is called only where this node owns the endpoint.
-        Raises `NotMet` if the job ends before, OSError and ValueError with the remedy.
+        Raises `NotMet` if the job ends before, OSError and ValueError with the remedy. If
+        `run_dir()` raises them, the other nodes are told.
         """
-        identity, loop = new_identity(), Loop()
-        clock_memory = node_clock.create(slots)
-        clock = NodeClock(clock_memory)
-        coordinator, events = self._own(identity, key, level, clock_memory) or (None, None)
-        folder = "" if coordinator is None else str(run_dir())
         hello = NodeHello(
-            identity, host_name(), slots, node_rank=self._meeting.node_rank, run_dir=folder, run_id=run_id,
+            new_identity(), host_name(), slots, node_rank=self._meeting.node_rank, run_id=run_id,
             alike=tuple(alike), address=self.address,
         )  # fmt: skip
-        if coordinator is not None and self._file is not None:
-            endpoint_file.publish(self._file, coordinator.address)
+        return self._meet(hello, key, level, run_dir)
+
+    def report(self, mistake: str, key: bytes) -> None:
+        """Tell the other nodes, for at most `TELL_S`, why this one can take no part.
+
+        Raises `NotMet` in any case, OSError and ValueError.
+        """
+        hello = NodeHello(new_identity(), host_name(), 1, mistake=mistake)
+        self._meet(hello, key, "faults", Path)
+
+    def _meet(self, hello: NodeHello, key: bytes, level: Level, run_dir: Callable[[], Path]) -> Joined:
+        """Introduce this node to the coordinator, and wait for the others; raise as `join` does."""
+        loop = Loop()
+        clock_memory = node_clock.create(hello.slots)
+        clock = NodeClock(clock_memory)
+        coordinator, events = self._own(hello.identity, key, level, clock_memory) or (None, None)
+        failure: ValueError | OSError | None = None
+        if coordinator is not None:
+            try:
+                hello = msgspec.structs.replace(hello, run_dir=str(run_dir()))
+            except (ValueError, OSError) as error:
+                failure, hello = error, msgspec.structs.replace(hello, mistake=hello.mistake or str(error))
+            if self._file is not None:
+                endpoint_file.publish(self._file, coordinator.address)
         where = format_address(self._endpoint[0], self._meeting.port) if coordinator is None else coordinator.address
         membership = Membership(
             where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
             patience_s=self._meeting.join_s,
         )  # fmt: skip
         joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events, request=self._request)
-        met = self._wait(joined, where)
-        return joined._replace(met=met)
+        try:
+            return joined._replace(met=self._wait(joined, where, hello.mistake))
+        except NotMet:
+            if failure is not None:
+                raise failure from None
+            raise
 
     def _own(self, identity: int, key: bytes, level: Level, clock: int) -> tuple[CoordinatorProcess, int] | None:
         """Start the coordinator, if this node owns the endpoint; return also its ring of events."""
@@ -133,32 +156,40 @@ class Place:
                 "the same on all nodes, and each node its own --node-rank"
             ) from error
 
-    def _wait(self, joined: Joined, where: str) -> Met:
+    def _wait(self, joined: Joined, where: str, mistake: str) -> Met:
         """Return the coordinator's `Met`. Raises `NotMet`.
 
         A signal requests the end of the job on all nodes, and its answer is awaited. A node that
-        the job does not use leaves instead.
+        the job does not use leaves instead. With a `mistake` this node only waits for the end.
         """
-        meeting, membership, kept = self._meeting, joined.membership, ""
-        most = "" if meeting.least_nodes == meeting.most_nodes else f" to {meeting.most_nodes}"
-        _say(f"node {host_name()} ({self.address}) meets the others at {where}: {meeting.least_nodes}{most} nodes")
+        membership, kept = joined.membership, ""
+        _say(f"node {host_name()} ({self.address}) {self._purpose(where, mistake)}")
         heard = _Heard()
         membership.handle(heard.take, heard.lose)
-        until = math.inf
+        until = joined.loop.time() + TELL_S if mistake else math.inf
         while heard.met is None or kept:
             joined.loop.run_once(_TURN_S)
             if not kept and (kept := self._request.kept):
-                until = joined.loop.time() + _ANSWER_S
+                until = min(until, joined.loop.time() + _ANSWER_S)
                 if not heard.is_idle:
                     membership.send(EndAsked(kept))
             end = heard.end or self._failure(membership, heard, where)
             if kept and end is None and (heard.is_idle or not membership.is_calling or joined.loop.time() > until):
                 rest = "the job does not use this node, and goes on" if heard.is_idle else "the coordinator does not answer"
                 end = NotMet(ExitCode.INTERRUPTED, f"{kept} before training began on {host_name()}; {rest}")
+            if mistake and (heard.is_idle or joined.loop.time() > until):
+                end = end or NotMet(ExitCode.BAD_INPUT, mistake)
             if end is not None:
                 self._hang_up(joined)
                 raise end
         return heard.met
+
+    def _purpose(self, where: str, mistake: str) -> str:
+        """Return what this node does at the address of the coordinator."""
+        least, most = self._meeting.least_nodes, self._meeting.most_nodes
+        if mistake:
+            return f"can take no part, and tells the others at {where}, for at most {TELL_S} s"
+        return f"meets the others at {where}: {least if least == most else f'{least} to {most}'} nodes"
 
     def _failure(self, membership: Membership, heard: _Heard, where: str) -> NotMet | None:
         """Return why this node can meet no others; None while it can."""

@@ -31,6 +31,8 @@ class NodeHello(Value, frozen=True):
     """Named values that have to be equal on all nodes, as (name, value) pairs."""
     address: str = ""
     """Address of the node, at which its processes listen."""
+    mistake: str = ""
+    """Why the node can take no part. The job then ends on all nodes, if it has not begun."""
 
 
 class NodeShares(Value, frozen=True):

@@ -11,11 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from megatron_recover.cli import several_nodes
+from megatron_recover.cluster import joining
+from megatron_recover.cluster.meeting import Meeting
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.core.values import ExitCode
+from megatron_recover.host.addresses import HOST, bind_free
 from tests import forks
 
 pytestmark = pytest.mark.timeout(120)
@@ -141,6 +147,37 @@ def too_many_replicas(nodes: Nodes) -> None:
     nodes.start(1, "--nnodes 2 --nproc-per-node 2 --replicas 5")
 
 
+def no_script_on_one(nodes: Nodes) -> None:
+    """The third node comes when the others have ended."""
+    nodes.start(0, "--nnodes 3 --nproc-per-node 2")
+    nodes.script.unlink()
+    nodes.start(1, "--nnodes 3 --nproc-per-node 2")
+    nodes.end_of(1)
+    nodes.script.touch()
+    nodes.start(2, "--nnodes 3 --nproc-per-node 2")
+
+
+def no_script_on_the_first(nodes: Nodes) -> None:
+    nodes.start(1)
+    nodes.until_said(0, "meets the others at")
+    nodes.script.unlink()
+    nodes.start(0)
+
+
+def no_script_on_one_of_a_file(nodes: Nodes) -> None:
+    nodes.start(None)
+    nodes.until_said(0, "meets the others at")
+    nodes.script.unlink()
+    nodes.start(None)
+
+
+def a_run_directory_of_another_job(nodes: Nodes) -> None:
+    nodes.run_dir.mkdir()
+    (nodes.run_dir / "events.jsonl").touch()
+    nodes.start(0)
+    nodes.start(1)
+
+
 def too_few_nodes(nodes: Nodes) -> None:
     nodes.start(0, "--nnodes 2:3 --nproc-per-node 2 --rdzv-conf join_timeout=1")
 
@@ -153,6 +190,10 @@ def too_few_nodes(nodes: Nodes) -> None:
         (other_flags_and_a_file, ": --clip-grad is "),
         (same_rank, "--node-rank 1 is also that of "),
         (too_many_replicas, "5 replicas of 1 ranks need 5 slots, and the nodes have 4"),
+        (no_script_on_one, "there is no training script"),
+        (no_script_on_the_first, "there is no training script"),
+        (no_script_on_one_of_a_file, "there is no training script"),
+        (a_run_directory_of_another_job, "is not empty"),
         (too_few_nodes, "1 of 2 nodes were there after 1 s"),
     ],
 )
@@ -164,7 +205,29 @@ def test_what_does_not_fit_together_is_refused_on_all_nodes_before_anything_star
         expected = ExitCode.TOO_FEW_REPLICAS if start is too_few_nodes else ExitCode.BAD_INPUT
         assert code == expected and why in output, output
         assert "Traceback" not in output and "it must not run" not in output
+    if start is a_run_directory_of_another_job:
+        (nodes.run_dir / "events.jsonl").unlink()  # it is as it was
+        nodes.run_dir.rmdir()
     nodes.assert_nothing_left()
+
+
+@pytest.mark.parametrize("where", ["address", "file"])
+def test_a_mistake_is_told_to_nobody_where_no_other_node_is_and_no_endpoint_is_claimed_for_it(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (several_nodes, joining):
+        monkeypatch.setattr(module, "TELL_S", 0.3)
+    (tmp_path / "key").write_text("k" * 44)
+    (tmp_path / "key").chmod(0o600)
+    with bind_free(HOST) as free:
+        meeting = Meeting(
+            least_nodes=2, most_nodes=2, host=HOST, port=free.getsockname()[1], node_rank=1, key_file=tmp_path / "key",
+            endpoint_file=tmp_path / "endpoint" if where == "file" else None,
+        )  # fmt: skip
+    begun_at = time.monotonic()
+    several_nodes.report(SimpleNamespace(nodes=meeting), "no such script", EndRequest())
+    assert 0.2 < time.monotonic() - begun_at < 10.0
+    assert [each.name for each in tmp_path.iterdir()] == ["key"]
 
 
 def test_another_key_is_told_to_the_node_that_has_it_and_the_others_wait_on(nodes: Nodes, tmp_path: Path) -> None:

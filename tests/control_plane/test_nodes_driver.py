@@ -41,7 +41,7 @@ from megatron_recover.control_plane.node_messages import (
     TraceOffer,
     TracePart,
 )
-from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
+from megatron_recover.control_plane.nodes_driver import TELL_S, NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
 from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
@@ -337,12 +337,13 @@ def test_an_agent_of_node_0_that_is_stopped_ends_nothing(make_town: Make) -> Non
     ("hello", "why"),
     [
         ({"alike": (("--lr", "2"),)}, "n1: --lr is 2 here, and 1 on n0; use the same on all nodes"),
+        ({"mistake": "there is no script"}, "n1: there is no script"),
         ({"alike": ()}, "n1: --lr is not given here, and 1 on n0; use the same on all nodes"),
         ({"node_rank": 0}, "n1: --node-rank 0 is also that of n0; give each node its own"),
         ({"address": "::1"}, "n1: its address is ::1, and that of n0 is 10.0.0.1; nodes need addresses of one family, IPv4 or "
          "IPv6: give --interface or --local-addr"),
     ],
-    ids=["other flags", "a flag less", "the same rank", "IPv6 and IPv4"],
+    ids=["other flags", "a mistake", "a flag less", "the same rank", "IPv6 and IPv4"],
 )  # fmt: skip
 def test_nodes_that_do_not_fit_together_are_refused_on_all_with_the_name_of_one(
     make_town: Make, hello: dict[str, object], why: str
@@ -354,6 +355,43 @@ def test_nodes_that_do_not_fit_together_are_refused_on_all_with_the_name_of_one(
     second = Agent(town, 1, **{**alike, **hello})
     town.until(lambda: first.of(JobEnds) and second.of(JobEnds))
     assert first.of(JobEnds) == second.of(JobEnds) == [JobEnds(ExitCode.BAD_INPUT, why)]
+
+
+def test_nodes_that_come_soon_after_a_refusal_are_told_and_the_coordinators_own_above_all(make_town: Make) -> None:
+    town = make_town(most=3)
+    first = Agent(town, 1, mistake="there is no script")
+    town.until(lambda: first.of(JobEnds))
+    first.hang_up()
+    town.run(0.1)
+    assert not town.nodes.is_done
+    town.run(TELL_S + 0.1)
+    assert not town.nodes.is_done, "its own node waits for it, and would wait for long"
+    owner = Agent(town, 0)
+    town.until(lambda: owner.of(JobEnds))
+    assert owner.of(JobEnds)[0].reason == "n1: there is no script"
+    owner.hang_up()
+    town.until(lambda: town.nodes.is_done)
+    other = make_town(most=3)
+    agents = [Agent(other, number, mistake="no script") for number in range(2)]
+    other.until(lambda: agents[0].of(JobEnds) and agents[1].of(JobEnds))
+    for agent in agents:
+        agent.hang_up()
+    other.run(0.1)
+    assert not other.nodes.is_done
+    last = Agent(other, 2)
+    other.until(lambda: last.of(JobEnds))
+    last.hang_up()
+    other.until(lambda: other.nodes.is_done)
+    assert other.now < TELL_S, "all were there"
+
+
+def test_a_mistake_of_a_node_that_the_job_does_not_use_ends_nothing(make_town: Make) -> None:
+    town = make_town()
+    agents = town.meet()
+    late = Agent(town, 5, mistake="no script")
+    town.until(lambda: late.of(Idle))
+    town.run(0.1, *agents)
+    assert not any(agent.of(JobEnds) for agent in (*agents, late))
 
 
 def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> None:
