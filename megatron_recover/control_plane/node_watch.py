@@ -25,8 +25,11 @@ from megatron_recover.core import node_silence
 
 SEEN_BEATS = 1.5
 """Beats without a message of an agent after which its node is reported as silent."""
+PREPARING_SILENCES = 6
+"""While nodes prepare, one is waited for as many times `--node-timeout` of silence: it may be busy
+with a slow disk."""
 SETTLE_S = 0.05
-"""Time after the reset of a link in which resets of others count as resets at the same time."""
+"""Seconds after the reset of a link in which resets of others count as resets at the same time."""
 
 
 class _Node:
@@ -54,9 +57,9 @@ class NodeWatch:
         cut_off: Callable[[str], None],
         give_up: Callable[[str], None],
     ) -> None:
-        """Watch the nodes that `watch` adds; remove none for its silence before `allow`.
+        """Watch the nodes that `watch` adds, which prepare.
 
-        - `limit_s`: a node that is silent for so long is removed.
+        - `limit_s`: a node that is silent for so long is removed, once `allow` was called.
         - `remove(number, why)` removes a node, which is then no longer watched.
         - `changed()` is called after a node has fallen silent or is heard again.
         - `cut_off(reason)` ends the job, again and again while this node stays cut off.
@@ -65,7 +68,9 @@ class NodeWatch:
         self._loop, self._beat_s, self._limit_s, self._record = loop, beat_s, limit_s, record
         self._remove, self._changed, self._cut_off, self._give_up = remove, changed, cut_off, give_up
         self._nodes: dict[int, _Node] = {}
-        self._may_remove, self._is_over = False, False
+        self._is_over = False
+        self._patience_s = PREPARING_SILENCES * limit_s
+        """A node is removed after so long a silence at present."""
         loop.after(beat_s, self._look)
 
     @property
@@ -86,9 +91,13 @@ class NodeWatch:
         """Watch a node no longer: it is lost or has left."""
         self._nodes.pop(number, None)
 
+    def suspend(self) -> None:
+        """Remove no node for its silence: agents start ranks, and wait for their fork servers."""
+        self._patience_s = math.inf
+
     def allow(self) -> None:
-        """Remove silent nodes from now on. Before, an agent may wait for its fork server."""
-        self._may_remove = True
+        """Remove a node that is silent for `limit_s` from now on: the ranks are started."""
+        self._patience_s = self._limit_s
 
     def stop(self) -> None:
         """Watch no longer: the job is over."""
@@ -146,11 +155,9 @@ class NodeWatch:
                 self._nodes[number].is_silent = True
                 self._tell(number, "began", seconds)
                 self._changed()
-        if not self._may_remove:
-            return
-        for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=self._limit_s):
+        for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=self._patience_s):
             self._remove(number, f"nothing was heard of it for {silent_s[number]:.1f} s")
-        if node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=self._limit_s):
+        if node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=self._patience_s):
             num_heard = sum(seconds < seen_s for seconds in silent_s.values())
             self._cut_off(f"{num_heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost")
 

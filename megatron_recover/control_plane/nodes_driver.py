@@ -408,6 +408,7 @@ class NodesDriver:
                 )
             )
         self._stage = Stage.RUNNING
+        self._watch.suspend()
         leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
         stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
         self._send_to(used, Launch(leaders, stores))
@@ -568,7 +569,9 @@ class NodesDriver:
     def _remove(self, number: int, why: str) -> None:
         """Remove a node that is silent, or whose link was reset."""
         agent = next(each for each in self._agents if each.number == number and not each.is_lost)
-        if not self._loop.has(agent.link):
+        if self._stage is Stage.PREPARING:
+            self._end_everywhere(ExitCode.FAILED, agent, f"{why} before training began")
+        elif not self._loop.has(agent.link):
             self._agent_gone(agent, why)
         else:
             self._lose(agent, why)
@@ -577,7 +580,9 @@ class NodesDriver:
 
     def _cut_off(self, reason: str) -> None:
         """End the job here. The others have no coordinator, and end by themselves."""
-        if self._membership is not None:
+        if self._membership is None:
+            self.end(ExitCode.FAILED, f"{reason}, before training began")
+        else:
             self._membership.end(ExitCode.NO_REPLICA_LEFT, reason)
 
     def _give_up(self, reason: str) -> None:

@@ -41,6 +41,7 @@ from megatron_recover.control_plane.node_messages import (
     TraceOffer,
     TracePart,
 )
+from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import TELL_S, NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
 from megatron_recover.core import coordinator
@@ -277,6 +278,17 @@ def test_a_silent_node_is_removed_by_its_own_time_alone_and_on_the_only_node_nob
     assert membership._state.at_work == (0, 1)
     alone.run(0.3)
     assert membership._state.at_work == ()
+
+
+def test_a_node_that_falls_silent_while_it_prepares_ends_the_job_in_time_and_by_name(make_town: Make) -> None:
+    town = make_town(node_silence_s=0.1)
+    agents = town.meet()
+    town.run(0.1 * PREPARING_SILENCES - 0.1, *agents[:2])
+    assert not town.nodes.has_ended
+    town.run(0.3, *agents[:2])
+    for agent in agents[:2]:
+        [end] = agent.of(JobEnds)
+        assert end.exit_code == ExitCode.FAILED and end.reason.startswith("n2: nothing was heard of it for 0.6 s")
 
 
 def test_a_node_whose_link_is_reset_is_lost_though_it_comes_back_at_once(make_town: Make) -> None:
