@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -252,9 +253,13 @@ def test_any_signals_to_a_node_that_waits_end_the_job_on_all_nodes_that_are_ther
     nodes.until_linked(1)
     for number in (signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
         nodes.launchers[1].send_signal(number)
+    ends = set()
     for code, output in nodes.end():
         assert code == ExitCode.INTERRUPTED, output
-        assert output.count(f"exit code 15 (interrupted): {socket.gethostname()}: SIGUSR2 before training began\n") == 1, output
+        [end] = [line for line in output.splitlines() if "exit code" in line]
+        ends.add(end)
+    [end] = ends  # which signal is seen first is up to the kernel
+    assert re.search(rf"exit code 15 \(interrupted\): {socket.gethostname()}: SIG(USR2|HUP|TERM) before training began$", end)
     nodes.assert_nothing_left()
 
 
