@@ -588,8 +588,7 @@ class Launcher:
                 self._ask_exit(name)
             case Answer.END:
                 self._recording.says(
-                    f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
-                    "everything at once, and nothing is saved"
+                    f"{name}: {self._loss.promise()}; {at_once} kills everything at once, and nothing is saved"
                     + (f"; so does the end of --shutdown-timeout, in {timeout_s} s" if timeout_s is not None else "")
                 )
                 self._ask_exit(name)
