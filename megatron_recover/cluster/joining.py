@@ -56,6 +56,7 @@ class Place:
         if self._file is not None and may_claim and endpoint_file.claim(self._file):
             self.address = self._bound = reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr)
             self._endpoint: tuple[str, ...] = (self.address,)
+            self._is_here = True
             self.may_own = True
             return
         if self._file is not None:
@@ -73,7 +74,10 @@ class Place:
         mine = {self.address, *(each for addresses in reachable.interfaces().values() for each in addresses)}
         self.may_own = owns_endpoint(meeting, endpoint_addresses=self._endpoint, my_addresses=mine, my_host_name=host_name())
         """True if this node owns the endpoint, unless another one listens there already."""
-        self._bound = next((each for each in self._endpoint if each in mine or reachable.is_loopback(each)), self.address)
+        here = [each for each in self._endpoint if each in mine or reachable.is_loopback(each)]
+        self._is_here = bool(here)
+        """True if the endpoint is an address of this node."""
+        self._bound = here[0] if here else self.address
 
     def join(
         self,
@@ -88,8 +92,8 @@ class Place:
         """Wait for the other nodes; return the job's place of this one.
 
         `run_dir()` makes the run directory; it is called only where this node owns the endpoint.
-        Raises `NotMet` if the job ends before, OSError and ValueError with the remedy. If
-        `run_dir()` raises them, the other nodes are told.
+        Raises `NotMet` if the job ends before, OSError and ValueError with the remedy. Those that
+        this node finds here are told to the other nodes.
         """
         hello = NodeHello(
             new_identity(), host_name(), slots, node_rank=self._meeting.node_rank, run_id=run_id,
@@ -110,16 +114,18 @@ class Place:
         loop = Loop()
         clock_memory = node_clock.create(hello.slots)
         clock = NodeClock(clock_memory)
-        coordinator, events = self._own(hello.identity, key, level, clock_memory) or (None, None)
-        failure: ValueError | OSError | None = None
-        if coordinator is not None:
-            try:
+        coordinator, events, failure = None, None, None
+        try:
+            coordinator, events = self._own(hello.identity, key, level, clock_memory) or (None, None)
+            if coordinator is not None:
                 hello = msgspec.structs.replace(hello, run_dir=str(run_dir()))
-            except (ValueError, OSError) as error:
-                failure, hello = error, msgspec.structs.replace(hello, mistake=hello.mistake or str(error))
-            if self._file is not None:
-                endpoint_file.publish(self._file, coordinator.address)
-        where = format_address(self._endpoint[0], self._meeting.port) if coordinator is None else coordinator.address
+        except (ValueError, OSError) as error:  # raised below, once the other nodes are told
+            failure, hello = error, msgspec.structs.replace(hello, mistake=hello.mistake or str(error))
+        if coordinator is not None and self._file is not None:
+            endpoint_file.publish(self._file, coordinator.address)
+        where = format_address(self._endpoint[0], self._meeting.port)
+        if coordinator is not None and self._is_here:  # else another node may own the endpoint, and refuses this one
+            where = coordinator.address
         membership = Membership(
             where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
             patience_s=self._meeting.join_s,
@@ -189,7 +195,8 @@ class Place:
         least, most = self._meeting.least_nodes, self._meeting.most_nodes
         if mistake:
             return f"can take no part, and tells the others at {where}, for at most {TELL_S} s"
-        return f"meets the others at {where}: {least if least == most else f'{least} to {most}'} nodes"
+        only = " (only this machine reaches that address)" if all(map(reachable.is_loopback, self._endpoint)) else ""
+        return f"meets the others at {where}{only}: {least if least == most else f'{least} to {most}'} nodes"
 
     def _failure(self, membership: Membership, heard: _Heard, where: str) -> NotMet | None:
         """Return why this node can meet no others; None while it can."""
@@ -207,6 +214,8 @@ class Place:
         return None
 
     def _hang_up(self, joined: Joined) -> None:
+        if joined.coordinator is not None and not self._is_here:
+            joined.coordinator.process.kill()  # no node calls it: the endpoint is elsewhere
         joined.close(self._deadlines)
         joined.loop.close()
 

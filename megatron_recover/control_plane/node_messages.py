@@ -24,7 +24,7 @@ class NodeHello(Value, frozen=True):
     node_rank: int | None = None
     """Number that the launch line gives to the node."""
     run_dir: str = ""
-    """Run directory; that of node 0 counts."""
+    """Run directory; empty unless the node has started a coordinator."""
     run_id: str = ""
     """TORCHELASTIC_RUN_ID of the ranks; that of node 0 counts."""
     alike: tuple[tuple[str, str], ...] = ()

@@ -316,6 +316,11 @@ class NodesDriver:
         same = next((each for each in others if each.node_rank is not None and each.node_rank == mine.node_rank), None)
         if same is not None:
             return f"--node-rank {mine.node_rank} is also that of {same.name}; give each node its own"
+        if mine.run_dir and mine.identity != self._settings.owner:
+            return (
+                "it started a coordinator of its own; give --node-rank 0, or is_host of --rdzv-conf, to one node only, the one "
+                "whose address the endpoint is"
+            )
         for theirs in others[:1]:
             here, there = dict(mine.alike), dict(theirs.alike)
             for name in [*here, *there]:

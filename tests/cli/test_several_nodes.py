@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from megatron_recover.authentication.key import key_of_several
 from megatron_recover.cli import several_nodes
 from megatron_recover.cluster import joining
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.signals import EndRequest
+from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.addresses import HOST, bind_free
 from tests import forks
@@ -172,6 +174,12 @@ def no_script_on_one_of_a_file(nodes: Nodes) -> None:
     nodes.start(None)
 
 
+def two_first_nodes(nodes: Nodes) -> None:
+    nodes.start(0)
+    nodes.until_said(0, "meets the others at")
+    nodes.start(0)
+
+
 def a_run_directory_of_another_job(nodes: Nodes) -> None:
     nodes.run_dir.mkdir()
     (nodes.run_dir / "events.jsonl").touch()
@@ -194,6 +202,7 @@ def too_few_nodes(nodes: Nodes) -> None:
         (no_script_on_one, "there is no training script"),
         (no_script_on_the_first, "there is no training script"),
         (no_script_on_one_of_a_file, "there is no training script"),
+        (two_first_nodes, "give another port, the same on all nodes, and each node its own --node-rank"),
         (a_run_directory_of_another_job, "is not empty"),
         (too_few_nodes, "1 of 2 nodes were there after 1 s"),
     ],
@@ -229,6 +238,25 @@ def test_a_mistake_is_told_to_nobody_where_no_other_node_is_and_no_endpoint_is_c
     several_nodes.report(SimpleNamespace(nodes=meeting), "no such script", EndRequest())
     assert 0.2 < time.monotonic() - begun_at < 10.0
     assert [each.name for each in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_second_host_that_takes_itself_for_the_first_is_refused_by_the_one_at_the_endpoint(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127.0.0.2 stands for the second host, which finds that the endpoint 127.0.0.1 is no address of its own."""
+    monkeypatch.setattr(joining.reachable, "interfaces", dict)
+    monkeypatch.setattr(joining.reachable, "is_loopback", lambda address: address == "127.0.0.2")
+    nodes.start(0)
+    nodes.until_said(0, "meets the others at")
+    meeting = Meeting(least_nodes=2, most_nodes=2, host=HOST, port=nodes.port, node_rank=0, local_addr="127.0.0.2")
+    key = key_of_several(nodes.key)
+    with pytest.raises(joining.NotMet, match=f"{socket.gethostname()}: --node-rank 0 is also that of {socket.gethostname()}"):
+        joining.Place(meeting, RecoverConfig().deadlines, EndRequest()).join(
+            key=key, level="faults", slots=2, run_dir=lambda: nodes.folder, run_id="", alike=()
+        )
+    code, output = nodes.end_of(0)
+    assert code == ExitCode.BAD_INPUT and "--node-rank 0 is also that of" in output, output
+    nodes.assert_nothing_left()
 
 
 def test_another_key_is_told_to_the_node_that_has_it_and_the_others_wait_on(nodes: Nodes, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Agent:
         self.is_closed = False
         self.link: OutgoingLink = call(town.address, Party(Role.AGENT), Party(Role.COORDINATOR))
         town.loop.watch(self.link, lambda link, message: self.received.append(message), lambda link, why: self._close())
-        fields = {"identity": OWNER + number, "name": f"n{number}", "slots": 1, "run_dir": f"/run{number}", **hello}
+        fields = {"identity": OWNER + number, "name": f"n{number}", "slots": 1, "run_dir": "" if number else "/run0", **hello}
         self.say(NodeHello(**fields))
 
     def _close(self) -> None:
@@ -352,10 +352,12 @@ def test_an_agent_of_node_0_that_is_stopped_ends_nothing(make_town: Make) -> Non
         ({"mistake": "there is no script"}, "n1: there is no script"),
         ({"alike": ()}, "n1: --lr is not given here, and 1 on n0; use the same on all nodes"),
         ({"node_rank": 0}, "n1: --node-rank 0 is also that of n0; give each node its own"),
+        ({"run_dir": "/run1"}, "n1: it started a coordinator of its own; give --node-rank 0, or is_host of --rdzv-conf, to one "
+         "node only, the one whose address the endpoint is"),
         ({"address": "::1"}, "n1: its address is ::1, and that of n0 is 10.0.0.1; nodes need addresses of one family, IPv4 or "
          "IPv6: give --interface or --local-addr"),
     ],
-    ids=["other flags", "a mistake", "a flag less", "the same rank", "IPv6 and IPv4"],
+    ids=["other flags", "a mistake", "a flag less", "the same rank", "two coordinators", "IPv6 and IPv4"],
 )  # fmt: skip
 def test_nodes_that_do_not_fit_together_are_refused_on_all_with_the_name_of_one(
     make_town: Make, hello: dict[str, object], why: str
