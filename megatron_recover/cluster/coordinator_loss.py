@@ -58,8 +58,8 @@ class CoordinatorLoss:
             else:
                 self._recording.says("the coordinator is heard again")
         if not is_gone and self._job.node:
-            limit_s = self._job.node_s or self._deadlines.node_s
-            self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s" if silent_s >= limit_s else ""
+            is_lost = silent_s >= self._deadlines.node_s
+            self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s" if is_lost else ""
 
     def promise(self) -> str:
         """Return what becomes of a request to end the job, for the user who made it in training."""

@@ -51,7 +51,7 @@ class Place:
         a file in which nodes find the endpoint. Raises ValueError with the remedy, and `NotMet`
         if a signal comes first.
         """
-        self._meeting, self._deadlines, self._request = meeting, deadlines, request
+        self._meeting, self._deadlines, self._request = meeting, deadlines.with_node(meeting.node_s), request
         self._file = meeting.endpoint_file
         if self._file is not None and may_claim and endpoint_file.claim(self._file):
             self.address = self._bound = reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr)
@@ -146,8 +146,7 @@ class Place:
         settings = NodesSettings(
             owner=identity, least=meeting.least_nodes, most=meeting.most_nodes, join_s=meeting.join_s,
             last_call_s=meeting.last_call_s, node_silence_s=meeting.node_s,
-            deadlines=self._deadlines.with_node(meeting.node_s),
-            ignored=self._request.numbers,
+            deadlines=self._deadlines, ignored=self._request.numbers,
         )  # fmt: skip
         events = ring.create(level=level)
         address = format_address(self._bound, meeting.port)
