@@ -473,7 +473,7 @@ class Launcher:
         return self._until(lambda: self._starting.is_allowed, self._deadlines.deadline_s, lambda: late) is not None
 
     def _spawn_all(self) -> None:
-        self._starting.ranks()
+        self._starting.ranks(self._fences.gone)  # another node may be lost since `Launch`, with ranks of these replicas
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
         self._send(NodeLaunched())
 
