@@ -11,7 +11,7 @@ import msgspec
 from megatron_recover import packages
 from megatron_recover.cli import launch_line
 from megatron_recover.cli.node_checks import folders_of
-from megatron_recover.cli.run import add_flags
+from megatron_recover.cli.run_flags import add_flags
 from megatron_recover.cluster.doctor.findings import Check, Finding, Need, warn
 from megatron_recover.cluster.doctor.node import examine, software
 from megatron_recover.cluster.meeting import Meeting

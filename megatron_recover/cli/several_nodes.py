@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +14,10 @@ import msgspec
 
 from megatron_recover import __version__, packages
 from megatron_recover.authentication import key as keys
+from megatron_recover.cli import run_dirs
 from megatron_recover.cli.launch_line import Choice
 from megatron_recover.cluster.job import Job, claim_folder, create_run_dir
-from megatron_recover.cluster.joining import NotMet, Place, flags_alike, refuse
+from megatron_recover.cluster.joining import NotMet, Place, flags_alike
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
@@ -88,7 +87,7 @@ def report(line: Choice, mistake: str, request: EndRequest) -> None:
 @contextlib.contextmanager
 def removing_run_dir(wanted: Path | None) -> Iterator[Callable[[], Path]]:
     """Yield the function that makes the run directory; leave none if the context ends early."""
-    existed = wanted is not None and os.path.exists(wanted)  # False where that cannot be seen
+    existed = run_dirs.exists(wanted)
     made: list[Path] = []
 
     def make() -> Path:
@@ -99,19 +98,8 @@ def removing_run_dir(wanted: Path | None) -> Iterator[Callable[[], Path]]:
         yield make
     except BaseException:
         for folder in made:
-            remove(folder, existed=existed)
+            run_dirs.remove(folder, existed=existed)
         raise
-
-
-def remove(folder: Path, *, existed: bool) -> None:
-    """Empty a run directory, and remove it unless it existed before."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)  # other nodes remove theirs
-        else:
-            path.unlink()
-    if not existed:
-        folder.rmdir()
 
 
 def _alike(
@@ -132,11 +120,6 @@ def _alike(
     yield from flags_alike(flags)
 
 
-def tell(joined: Joined, reason: str, flags: Sequence[str]) -> None:
-    """Tell the coordinator why this node cannot take part, which ends the job on all nodes."""
-    refuse(joined, reason, Undecided(flags).config.deadlines)
-
-
 def run_dir(met: Met) -> Path:
     """Return this node's folder: the run directory itself on node 0, and one inside it on others.
 
@@ -144,6 +127,13 @@ def run_dir(met: Met) -> Path:
     """
     folder = Path(met.run_dir)
     return folder if met.you == 0 else claim_folder(folder / "nodes" / str(met.you), LOGS)
+
+
+def mistake_of(error: ValueError | OSError) -> str:
+    """Return the message about a mistake that ends the command."""
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another"
 
 
 def last_words(end: NotMet) -> str:

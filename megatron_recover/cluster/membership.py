@@ -102,8 +102,6 @@ class Membership:
         """
         self.address = address
         """Address (host:port) at which leaders reach the coordinator, too."""
-        self.generation = 0
-        """Newest generation; 0 before the first."""
         self.is_lost = False
         """True once the link has ended."""
         self._loop, self._deadlines = loop, deadlines

@@ -190,11 +190,11 @@ class _Hasty(Launcher):
         if replica not in self._overdue:
             super()._fence(replica)
 
-    def _end(self, exit_code: int, reason: str) -> None:
-        super()._end(exit_code, reason)
+    def _is_over(self) -> bool:
         for replica in self._overdue:  # the others were so fast that they have finished
             super()._fence(replica)
         self._overdue.clear()
+        return super()._is_over()
 
 
 class _Draining(Launcher):

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
 from megatron_recover.core.label import StepKind, label_of
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, who
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
-from megatron_recover.observe.verify.rule import LEVELS, Rule, provides
+from megatron_recover.observe.verify.common import who
+from megatron_recover.observe.verify.rule import LEVELS, Finding, Findings, Rule, provides
 
 _AGREED = 64
 """Agreements of a replica that are remembered: a save in the background may be named some saves
