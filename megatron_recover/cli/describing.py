@@ -18,6 +18,7 @@ from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create
 from megatron_recover.cluster.joining import refuse
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.output import file_limit_mistake
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import inherited_environment
 from megatron_recover.core.placement import most_replicas, place
 from megatron_recover.faults import Fault
@@ -53,13 +54,49 @@ def job_of(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, 
 
     The text is empty without chaos, and the place is None without other nodes. Prints notes about
     torchrun's flags and the replicas unless `--quiet` is given. Raises ValueError with the remedy,
-    `NotMet` if other nodes end the job, and OSError if a file that the command line names cannot be
-    reached.
+    `NotMet` if other nodes or a signal end the job, and OSError if a file that the command line
+    names cannot be reached.
     """
     if not command:
         raise ValueError(_NO_SCRIPT)
     line = launch_line.read(arguments, inherited_environment())
     script, *flags = command
+    words = (*(["-m"] if line.is_module else []), script)
+    if not line.nodes.is_of_several:
+        rank_start = _judged(arguments, line, script, flags)
+        return *_described(arguments, line, words, flags, rank_start), None
+    request = EndRequest(line.signals)
+    request.keep()
+    try:
+        return _job_of_several(arguments, line, words, flags, request)
+    except BaseException:
+        request.release()
+        raise
+
+
+def _job_of_several(
+    arguments: argparse.Namespace, line: launch_line.Choice, words: Sequence[str], flags: Sequence[str], request: EndRequest
+) -> tuple[Job, str, Joined]:
+    """Meet the other nodes, and return what `job_of` does. A mistake of this node ends all."""
+    try:
+        rank_start = _judged(arguments, line, words[-1], flags)
+        wanted = several_nodes.prepare(arguments, line, words, flags)
+    except (ValueError, OSError) as error:
+        several_nodes.report(line, several_nodes.mistake_of(error), request)
+        raise
+    existed = run_dirs.exists(arguments.run_dir)
+    joined, address = several_nodes.join(arguments, line, wanted, request)
+    try:
+        return *_described(arguments, line, words, flags, rank_start, joined, address), joined
+    except (ValueError, OSError) as error:
+        refuse(joined, several_nodes.mistake_of(error), wanted.deadlines)
+        if joined.met is not None and joined.met.you == 0:
+            run_dirs.remove(Path(joined.met.run_dir), existed=existed)
+        raise
+
+
+def _judged(arguments: argparse.Namespace, line: launch_line.Choice, script: str, flags: Sequence[str]) -> RankStart:
+    """Judge what this node can judge alone; return how its ranks start. Raises ValueError."""
     if not line.is_module and not Path(script).is_file():
         raise ValueError(f"there is no training script {script}; write its path behind the flags of run")
     _refuse_stopped(flags, is_chained=arguments.chained)
@@ -71,19 +108,7 @@ def job_of(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, 
     if (mistake := file_limit_mistake()) is not None:
         raise ValueError(mistake)
     packages.require(packages.TRAINING)
-    rank_start = _rank_start(arguments.rank_start)
-    words = (*(["-m"] if line.is_module else []), script)
-    if not line.nodes.is_of_several:
-        return *_described(arguments, line, words, flags, rank_start), None
-    existed = run_dirs.exists(arguments.run_dir)
-    joined, address = several_nodes.join(arguments, line, words, flags)
-    try:
-        return *_described(arguments, line, words, flags, rank_start, joined, address), joined
-    except ValueError as error:
-        refuse(joined, str(error), Undecided(flags).config.deadlines)
-        if joined.met is not None and joined.met.you == 0:
-            run_dirs.remove(Path(joined.met.run_dir), existed=existed)
-        raise
+    return _rank_start(arguments.rank_start)
 
 
 def _described(

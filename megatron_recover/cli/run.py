@@ -23,6 +23,7 @@ from megatron_recover.cli import (
     node_checks,
     run_dirs,
     run_flags,
+    several_nodes,
 )  # fmt: skip
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.job import Job, leaves_files, link_logs
@@ -70,7 +71,7 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
     except (NotMet, ValueError) as error:
         _withdraw(job, joined, str(error), existed=existed)
         if isinstance(error, NotMet):
-            parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+            parser.exit(error.exit_code, several_nodes.last_words(error))
         parser.error(str(error))
     try:
         if chaos_text:
@@ -120,11 +121,11 @@ def _described(
     except NotMet as error:
         if error.exit_code == ExitCode.BAD_INPUT:  # nodes that only did not meet in time may meet at the next start
             parser.refusal = str(error)
-        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+        parser.exit(error.exit_code, several_nodes.last_words(error))
     except ValueError as error:
         parser.error("\n".join([*str(error).splitlines(), *behind]))
     except OSError as error:
-        parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
+        parser.error(several_nodes.mistake_of(error))
     for line in behind:
         print(f"megatron-recover run: {line}", file=sys.stderr)
     return described

@@ -35,6 +35,7 @@ from megatron_recover.cluster.preparing import Preparation
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.requests import Requests
 from megatron_recover.cluster.run_end import RunEnd
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.cluster.starting import Starting
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
@@ -114,7 +115,8 @@ class Launcher:
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._end = RunEnd(
             job, loop=self._loop, deadlines=self._deadlines, says=lambda line: self._recording.says(line),
-            send=self._send_if_joined, has_begun=lambda: self.has_begun,
+            send=self._send_if_joined, has_begun=lambda: self.has_begun, promise=lambda: self._loss.promise(),
+            request=(joined.request if joined is not None else None) or EndRequest(job.signals),
         )  # fmt: skip
         self._stood_still_s = 0.0
         self.is_recorded = False
@@ -385,7 +387,7 @@ class Launcher:
             )  # fmt: skip
 
     def _spawn_all(self) -> None:
-        self._starting.ranks()
+        self._starting.ranks(self._fences.gone)  # another node may be lost since `Launch`, with ranks of these replicas
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
         self._send(NodeLaunched())
 

@@ -24,20 +24,22 @@ class RunEnd:
 
     def __init__(
         self, job: Job, *, loop: Loop, deadlines: Deadlines, says: Callable[[str], None],
-        send: Callable[[EndAsked | KillAsked | NodeFailed], None], has_begun: Callable[[], bool],
+        send: Callable[[EndAsked | KillAsked | NodeFailed], None], has_begun: Callable[[], bool], promise: Callable[[], str],
+        request: EndRequest,
     ) -> None:  # fmt: skip
-        """Prepare for the end of `job`.
+        """Prepare for the end of `job`, which signals request by `request`.
 
         `says(line)` shows a line to people. `send(message)` sends a message to the coordinator, if
-        there is one. `has_begun()` returns whether training has begun.
+        there is one. `has_begun()` returns whether training has begun, and then `promise()` what
+        becomes of a request to end it.
         """
         self._job, self._loop, self._deadlines = job, loop, deadlines
-        self._says, self._send, self._has_begun = says, send, has_begun
+        self._says, self._send, self._has_begun, self._promise = says, send, has_begun, promise
         self._exit: tuple[int, str] | None = None
         """Exit code and reason; None while the run goes on."""
         self._until = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
-        self._request = EndRequest(job.signals)
+        self._request = request
         self._kill: tuple[float, int] | None = None
         """Time of the loop's clock at which everything is killed, and the signal that began it."""
 
@@ -134,8 +136,7 @@ class RunEnd:
                 self._send(EndAsked(name))
             case Answer.END:
                 self._says(
-                    f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
-                    "everything at once, and nothing is saved"
+                    f"{name}: {self._promise()}; {at_once} kills everything at once, and nothing is saved"
                     + (f"; so does the end of --shutdown-timeout, in {timeout_s} s" if timeout_s is not None else "")
                 )
                 self._send(EndAsked(name))
