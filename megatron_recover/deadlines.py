@@ -88,6 +88,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     request, if at most one generation without a committed step came before; later requests wait
     `follow_s`. Then the coordinator makes a generation with the same roster. Fixed: the agent sees
     a death within 0.1 s, and every repair that a member requests waits for this."""
+    reset_s: float
+    """Time after the reset of a node's link in which resets of others count as resets at the same
+    time, before the coordinator removes the node. Fixed: what resets many links does it at once."""
     name_s: float
     """Time that a rank whose gradient is not finite leaves the other ranks of its replica to name
     the microbatch, before it reports all of the pass. Fixed: they find it in the same moment."""
@@ -260,12 +263,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     def with_node(self, node_s: float) -> Deadlines:
         """Return the waits of a job whose nodes are removed after `node_s` of silence.
 
-        That is `--node-timeout`. What depends on it keeps its proportions.
+        That is `--node-timeout`. What depends on it keeps its proportions. With a short one, beats
+        are as short: if a coordinator is cut off from several nodes at once, no node may have been
+        silent for `node_s` while the last beat of another still counts (`core/node_silence.py`).
         """
         factor = node_s / self.node_s
         return msgspec.structs.replace(
             self,
             node_s=node_s,
+            beat_s=min(self.beat_s, node_s / 8),
             silence_s=min(self.silence_s, 0.75 * node_s),
             lease_s=factor * self.lease_s,
             lapse_s=factor * self.lapse_s,
@@ -301,6 +307,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             introduction_s=INTRODUCTION_S,
             beat_s=beat_s,
             grace_s=0.25,
+            reset_s=0.05,
             name_s=0.1,
             silence_s=3 * beat_s,
             words_s=follow_s / 2,
@@ -386,6 +393,7 @@ ORDER = (
     Below("introduction_s", "leader_s", "an honest peer whose connection was closed unproven has time to dial again"),
     Below("beat_s", "silence_s", "a beat or two may be late before anyone is called silent"),
     Below("grace_s", "follow_s", "the agent reports a death before a member is judged late for the next generation"),
+    Below("reset_s", "grace_s", "the loss of a node whose link was reset explains what members report of it"),
     Below("name_s", "grace_s", "the death of a rank that waits for a name still explains the requests of others"),
     Below("words_s", "follow_s", "a rank's last messages leave before anyone kills the rest of its replica"),
     Below("sigkill_s", "follow_s", "a rank that does not die of SIGKILL is named before the next member could be late"),
