@@ -11,7 +11,6 @@ from tests.nodes.nodes import Cage
 from tests.system.campaign import Campaign
 from tests.system.scenarios import scenario
 
-
 MOST_RANKS = 6
 
 

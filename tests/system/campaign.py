@@ -202,7 +202,8 @@ class Campaign:
             finally:
                 if disk is not None and nemesis is not None:
                     nemesis.end()
-                    disk.rescue(run_dir, folder / "run")
+                    with contextlib.suppress(FileNotFoundError):  # it was interrupted before there was anything
+                        disk.rescue(run_dir, folder / "run")
             outcome = dataclasses.replace(outcome, run_dir=place / "run")
 
         def resume() -> Outcome:
