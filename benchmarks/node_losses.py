@@ -1,0 +1,193 @@
+"""The loss of a node: from the loss to the plan of all survivors; and nodes on a busy machine.
+
+    python -m benchmarks.run --only node_losses        (as root)
+
+Nodes are namespaces on this machine (`tests/nodes/nodes.py`). A toy job has one replica of two
+ranks on each of four nodes; agents, leaders and coordinator are those of production. In each run
+one node is lost, never that of the coordinator.
+
+- *Killed*: SIGKILL to all processes of the node, in the order in which the kernel lists them. Time
+  counts from before the first signal. The node's kernel stays, and closes the connections.
+- *Cut off*: all that the node sends, and all that it is sent, vanishes from some instant on. Time
+  counts from before that, with `--node-timeout 2`.
+- *Seen*: the coordinator records that nothing is heard of the node. *Shown*: the event is in the
+  trace that `top` follows. *Told*: node 0 has printed a line.
+- *Busy*: no node is lost; endless loops keep all cores busy for ten minutes, with the default of
+  `--node-timeout`.
+
+The plan of the survivors is that of the last of them. Times of several nodes are compared on the
+machine's one monotonic clock (`tests/nodes/merging.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.busy import LOOPS_A_CORE, busy_cores
+from benchmarks.common import Row, row
+from megatron_recover import trace
+from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import NODE_S, Deadlines
+from megatron_recover.observe.follow.tail import Tail
+from tests.cluster.waiting import until_files
+from tests.nodes import nodes
+from tests.nodes.jobs import NodesJob
+from tests.nodes.merging import on_one_clock
+from tests.nodes.nodes import Cage, Network, Node
+
+RUNS = 20
+"""Nodes killed, and nodes cut off."""
+NUM_NODES, MICROBATCHES, PACE_S = 4, 8, 0.05
+"""Size of the job; a step takes a tenth of a second."""
+TIMEOUT_S = 2.0
+"""`--node-timeout` of the runs whose node is cut off."""
+BUSY_S = 600.0
+BEAT_S = Deadlines.of().beat_s
+
+
+class CutOff(NamedTuple):
+    """Seconds since a node was cut off."""
+
+    seen_s: float
+    shown_s: float
+    told_s: float
+    planned_s: float
+
+
+class Busy(NamedTuple):
+    """A job beside busy cores."""
+
+    silences_s: list[float]
+    """Seconds of each silence of a node."""
+    num_lost: int
+    """Number of generations beyond the first."""
+    num_steps: int
+
+
+@contextlib.contextmanager
+def running(cage: Cage, folder: Path, node_silence_s: float) -> Iterator[NodesJob]:
+    """Yield a job that trains on a network of its own, until its end."""
+    network = Network(cage, folder, NUM_NODES)
+    try:
+        job = NodesJob(
+            network, num_nodes=NUM_NODES, node_silence_s=node_silence_s, replicas=NUM_NODES, ranks=2, steps=1_000_000,
+            microbatches=MICROBATCHES, pace_s=PACE_S, deadlines={},
+        )  # fmt: skip
+        job.until_training(5)
+        time.sleep(random.uniform(0.0, 2 * BEAT_S))  # a loss has no favourite instant within a step or a beat
+        yield job
+    finally:
+        network.close()
+
+
+def end(job: NodesJob, living: list[Node]) -> None:
+    """Have a job end after a common step. Raises RuntimeError if a node ends otherwise."""
+    job.agents["n0"].send_signal(signal.SIGTERM)
+    codes = job.end(living)
+    if set(codes.values()) != {ExitCode.INTERRUPTED}:
+        raise RuntimeError(f"the nodes ended with {codes}:\n{job.output()}")
+
+
+def loss_of(job: NodesJob, victim: Node) -> tuple[float, float]:
+    """Wait until the others of a node that is lost go on, and end the job.
+
+    Return when the coordinator recorded that nothing is heard of the node (infinity: it did not),
+    and when the last survivor had its plan of the next generation.
+    """
+    living = [node for node in job.nodes if node is not victim]
+    survivors = [node.number for node in living]
+    job.until_going_on(survivors, 3)
+    end(job, living)
+    seen_at, plans = math.inf, dict.fromkeys(survivors, math.inf)
+    for _, events in on_one_clock(Path(job.spec.run_dir), job.sums):
+        for event in events:
+            if event["event"] == "plan" and event["generation"] == 2:
+                assert event["roster"] == survivors, f"the loss of a node made a roster {event['roster']}"
+                plans[event["replica"]] = min(event["t"], plans[event["replica"]])
+            elif event["event"] == "node_silent" and event["node"] == victim.number:
+                seen_at = min(event["t"], seen_at)
+    assert max(plans.values()) < math.inf, f"not all survivors have a plan: {plans}"
+    return seen_at, max(plans.values())
+
+
+def killed(cage: Cage, folder: Path, number: int) -> float:
+    """Kill all processes of a node; return the seconds until the last survivor had its plan."""
+    with running(cage, folder, NODE_S) as job:
+        processes = job.nodes[number].processes()
+        began = time.monotonic()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, planned_at = loss_of(job, job.nodes[number])
+        return planned_at - began
+
+
+def cut_off(cage: Cage, folder: Path, number: int) -> CutOff:
+    """Cut a node off from all others, for good."""
+    with running(cage, folder, TIMEOUT_S) as job:
+        run_dir, victim = Path(job.spec.run_dir), job.nodes[number]
+        followed = Tail(run_dir / trace.EVENTS_FILE)
+        for _ in followed.lines():
+            pass
+        console = job.agents["n0"]
+        at: dict[str, float] = {}
+
+        def have_said_so() -> bool:
+            if any(b'"node_silent"' in line for line in followed.lines()):
+                at.setdefault("shown", time.monotonic())
+            if f"node {victim.name} is silent" in console.text():
+                at.setdefault("told", time.monotonic())
+            return len(at) == 2
+
+        began = time.monotonic()
+        victim.cut()
+        until_files(have_said_so, "the silence of the node", run_dir, console.output.parent)
+        seen_at, planned_at = loss_of(job, victim)
+        return CutOff(seen_at - began, at["shown"] - began, at["told"] - began, planned_at - began)
+
+
+def beside_busy_cores(cage: Cage, folder: Path) -> Busy:
+    """Train for `BUSY_S` seconds beside busy cores."""
+    with running(cage, folder, NODE_S) as job:
+        with busy_cores():
+            time.sleep(BUSY_S)
+        end(job, job.nodes)
+        events = [event for _, events in on_one_clock(Path(job.spec.run_dir), job.sums) for event in events]
+        silences_s = [event["seconds"] for event in events if event["event"] == "node_silent" and event["phase"] == "over"]
+        num_generations = sum(event["event"] == "generation" for event in events)
+        return Busy(silences_s, num_generations - 1, min(job.steps().values()))
+
+
+def rows() -> Iterator[Row]:
+    """Yield the rows of this benchmark. Raises OSError where no network of nodes can be made."""
+    if reason := nodes.why_not():
+        raise OSError(reason)
+    with nodes.cage() as cage, tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
+        folder, numbers = Path(name), [1 + run % (NUM_NODES - 1) for run in range(RUNS)]
+        kills = [1000 * killed(cage, folder / f"killed-{run}", number) for run, number in enumerate(numbers)]
+        cuts = [cut_off(cage, folder / f"cut-{run}", number) for run, number in enumerate(numbers)]
+        busy = beside_busy_cores(cage, folder / "busy")
+    yield row("node killed: kill to the last survivor's plan", kills, "ms", goal="< 300")
+    yield row("node killed: kill to the last survivor's plan, worst", kills, "ms", value=max(kills), goal="< 300")
+    planned = [each.planned_s for each in cuts]
+    what = "node cut off, --node-timeout 2: cut to the last survivor's plan"
+    yield row(what, planned, "s", goal="< 3")
+    yield row(f"{what}, worst", planned, "s", value=max(planned), goal="< 3")
+    for what in ("seen", "shown", "told"):
+        beats = [getattr(each, f"{what}_s") / BEAT_S for each in cuts]
+        yield row(f"node cut off: cut to its silence {what}, worst", beats, "beats", value=max(beats), goal="< 2")
+    beside = f"{LOOPS_A_CORE} endless loops a core, {BUSY_S:.0f} s"
+    yield row("nodes lost beside busy cores", [busy.num_lost], "count", baseline=beside, goal="== 0")
+    yield row("silences of nodes beside busy cores", [len(busy.silences_s)], "count", baseline=beside)
+    yield row("longest silence of a node beside busy cores", [max(busy.silences_s, default=0.0)], "s", baseline=beside)
+    yield row("steps beside busy cores", [busy.num_steps], "count", baseline=beside)
