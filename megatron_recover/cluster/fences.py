@@ -104,6 +104,20 @@ class Fences:
         if replica not in self._fencing and replica not in {each for each, _ in self.set_aside}:
             self._send(FenceDone(replica))
 
+    def end_alone(self) -> None:
+        """Record the end of what no coordinator had fenced, after the last process of this node.
+
+        The node ends without a coordinator. That may have removed it, and be alive beyond a cut in
+        the network: then the replicas of this node are lost, and nobody else can say that they ended.
+        """
+        for replica in self._job.replicas_here:
+            if replica in self.gone:
+                continue
+            ranks = tuple(rank for rank in self._job.slots(replica) if (replica, rank) not in self.set_aside)
+            for rank in ranks:
+                self._recording.ended(replica, rank)
+            self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
+
     def give_up(self, process: Undying) -> None:
         """Report a process that SIGKILL does not end, and wait for it no longer; once per process.
 

@@ -289,6 +289,8 @@ class Launcher:
                 self._loop.forget_readable(self._node.fileno())
             for process in self._node.close():
                 self._fences.give_up(process)
+            if self._loss.why:
+                self._fences.end_alone()
             self._starting.close()
             if self._gathering is None:
                 self._hang_up()

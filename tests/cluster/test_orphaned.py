@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_recover.cluster.coordinator_loss import CoordinatorLoss
+from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.core.values import ExitCode
 
@@ -36,3 +37,17 @@ def test_the_code_of_ranks_that_end_together_is_kept_until_their_deaths_are_conf
     fences.is_nobody_left = True
     loss.end_alone(has_begun=True)
     assert ends[0] == expected
+
+
+def test_a_node_that_ends_alone_records_the_end_of_each_rank_that_nobody_had_fenced() -> None:
+    recorded: list[Any] = []
+    ended: list[tuple[int, int]] = []
+    job: Any = SimpleNamespace(replicas_here=(1, 2, 3), slots=lambda replica: (0, 1))
+    recording: Any = SimpleNamespace(record=recorded.append, ended=lambda *rank: ended.append(rank))
+    unused: Any = None
+    fences = Fences(job, unused, recording, loop=unused, deadlines=unused, send=unused)
+    fences.gone.add(1)
+    fences.set_aside.add((3, 1))
+    fences.end_alone()
+    assert [(event.replica, event.ranks) for event in recorded] == [(2, (0, 1)), (3, (0,))]
+    assert ended == [(2, 0), (2, 1), (3, 0)]
