@@ -107,8 +107,8 @@ class Fences:
     def end_alone(self) -> None:
         """Record the end of what no coordinator had fenced, after the last process of this node.
 
-        The node ends without a coordinator. That may have removed it, and be alive beyond a cut in
-        the network: then the replicas of this node are lost, and nobody else can say that they ended.
+        The node ends without a coordinator. That may have removed the node, and be alive beyond a
+        cut in the network. Then the node's replicas are lost, and only this node sees their end.
         """
         for replica in self._job.replicas_here:
             if replica in self.gone:

@@ -50,6 +50,7 @@ from megatron_recover.control_plane.node_messages import (
     DrainAnswer,
     EndAsked,
     FenceReplica,
+    GivesUp,
     Idle,
     JobEnds,
     JobState,
@@ -146,6 +147,8 @@ class Launcher:
         self._fences: Fences
         self._requests: Requests
         self._loss: CoordinatorLoss
+        self._why_lost = ""
+        """Why the coordinator has given up; empty: it has not."""
 
     def run(self) -> int:
         """Run the job to its end; return its exit code.
@@ -367,6 +370,8 @@ class Launcher:
                 self._gathering.handle(message)
             case JobState():
                 self._requests.keep(message)
+            case GivesUp(reason):
+                self._why_lost = reason
             case Idle(reason):
                 self._recording.says(f"{reason}: this node waits for the end of the job")
             case _:
@@ -374,7 +379,7 @@ class Launcher:
 
     def _coordinator_gone(self, why: str) -> None:
         if self._ending is None:
-            self._loss.begin(why, has_begun=self.has_begun)
+            self._loss.begin(self._why_lost or why, has_begun=self.has_begun)
 
     def _look_at_coordinator(self) -> None:
         if self._ending is None and self._joined is not None:

@@ -178,6 +178,10 @@ class Loop:
                 self._selector.unregister(link)
             link.close()
 
+    def has(self, link: Link) -> bool:
+        """Return whether the loop serves a link: nobody has dropped it, and it is not over."""
+        return link in self._links
+
     def run_once(self, max_wait_s: float | None = None) -> None:
         """Wait until something is due, for at most `max_wait_s`, and serve it.
 

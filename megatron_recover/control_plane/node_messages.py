@@ -294,6 +294,12 @@ class Idle(Value, frozen=True):
     reason: str
 
 
+class GivesUp(Value, frozen=True):
+    """The coordinator leaves the job, which goes on to its next save point without one."""
+
+    reason: str
+
+
 FromAgent = (
     NodeHello
     | NodeShares
@@ -327,6 +333,7 @@ ToAgent = (
     | TellKnown
     | JobEnds
     | Idle
+    | GivesUp
     | JobState
     | NodeGone
     | TraceOffer

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 
@@ -35,6 +35,7 @@ from megatron_recover.control_plane.node_messages import (
     EndAsked,
     FenceDone,
     FenceReplica,
+    GivesUp,
     Idle,
     JobEnds,
     JobState,
@@ -62,16 +63,14 @@ from megatron_recover.control_plane.node_messages import (
     TraceOffer,
     TracePart,
 )
+from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.control_plane.traces import Traces
 from megatron_recover.control_plane.wire import Link, Message, encode
-from megatron_recover.core import condemning, node_silence, values
+from megatron_recover.core import condemning, values
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.trace.node_clock import NodeClock
-
-SEEN_BEATS = 1.5
-"""Beats without a message of an agent after which its node is reported as silent."""
 
 
 class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,16 +104,14 @@ class Stage(enum.Enum):
 class _Agent:
     """The state of one agent, as the coordinator knows it."""
 
-    def __init__(self, link: Link, hello: NodeHello, now: float) -> None:
+    def __init__(self, link: Link, hello: NodeHello) -> None:
         self.link, self.hello = link, hello
         self.number = -1
         """Number of the node; -1: the job does not use it."""
-        self.heard_at = now
         self.shared: NodeShares | None = None
         """The findings that the node has sent in the newest round of the examination."""
         self.ready: NodeReady | None = None
         self.is_launched = False
-        self.is_silent = False
         self.is_lost = False
         """True once the node's replicas were removed. The agent may live."""
         self.at_work: tuple[int, ...] = ()
@@ -153,6 +150,9 @@ class NodesDriver:
         self._exit_reason = ""
         self.was_joined = False
         self._end: JobEnds | None = None
+        self._has_given_up = False
+        self._held: dict[int, tuple[Link, NodeHello]] = {}
+        """Identity of an agent that is back before the reset of its link was judged -> new link."""
         self._removed: dict[int, int] = {}
         """Identity of the agent of each removed node -> number of the node."""
         self._lost: dict[int, NodeState] = {}
@@ -165,8 +165,11 @@ class NodesDriver:
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
             ),
         )  # fmt: skip
+        self._watch = NodeWatch(
+            loop=loop, beat_s=self._deadlines.beat_s, limit_s=settings.node_silence_s, record=record,
+            remove=self._remove, changed=self._tell_silence, cut_off=self._cut_off, give_up=self._give_up,
+        )  # fmt: skip
         loop.after(settings.join_s, self._met_too_late)
-        loop.after(self._deadlines.beat_s, self._look_for_silence)
         loop.after(self._deadlines.beat_s, self._tell_state)
 
     @property
@@ -179,9 +182,9 @@ class NodesDriver:
         awaited = [
             each
             for each in self._agents
-            if not (self.has_ended and (each.is_lost or each.is_silent) and not each.link.wants_write)
+            if not (self.has_ended and (each.is_lost or each.number in self._watch.silent) and not each.link.wants_write)
         ]
-        return self.was_joined and not awaited
+        return self._has_given_up or (self.was_joined and not awaited)
 
     @property
     def has_ended(self) -> bool:
@@ -197,6 +200,7 @@ class NodesDriver:
         if self._stage is Stage.OVER:
             return
         self._stage, self._end = Stage.OVER, JobEnds(exit_code, reason, at_once)
+        self._watch.stop()
         self._send_to(self._agents, self._end)
 
     # --- Connections ------------------------------------------------------------------------------
@@ -226,13 +230,17 @@ class NodesDriver:
         if not isinstance(message, NodeHello):
             self._loop.drop(link)
             return
-        agent = _Agent(link, message, self._loop.time())
         for old in [each for each in self._agents if each.hello.identity == message.identity]:
-            self._drop(old, "its connection broke")  # only the agent has seen that
+            self._loop.drop(old.link)
+            self._link_ended(old, "its connection broke")  # only the agent has seen that
+            if old in self._agents:
+                self._hold(link, message)
+                return
+        agent = _Agent(link, message)
         if (before := self._removed.get(message.identity)) is not None:
             self._returns(agent, before)
             return
-        self._watch(agent)
+        self._add(agent)
         self.was_joined = True
         self._loop.send(link, NodeBeat())
         if self._stage is Stage.MEETING:
@@ -242,11 +250,20 @@ class NodesDriver:
         else:
             self._have_idle(agent)
 
-    def _watch(self, agent: _Agent) -> None:
+    def _add(self, agent: _Agent) -> None:
         self._agents.append(agent)
         self._loop.watch(
-            agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._agent_gone(agent, why)
+            agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._link_ended(agent, why)
         )
+
+    def _hold(self, link: Link, hello: NodeHello) -> None:
+        """Keep the new link of an agent until the reset of the old one is judged."""
+
+        def closed(link: Link, why: str) -> None:
+            self._held.pop(hello.identity, None)
+
+        self._held[hello.identity] = link, hello
+        self._loop.watch(link, lambda link, message: None, closed)
 
     def _have_idle(self, agent: _Agent) -> None:
         self._loop.send(agent.link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
@@ -254,7 +271,7 @@ class NodesDriver:
     def _returns(self, agent: _Agent, number: int) -> None:
         """Take the new link of an agent whose node was removed, and have it fence its ranks."""
         agent.number, agent.is_lost = number, True
-        self._watch(agent)
+        self._add(agent)
         for replica in self._replicas[number]:
             self._loop.send(agent.link, FenceReplica(replica))
         if self._end is not None:
@@ -324,6 +341,7 @@ class NodesDriver:
         self._agents = [*used, *late]
         for number, agent in enumerate(used):
             agent.number = number
+            self._watch.watch(number, agent.hello.name)
         self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in used)
         self._stage = Stage.PREPARING
         for agent in used:
@@ -374,6 +392,7 @@ class NodesDriver:
                 )
             )
         self._stage = Stage.RUNNING
+        self._watch.suspend()
         ready_nodes = [each.ready for each in used if each.ready is not None]
         leaders = dict(leader for one in ready_nodes for leader in one.leaders)
         stores = dict(store for one in ready_nodes for store in one.stores)
@@ -384,15 +403,20 @@ class NodesDriver:
 
     def _launched(self, agent: _Agent) -> None:
         agent.is_launched = True
-        if self._membership is not None and all(each.is_launched or each.is_lost for each in self._agents if each.number >= 0):
+        if self._membership is not None and self._are_launched:
+            self._watch.allow()
             self._membership.launched()
             if self._exit_reason:
                 self._membership.ask_exit(self._exit_reason)
 
+    @property
+    def _are_launched(self) -> bool:
+        return all(each.is_launched or each.is_lost for each in self._agents if each.number >= 0)
+
     # --- Running ----------------------------------------------------------------------------------
 
     def _from_agent(self, agent: _Agent, message: Message) -> None:
-        self._heard(agent)
+        self._watch.heard_of(agent.number)
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
@@ -444,10 +468,10 @@ class NodesDriver:
         if self._membership is None:
             return
         living = [agent for agent in self._agents if agent.number >= 0 and not agent.is_lost]
-        at_work = {replica for agent in living if not agent.is_silent for replica in agent.at_work}
+        silent = self._watch.silent
+        at_work = {replica for agent in living if agent.number not in silent for replica in agent.at_work}
         at_work -= condemning.accused(self._condemning)
         if len(self._nodes) > 1:
-            silent = {agent.number for agent in living if agent.is_silent}
             at_work |= {replica for replica, nodes in self._hosts.items() if silent.intersection(nodes)}
         self._membership.at_work(tuple(sorted(at_work)))
 
@@ -466,8 +490,7 @@ class NodesDriver:
 
     def _tell_silence(self) -> None:
         """Feed the machines which nodes are heard at present."""
-        heard = {agent.number for agent in self._agents if not agent.is_silent and not agent.is_lost}
-        self._judge(condemning.Deaf(frozenset(node.number for node in self._nodes) - heard))
+        self._judge(condemning.Deaf(frozenset(node.number for node in self._nodes) - self._watch.heard))
         self._tell_work()
 
     def _fence_done(self, agent: _Agent, replica: int) -> None:
@@ -499,6 +522,7 @@ class NodesDriver:
         return reason if self._settings.most == 1 else f"{agent.hello.name}: {reason}"
 
     def _announced(self, new: values.NewGeneration) -> None:
+        self._watch.allow()
         self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
         self._judge(condemning.Rostered(new.roster))
 
@@ -522,8 +546,41 @@ class NodesDriver:
         self._loop.drop(agent.link)
         self._agent_gone(agent, why)
 
+    def _link_ended(self, agent: _Agent, why: str) -> None:
+        """Handle the end of a link. Only the agent itself can have closed it."""
+        is_proof = agent.link.was_closed or len(self._nodes) == 1
+        if self._stage is Stage.RUNNING and agent in self._agents and agent.number >= 0 and not (is_proof or agent.is_lost):
+            self._watch.was_reset(agent.number, why)
+        else:
+            self._agent_gone(agent, why)
+
+    def _remove(self, number: int, why: str) -> None:
+        """Remove a node that is silent, or whose link was reset."""
+        agent = next(each for each in self._agents if each.number == number and not each.is_lost)
+        if self._stage is Stage.PREPARING:
+            self._end_everywhere(ExitCode.FAILED, agent, f"{why} before training began")
+        elif not self._loop.has(agent.link):
+            self._agent_gone(agent, why)
+        else:
+            self._lose(agent, why)
+        if (held := self._held.pop(agent.hello.identity, None)) is not None:
+            self._introduced(*held)
+
+    def _cut_off(self, reason: str) -> None:
+        """End the job here. The others have no coordinator, and end by themselves."""
+        if self._membership is None:
+            self.end(ExitCode.FAILED, f"{reason}, before training began")
+        else:
+            self._membership.end(ExitCode.NO_REPLICA_LEFT, reason)
+
+    def _give_up(self, reason: str) -> None:
+        """Leave the job without a coordinator: its ranks go on to the next save point."""
+        self._has_given_up = True
+        self._record(trace.CoordinatorLeft(reason=reason))
+        self._send_to(self._agents, GivesUp(reason))
+
     def _agent_gone(self, agent: _Agent, why: str) -> None:
-        """Handle the end of a link: the agent has ended, and its ranks end with it."""
+        """Handle the end of an agent: its ranks end with it."""
         if agent not in self._agents:
             return
         self._agents.remove(agent)
@@ -543,6 +600,9 @@ class NodesDriver:
         if agent.is_lost or self._membership is None:
             return
         agent.is_lost = True
+        self._watch.forget(agent.number)
+        if self._are_launched:
+            self._watch.allow()
         self._tell_silence()
         replicas = self._replicas.get(agent.number, ())
         name = agent.hello.name
@@ -580,41 +640,7 @@ class NodesDriver:
             states[agent.number] = NodeState(
                 agent.number,
                 agent.hello.name,
-                "idle" if agent.number < 0 else "silent" if agent.is_silent else "here",
+                "idle" if agent.number < 0 else "silent" if agent.number in self._watch.silent else "here",
                 replicas,
             )
         return tuple(states[number] for number in sorted(states))
-
-    def _heard(self, agent: _Agent) -> None:
-        now = self._loop.time()
-        silent_s, agent.heard_at = now - agent.heard_at, now
-        if agent.is_silent:
-            agent.is_silent = False
-            self._tell(agent, "over", silent_s)
-            self._tell_silence()
-
-    def _look_for_silence(self) -> None:
-        if self._stage is Stage.OVER:
-            return
-        self._loop.after(self._deadlines.beat_s / 4, self._look_for_silence)
-        now, seen_s = self._loop.time(), SEEN_BEATS * self._deadlines.beat_s
-        living = {each.number: each for each in self._agents if each.number >= 0 and not each.is_lost}
-        silent_s = {number: now - agent.heard_at for number, agent in living.items()}
-        for number, agent in living.items():
-            if silent_s[number] >= seen_s and not agent.is_silent:
-                agent.is_silent = True
-                self._tell(agent, "began", silent_s[number])
-                self._tell_silence()
-        membership = self._membership
-        if membership is not None and (membership.generation or all(agent.is_launched for agent in living.values())):
-            # Before, an agent may wait for its fork server; what never starts is late (`start`).
-            limit_s = self._settings.node_silence_s
-            for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=limit_s):
-                self._lose(living[number], f"nothing was heard of it for {silent_s[number]:.1f} s")
-            if len(self._nodes) > 1 and node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=limit_s):
-                heard = sum(seconds < seen_s for seconds in silent_s.values())
-                reason = f"{heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost"
-                membership.end(ExitCode.NO_REPLICA_LEFT, reason)  # the others have no coordinator, and end too
-
-    def _tell(self, agent: _Agent, phase: Literal["began", "over"], seconds: float) -> None:
-        self._record(trace.NodeSilent(node=agent.number, name=agent.hello.name, phase=phase, seconds=round(seconds, 3)))

@@ -288,6 +288,9 @@ class Link:
         """Rest of the frame of which a part was written."""
         self._queued = 0
         """Bytes of all frames in `_outgoing` and of `_begun`."""
+        self.was_closed = False
+        """True once the other end was seen to have closed the connection. If a link ends otherwise,
+        it may have been reset on the way, while both ends live."""
         self._has_gap = False
         """True once a message found no room in the queue. No later message may be sent, since the
         receiver would miss the lost one."""
@@ -376,6 +379,7 @@ class Link:
             for _ in range(_READ_BYTES // _CHUNK_BYTES):
                 chunk = self._socket.recv(_CHUNK_BYTES)
                 if not chunk:
+                    self.was_closed = True
                     return LinkClosed("closed by the other end")
                 self._incoming += chunk
         except BlockingIOError:  # that was all for now

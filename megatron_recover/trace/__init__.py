@@ -33,7 +33,7 @@ from megatron_recover.trace.step import (
 from megatron_recover.trace.standstill import (
     CoordinatorLost, CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting, WaitingRank,
 )
-from megatron_recover.trace.node import NodeLost, NodePlace, NodeSilent, NodesMet
+from megatron_recover.trace.node import CoordinatorLeft, NodeLost, NodePlace, NodeSilent, NodesMet
 from megatron_recover.trace.failure import Failure, Fault, Fenced, MAX_REASON, Phase, Recovery, SetAside, Thawed, reason_of
 from megatron_recover.trace.event import Event
 from megatron_recover.trace.catalog import LEFT_OUT, LEVELS, NAMES, AnyEvent, name_of

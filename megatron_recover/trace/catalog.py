@@ -6,7 +6,7 @@ from typing import get_args
 
 from megatron_recover.trace.event import Event, snake_case
 from megatron_recover.trace.failure import Failure, Fault, Fenced, Recovery, SetAside, Thawed
-from megatron_recover.trace.node import NodeLost, NodeSilent, NodesMet
+from megatron_recover.trace.node import CoordinatorLeft, NodeLost, NodeSilent, NodesMet
 from megatron_recover.trace.run import (
     Checkpoint,
     ClockRefused,
@@ -55,7 +55,7 @@ AnyEvent = (
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery
-    | NodesMet | NodeSilent | NodeLost
+    | NodesMet | NodeSilent | NodeLost | CoordinatorLeft
     | RankSilent | RankMoved | LeaderSilent | CoordinatorSilent | CoordinatorLost | Waiting | Strangers
 )  # fmt: skip
 """Every event of a log."""

@@ -31,6 +31,12 @@ class NodeSilent(Event, frozen=True, kw_only=True):
     """Duration of the silence until now."""
 
 
+class CoordinatorLeft(Event, frozen=True, kw_only=True):
+    """Coordinator: it gives up. The job goes on to its next save point without one."""
+
+    reason: str
+
+
 class NodeLost(Event, frozen=True, kw_only=True):
     """Coordinator: a node is removed with all replicas that have ranks on it."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +19,7 @@ from megatron_recover.control_plane.node_messages import (
     EndAsked,
     FenceDone,
     FenceReplica,
+    GivesUp,
     Idle,
     JobEnds,
     JobState,
@@ -38,6 +41,7 @@ from megatron_recover.control_plane.node_messages import (
     TraceOffer,
     TracePart,
 )
+from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
 from megatron_recover.core import coordinator
@@ -71,6 +75,11 @@ class Agent:
         self.town.loop.send(self.link, message)
 
     def hang_up(self) -> None:
+        self.town.loop.drop(self.link)
+
+    def reset(self) -> None:
+        """Have the connection reset, as a machine on the way does."""
+        self.link.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.town.loop.drop(self.link)
 
     def of[Kind: Message](self, kind: type[Kind]) -> list[Kind]:
@@ -270,6 +279,53 @@ def test_a_silent_node_is_removed_by_its_own_time_alone_and_on_the_only_node_nob
     assert membership._state.at_work == (0, 1)
     alone.run(0.3)
     assert membership._state.at_work == ()
+
+
+def test_a_node_that_falls_silent_while_it_prepares_ends_the_job_in_time_and_by_name(make_town: Make) -> None:
+    town = make_town(node_silence_s=0.1)
+    agents = town.meet()
+    town.run(0.1 * PREPARING_SILENCES - 0.1, *agents[:2])
+    assert not town.nodes.has_ended
+    town.run(0.3, *agents[:2])
+    for agent in agents[:2]:
+        [end] = agent.of(JobEnds)
+        assert end.exit_code == ExitCode.FAILED and end.reason.startswith("n2: nothing was heard of it for 0.6 s")
+
+
+def test_a_node_whose_link_is_reset_is_lost_though_it_comes_back_at_once(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[1].reset()
+    back = Agent(town, 1)
+    town.until(lambda: back.of(FenceReplica))
+    assert [event.node for event in town.of(trace.NodeLost)] == [1]
+    assert not town.nodes.is_done
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_links_that_are_reset_at_once_cost_no_node_and_leave_the_job_without_a_coordinator(
+    make_town: Make, is_back: bool
+) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    for agent in agents[1:]:
+        agent.reset()
+    back = [Agent(town, number) for number in (1, 2)] if is_back else []
+    town.until(lambda: town.nodes.is_done)
+    assert not town.of(trace.NodeLost) and len(town.of(trace.Generation)) == 1
+    [last] = agents[0].of(GivesUp)
+    assert "2 of 3 nodes were reset at once" in last.reason
+    assert [event.reason for event in town.of(trace.CoordinatorLeft)] == [last.reason]
+    assert not any(agent.of(FenceReplica) for agent in back)
+
+
+def test_nodes_whose_agents_end_at_once_are_lost_however_many(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    for agent in agents[1:]:
+        agent.hang_up()
+    town.until(lambda: len(town.of(trace.NodeLost)) == 2)
+    assert not town.nodes.is_done and not agents[0].of(GivesUp)
 
 
 def test_a_coordinator_that_is_cut_off_ends_its_side_after_twice_the_time(make_town: Make) -> None:

@@ -173,7 +173,8 @@ def cancel(case: slurm_losses.Case) -> None:
 
 
 STRIKES: tuple[Callable[[slurm_losses.Case], None], ...] = (
-    slurm_losses.power, slurm_losses.slurmd, slurm_losses.down, cancel,
+    slurm_losses.power, slurm_losses.power_and_back_soon, slurm_losses.power_and_back_late, slurm_losses.slurmstepd,
+    slurm_losses.slurmd, slurm_losses.down, cancel,
 )  # fmt: skip
 CASES = tuple(
     (strike, shape, where)

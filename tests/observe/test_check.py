@@ -962,6 +962,15 @@ def test_how_the_run_ended_is_said_beside_what_holds(exit_code: int, reason: str
     assert verdict.holds and describe(verdict).splitlines()[-1] == (f"{line}: {reason}" if reason else line)
 
 
+@pytest.mark.parametrize("code", [ExitCode.NO_REPLICA_LEFT, ExitCode.TOO_FEW_REPLICAS])
+def test_without_a_coordinator_a_job_ends_alone_as_without_replicas_and_no_other_way(code: int) -> None:
+    events = traces.faulty_run().events
+    events[-1] = msgspec.structs.replace(events[-1], exit_code=code)
+    assert "INV-8" in _broken(events)
+    events.insert(-1, trace.CoordinatorLeft(reason="too few nodes are heard"))
+    assert ("INV-8" in _broken(events)) == (code != ExitCode.NO_REPLICA_LEFT)
+
+
 def test_what_is_not_fenced_yet_is_no_violation_before_the_end() -> None:
     events = traces.faulty_run().events[:-1]
     events = events[: _find(events, trace.Failure, replica=0) + 1]

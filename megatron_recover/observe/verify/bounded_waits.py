@@ -22,7 +22,8 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
     """Require that the exit code agrees with the trace.
 
     - A run that was stopping ends with the exit code of a `stopping`, unless it was killed.
-    - A code of `NEVER_ALONE` comes with `stopping`, and `DIVERGED` with a `disagreed` event.
+    - A code of `NEVER_ALONE` comes with `stopping`, and `DIVERGED` with a `disagreed` event. After
+      `coordinator_left` the nodes end alone, with `NO_REPLICA_LEFT`.
     - With code 0 no step after the last committed one was planned, and every survivor has committed
       the last step.
     - Steps and codes that gaps of the trace may explain are not judged.
@@ -33,9 +34,10 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
     line, ended = found[-1]
     stops = [event.exit_code for _, event in history.of(trace.Stopping)]
     killed_on_request = ended.exit_code > 128
+    never_alone = {*NEVER_ALONE} - ({ExitCode.NO_REPLICA_LEFT} if history.of(trace.CoordinatorLeft) else set())
     if stops and ended.exit_code not in stops and not killed_on_request:
         yield line, f"the run ended with exit code {ended.exit_code}, but was stopping with {stops[-1]}"
-    elif not stops and ended.exit_code in NEVER_ALONE and not gaps.of_launcher:
+    elif not stops and ended.exit_code in never_alone and not gaps.of_launcher:
         yield line, f"the run ended with exit code {ended.exit_code}, but no `stopping` was recorded"
     elif ended.exit_code == ExitCode.DIVERGED and not history.of(trace.Disagreed) and not gaps:
         yield line, "the run ended because replicas disagreed, but none of them recorded `disagreed`"

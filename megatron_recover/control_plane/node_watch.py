@@ -1,0 +1,166 @@
+"""The coordinator's watch over the nodes of a job: which are heard, and which are lost.
+
+Note [What shows that a node is lost]
+    - Its agent has closed the link. Only the end of the agent does that, so the node is lost at
+      once; its driver handles that without this watch.
+    - Nothing was heard of it for `--node-timeout`.
+    - Its link was reset. That may also be the work of a machine in between. If it resets the links
+      of many nodes, all of them are well. So the watch waits for `SETTLE_S`. Then it removes the
+      nodes if it hears enough of the others.
+
+    It removes nobody while it hears fewer than half (`core/node_silence.py`). If it then hears
+    nothing for long, the job ends. If it does not hear the others because their links were reset,
+    it gives up: the ranks go on to the next save point without a coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from megatron_recover import trace
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.core import node_silence
+
+SEEN_BEATS = 1.5
+"""Beats without a message of an agent after which its node is reported as silent."""
+PREPARING_SILENCES = 6
+"""While nodes prepare, one is waited for as many times `--node-timeout` of silence: it may be busy
+with a slow disk."""
+SETTLE_S = 0.05
+"""Seconds after the reset of a link in which resets of others count as resets at the same time."""
+
+
+class _Node:
+    """What is known of one living node."""
+
+    def __init__(self, name: str, now: float) -> None:
+        self.name, self.heard_at = name, now
+        self.is_silent = False
+        self.reset = ""
+        """How its link was reset; empty: it was not."""
+
+
+class NodeWatch:
+    """Watches the nodes of one job. Everything runs in the loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        loop: Loop,
+        beat_s: float,
+        limit_s: float,
+        record: Callable[[trace.Event], None],
+        remove: Callable[[int, str], None],
+        changed: Callable[[], None],
+        cut_off: Callable[[str], None],
+        give_up: Callable[[str], None],
+    ) -> None:
+        """Watch the nodes that `watch` adds, which prepare.
+
+        - `limit_s`: a node that is silent for so long is removed, once `allow` was called.
+        - `remove(number, why)` removes a node, which is then no longer watched.
+        - `changed()` is called after a node has fallen silent or is heard again.
+        - `cut_off(reason)` ends the job, again and again while this node stays cut off.
+        - `give_up(reason)` leaves the job without a coordinator.
+        """
+        self._loop, self._beat_s, self._limit_s, self._record = loop, beat_s, limit_s, record
+        self._remove, self._changed, self._cut_off, self._give_up = remove, changed, cut_off, give_up
+        self._nodes: dict[int, _Node] = {}
+        self._is_over = False
+        self._patience_s = PREPARING_SILENCES * limit_s
+        """A node is removed after so long a silence at present."""
+        loop.after(beat_s, self._look)
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """Return the numbers of the nodes that are silent at present."""
+        return frozenset(number for number, node in self._nodes.items() if node.is_silent)
+
+    @property
+    def heard(self) -> frozenset[int]:
+        """Return the numbers of the nodes that are watched and heard."""
+        return frozenset(self._nodes) - self.silent
+
+    def watch(self, number: int, name: str) -> None:
+        """Watch a node that was heard just now."""
+        self._nodes[number] = _Node(name, self._loop.time())
+
+    def forget(self, number: int) -> None:
+        """Watch a node no longer: it is lost or has left."""
+        self._nodes.pop(number, None)
+
+    def suspend(self) -> None:
+        """Remove no node for its silence: agents start ranks, and wait for their fork servers."""
+        self._patience_s = math.inf
+
+    def allow(self) -> None:
+        """Remove a node that is silent for `limit_s` from now on: the ranks are started."""
+        self._patience_s = self._limit_s
+
+    def stop(self) -> None:
+        """Watch no longer: the job is over."""
+        self._is_over = True
+
+    def heard_of(self, number: int) -> None:
+        """Note that a node has sent something; nothing happens for one that is not watched."""
+        if (node := self._nodes.get(number)) is None:
+            return
+        now = self._loop.time()
+        silent_s, node.heard_at = now - node.heard_at, now
+        if node.is_silent:
+            node.is_silent = False
+            self._tell(number, "over", silent_s)
+            self._changed()
+
+    def was_reset(self, number: int, why: str) -> None:
+        """Note that the link of a node was reset, and judge that after `SETTLE_S`.
+
+        The node is removed then, or the coordinator gives up.
+        """
+        self._nodes[number].reset = why
+        self._loop.after(SETTLE_S, self._judge_resets)
+
+    def _judge_resets(self) -> None:
+        reset = {number: node.reset for number, node in self._nodes.items() if node.reset}
+        if not reset or self._is_over:
+            return
+        silent_s = self._silent_s() | dict.fromkeys(reset, math.inf)
+        if node_silence.hears_enough(silent_s, self._seen_s):
+            for number, why in reset.items():
+                self._remove(number, why)
+        else:
+            self._is_over = True
+            self._give_up(
+                f"the links of {len(reset)} of {len(silent_s)} nodes were reset at once, "
+                "so too few are heard for the others to be called lost"
+            )
+
+    @property
+    def _seen_s(self) -> float:
+        return SEEN_BEATS * self._beat_s
+
+    def _silent_s(self) -> dict[int, float]:
+        now = self._loop.time()
+        return {number: now - node.heard_at for number, node in self._nodes.items()}
+
+    def _look(self) -> None:
+        if self._is_over:
+            return
+        self._loop.after(self._beat_s / 4, self._look)
+        silent_s, seen_s = self._silent_s(), self._seen_s
+        for number, seconds in silent_s.items():
+            if seconds >= seen_s and not self._nodes[number].is_silent:
+                self._nodes[number].is_silent = True
+                self._tell(number, "began", seconds)
+                self._changed()
+        for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=self._patience_s):
+            self._remove(number, f"nothing was heard of it for {silent_s[number]:.1f} s")
+        if node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=self._patience_s):
+            num_heard = sum(seconds < seen_s for seconds in silent_s.values())
+            self._cut_off(f"{num_heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost")
+
+    def _tell(self, number: int, phase: Literal["began", "over"], seconds: float) -> None:
+        name = self._nodes[number].name
+        self._record(trace.NodeSilent(node=number, name=name, phase=phase, seconds=round(seconds, 3)))
