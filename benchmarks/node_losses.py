@@ -1,18 +1,19 @@
-"""The loss of a node: from the loss to the plan of all survivors; and nodes on a busy machine.
+"""The loss of a node: from the loss to the plan of all survivors; and nodes that are only silent.
 
     python -m benchmarks.run --only node_losses        (as root)
 
 Nodes are namespaces on this machine (`tests/nodes/nodes.py`). A toy job has one replica of two
 ranks on each of four nodes; agents, leaders and coordinator are those of production. In each run
-one node is lost, never that of the coordinator.
+a fault strikes one node, never that of the coordinator.
 
 - *Killed*: SIGKILL to all processes of the node, in the order in which the kernel lists them. Time
-  counts from before the first signal. The node's kernel stays, and closes the connections.
+  counts from before the first signal. The node's kernel stays, and ends the connections.
 - *Cut off*: all that the node sends, and all that it is sent, vanishes from some instant on. Time
   counts from before that, with `--node-timeout 2`.
-- *Seen*: the coordinator records that nothing is heard of the node. *Shown*: the event is in the
-  trace that `top` follows. *Told*: node 0 has printed a line.
-- *Busy*: no node is lost; endless loops keep all cores busy for ten minutes, with the default of
+- *Cut for 5 s*, with the default of `--node-timeout`. The silence is *seen* when the coordinator
+  records it, *shown* when the event is in the trace that `top` follows, and *told* when node 0 has
+  printed a line.
+- *Busy*: no fault; endless loops keep all cores busy for ten minutes, with the default of
   `--node-timeout`.
 
 The plan of the survivors is that of the last of them. Times of several nodes are compared on the
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -46,22 +47,23 @@ from tests.nodes.merging import on_one_clock
 from tests.nodes.nodes import Cage, Network, Node
 
 RUNS = 20
-"""Nodes killed, and nodes cut off."""
+"""Runs of each of the first three kinds."""
 NUM_NODES, MICROBATCHES, PACE_S = 4, 8, 0.05
 """Size of the job; a step takes a tenth of a second."""
 TIMEOUT_S = 2.0
 """`--node-timeout` of the runs whose node is cut off."""
-BUSY_S = 600.0
+CUT_S, BUSY_S = 5.0, 600.0
 BEAT_S = Deadlines.of().beat_s
 
 
-class CutOff(NamedTuple):
-    """Seconds since a node was cut off."""
+class Silence(NamedTuple):
+    """Beats since a node was cut off, and what became of the job."""
 
-    seen_s: float
-    shown_s: float
-    told_s: float
-    planned_s: float
+    seen: float
+    shown: float
+    told: float
+    num_lost: int
+    """Number of generations beyond the first."""
 
 
 class Busy(NamedTuple):
@@ -98,26 +100,32 @@ def end(job: NodesJob, living: list[Node]) -> None:
         raise RuntimeError(f"the nodes ended with {codes}:\n{job.output()}")
 
 
-def loss_of(job: NodesJob, victim: Node) -> tuple[float, float]:
+def events_of(job: NodesJob) -> list[dict[str, Any]]:
+    """Return the events of all nodes."""
+    return [event for _, events in on_one_clock(Path(job.spec.run_dir), job.sums) for event in events]
+
+
+def num_lost(events: list[dict[str, Any]]) -> int:
+    """Return the number of generations beyond the first."""
+    return sum(event["event"] == "generation" for event in events) - 1
+
+
+def planned_at(job: NodesJob, victim: Node) -> float:
     """Wait until the others of a node that is lost go on, and end the job.
 
-    Return when the coordinator recorded that nothing is heard of the node (infinity: it did not),
-    and when the last survivor had its plan of the next generation.
+    Return when the last survivor had its plan of the next generation.
     """
     living = [node for node in job.nodes if node is not victim]
     survivors = [node.number for node in living]
     job.until_going_on(survivors, 3)
     end(job, living)
-    seen_at, plans = math.inf, dict.fromkeys(survivors, math.inf)
-    for _, events in on_one_clock(Path(job.spec.run_dir), job.sums):
-        for event in events:
-            if event["event"] == "plan" and event["generation"] == 2:
-                assert event["roster"] == survivors, f"the loss of a node made a roster {event['roster']}"
-                plans[event["replica"]] = min(event["t"], plans[event["replica"]])
-            elif event["event"] == "node_silent" and event["node"] == victim.number:
-                seen_at = min(event["t"], seen_at)
+    plans = dict.fromkeys(survivors, math.inf)
+    for event in events_of(job):
+        if event["event"] == "plan" and event["generation"] == 2:
+            assert event["roster"] == survivors, f"the loss of a node made a roster {event['roster']}"
+            plans[event["replica"]] = min(event["t"], plans[event["replica"]])
     assert max(plans.values()) < math.inf, f"not all survivors have a plan: {plans}"
-    return seen_at, max(plans.values())
+    return max(plans.values())
 
 
 def killed(cage: Cage, folder: Path, number: int) -> float:
@@ -128,18 +136,22 @@ def killed(cage: Cage, folder: Path, number: int) -> float:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        _, planned_at = loss_of(job, job.nodes[number])
-        return planned_at - began
+        return planned_at(job, job.nodes[number]) - began
 
 
-def cut_off(cage: Cage, folder: Path, number: int) -> CutOff:
-    """Cut a node off from all others, for good."""
+def cut_off(cage: Cage, folder: Path, number: int) -> float:
+    """Cut a node off for good; return the seconds until the last survivor had its plan."""
     with running(cage, folder, TIMEOUT_S) as job:
-        run_dir, victim = Path(job.spec.run_dir), job.nodes[number]
+        began = time.monotonic()
+        job.nodes[number].cut()
+        return planned_at(job, job.nodes[number]) - began
+
+
+def cut_for_a_while(cage: Cage, folder: Path, number: int) -> Silence:
+    """Cut a node off for `CUT_S`."""
+    with running(cage, folder, NODE_S) as job:
+        run_dir, victim, console = Path(job.spec.run_dir), job.nodes[number], job.agents["n0"]
         followed = Tail(run_dir / trace.EVENTS_FILE)
-        for _ in followed.lines():
-            pass
-        console = job.agents["n0"]
         at: dict[str, float] = {}
 
         def have_said_so() -> bool:
@@ -149,11 +161,18 @@ def cut_off(cage: Cage, folder: Path, number: int) -> CutOff:
                 at.setdefault("told", time.monotonic())
             return len(at) == 2
 
+        have_said_so()
+        assert not at, "a node was silent before"
         began = time.monotonic()
         victim.cut()
         until_files(have_said_so, "the silence of the node", run_dir, console.output.parent)
-        seen_at, planned_at = loss_of(job, victim)
-        return CutOff(seen_at - began, at["shown"] - began, at["told"] - began, planned_at - began)
+        time.sleep(max(0.0, began + CUT_S - time.monotonic()))
+        victim.heal()
+        job.until_going_on(range(NUM_NODES), 3)
+        end(job, job.nodes)
+        events = events_of(job)
+        seen_at = min(event["t"] for event in events if event["event"] == "node_silent" and event["node"] == number)
+        return Silence(*((each - began) / BEAT_S for each in (seen_at, at["shown"], at["told"])), num_lost(events))
 
 
 def beside_busy_cores(cage: Cage, folder: Path) -> Busy:
@@ -162,10 +181,9 @@ def beside_busy_cores(cage: Cage, folder: Path) -> Busy:
         with busy_cores():
             time.sleep(BUSY_S)
         end(job, job.nodes)
-        events = [event for _, events in on_one_clock(Path(job.spec.run_dir), job.sums) for event in events]
+        events = events_of(job)
         silences_s = [event["seconds"] for event in events if event["event"] == "node_silent" and event["phase"] == "over"]
-        num_generations = sum(event["event"] == "generation" for event in events)
-        return Busy(silences_s, num_generations - 1, min(job.steps().values()))
+        return Busy(silences_s, num_lost(events), min(job.steps().values()))
 
 
 def rows() -> Iterator[Row]:
@@ -176,16 +194,19 @@ def rows() -> Iterator[Row]:
         folder, numbers = Path(name), [1 + run % (NUM_NODES - 1) for run in range(RUNS)]
         kills = [1000 * killed(cage, folder / f"killed-{run}", number) for run, number in enumerate(numbers)]
         cuts = [cut_off(cage, folder / f"cut-{run}", number) for run, number in enumerate(numbers)]
+        silences = [cut_for_a_while(cage, folder / f"silent-{run}", number) for run, number in enumerate(numbers)]
         busy = beside_busy_cores(cage, folder / "busy")
-    yield row("node killed: kill to the last survivor's plan", kills, "ms", goal="< 300")
-    yield row("node killed: kill to the last survivor's plan, worst", kills, "ms", value=max(kills), goal="< 300")
-    planned = [each.planned_s for each in cuts]
+    what = "node killed: kill to the last survivor's plan"
+    yield row(what, kills, "ms", goal="< 300")
+    yield row(f"{what}, worst", kills, "ms", value=max(kills), goal="< 300")
     what = "node cut off, --node-timeout 2: cut to the last survivor's plan"
-    yield row(what, planned, "s", goal="< 3")
-    yield row(f"{what}, worst", planned, "s", value=max(planned), goal="< 3")
-    for what in ("seen", "shown", "told"):
-        beats = [getattr(each, f"{what}_s") / BEAT_S for each in cuts]
-        yield row(f"node cut off: cut to its silence {what}, worst", beats, "beats", value=max(beats), goal="< 2")
+    yield row(what, cuts, "s", goal="< 3")
+    yield row(f"{what}, worst", cuts, "s", value=max(cuts), goal="< 3")
+    for name in ("seen", "shown", "told"):
+        beats = [getattr(each, name) for each in silences]
+        yield row(f"node cut for {CUT_S:g} s: cut to its silence {name}, worst", beats, "beats", value=max(beats), goal="< 2")
+    lost = [each.num_lost for each in silences]
+    yield row(f"nodes lost by cuts of {CUT_S:g} s, worst", lost, "count", value=max(lost), goal="== 0")
     beside = f"{LOOPS_A_CORE} endless loops a core, {BUSY_S:.0f} s"
     yield row("nodes lost beside busy cores", [busy.num_lost], "count", baseline=beside, goal="== 0")
     yield row("silences of nodes beside busy cores", [len(busy.silences_s)], "count", baseline=beside)
