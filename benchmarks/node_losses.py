@@ -63,7 +63,6 @@ class Silence(NamedTuple):
     shown: float
     told: float
     num_lost: int
-    """Number of generations beyond the first."""
 
 
 class Busy(NamedTuple):
@@ -72,7 +71,6 @@ class Busy(NamedTuple):
     silences_s: list[float]
     """Seconds of each silence of a node."""
     num_lost: int
-    """Number of generations beyond the first."""
     num_steps: int
 
 
@@ -106,8 +104,8 @@ def events_of(job: NodesJob) -> list[dict[str, Any]]:
 
 
 def num_lost(events: list[dict[str, Any]]) -> int:
-    """Return the number of generations beyond the first."""
-    return sum(event["event"] == "generation" for event in events) - 1
+    """Return the number of nodes and replicas that were lost."""
+    return sum((event["event"] == "node_lost") + len(event.get("losses", ())) for event in events)
 
 
 def planned_at(job: NodesJob, victim: Node) -> float:

@@ -277,9 +277,10 @@ class TimedJob:
         """Return a rank's extra seconds of reading before its next step; asked again until 0."""
         return 0.0
 
-    def is_reading(self, number: ReplicaId) -> bool:
-        """Return whether a rank of that replica reads so long that others may give up waiting."""
-        return False
+    @property
+    def readers(self) -> Collection[ReplicaId]:
+        """Return the replicas with a rank that reads so long that others may give up waiting."""
+        return ()
 
     def may_write(self, rank: TimedRank, order: Apply) -> None:
         """Do nothing; a subclass can check the state that a rank is about to save, by agreement."""
