@@ -260,12 +260,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     def with_node(self, node_s: float) -> Deadlines:
         """Return the waits of a job whose nodes are removed after `node_s` of silence.
 
-        That is `--node-timeout`. What depends on it keeps its proportions.
+        That is `--node-timeout`. What depends on it keeps its proportions. With a short one, beats
+        are as short: if a coordinator is cut off from several nodes at once, no node may have been
+        silent for `node_s` while the last beat of another still counts (`core/node_silence.py`).
         """
         factor = node_s / self.node_s
         return msgspec.structs.replace(
             self,
             node_s=node_s,
+            beat_s=min(self.beat_s, node_s / 8),
             silence_s=min(self.silence_s, 0.75 * node_s),
             lease_s=factor * self.lease_s,
             lapse_s=factor * self.lapse_s,

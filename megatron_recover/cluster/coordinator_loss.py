@@ -58,8 +58,8 @@ class CoordinatorLoss:
             else:
                 self._recording.says("the coordinator is heard again")
         if not is_gone and self._job.node:
-            limit_s = self._job.node_s or self._deadlines.node_s
-            self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s" if silent_s >= limit_s else ""
+            is_lost = silent_s >= self._deadlines.node_s
+            self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s" if is_lost else ""
 
     def end_alone(self, *, has_begun: bool) -> None:
         """End without living ranks and without a coordinator that would send `JobEnds`."""

@@ -45,7 +45,7 @@ class Place:
 
         Raises ValueError with the remedy.
         """
-        self._meeting, self._deadlines = meeting, deadlines
+        self._meeting, self._deadlines = meeting, deadlines.with_node(meeting.node_s)
         self._file = meeting.endpoint_file
         if self._file is not None and endpoint_file.claim(self._file):
             self.address = self._bound = reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr)
@@ -112,8 +112,7 @@ class Place:
         settings = NodesSettings(
             owner=identity, least=meeting.least_nodes, most=meeting.most_nodes, join_s=meeting.join_s,
             last_call_s=meeting.last_call_s, node_silence_s=meeting.node_s,
-            deadlines=self._deadlines.with_node(meeting.node_s),
-            ignored=ignored,
+            deadlines=self._deadlines, ignored=ignored,
         )  # fmt: skip
         events = ring.create(level=level)
         address = format_address(self._bound, meeting.port)

@@ -109,6 +109,8 @@ class Launcher:
         """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines
+        if job.node_s is not None:
+            self._deadlines = self._deadlines.with_node(job.node_s)
         self._joined = joined
         self._loop = Loop() if joined is None else joined.loop
         self._key = keys.make_key() if joined is None else joined.key

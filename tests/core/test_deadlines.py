@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import megatron_recover
 from megatron_recover.cli import explain
 from megatron_recover.config import RecoverConfig
+from megatron_recover.control_plane.node_watch import SEEN_BEATS
+from megatron_recover.core import node_silence
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.deadlines import LONGEST_S, NCCL_CONNECTS_S, ORDER, SHORTEST_S, Deadlines, figure, shortest_on_gpu_s
 from megatron_recover.sim.timed.models import FailuresTable
@@ -26,6 +28,17 @@ def test_the_order_holds_for_every_deadline(deadline_s: float) -> None:
     for inner, outer, why in ORDER:
         assert getattr(deadlines, inner) < getattr(deadlines, outer), f"{inner} < {outer}: {why}"
     assert all(0 < getattr(deadlines, name) <= deadline_s for name in NAMES), "nothing waits longer than the user's deadline"
+
+
+@given(st.floats(SHORTEST_S, LONGEST_S, exclude_max=True), st.floats(0.5, 1000.0), st.data())
+def test_nobody_is_removed_where_the_coordinator_is_cut_off_however_short_the_node_timeout(
+    deadline_s: float, node_s: float, data: st.DataObject
+) -> None:
+    """All other nodes fall silent at once, each up to a beat after its last sign of life; INV-6."""
+    deadlines = Deadlines.of(deadline_s).with_node(node_s)
+    phases = data.draw(st.lists(st.floats(0.0, deadlines.beat_s), min_size=2, max_size=5))
+    silent_s = {0: 0.0} | {number: node_s + phase - max(phases) for number, phase in enumerate(phases, start=1)}
+    assert node_silence.to_remove(silent_s, seen_s=SEEN_BEATS * deadlines.beat_s, limit_s=node_s) == ()
 
 
 @given(st.floats(SHORTEST_S, 1e5), st.floats(1.0, 9.0))

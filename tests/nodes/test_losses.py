@@ -102,7 +102,9 @@ def test_a_node_that_is_cut_off_stops_and_returns_after_its_fence(start: Start, 
     job.nodes[2].heal()
     job.until_going_on([0, 1])
     assert len(job.history().by_rank()[2, 0]) == there, "it went on behind the cut"
-    assert_survived(job, [0, 1], losses=1)
+    # On a busy machine the cut may last longer than the node waits for a coordinator.
+    assert set(job.end([job.nodes[2]]).values()) <= {ExitCode.OK, ExitCode.NO_REPLICA_LEFT}, job.output()
+    assert_survived(job, [0, 1], losses=1, alive=job.nodes[:2])
 
 
 def test_a_node_that_freezes_is_fenced_when_it_thaws(start: Start) -> None:

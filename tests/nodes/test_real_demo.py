@@ -21,4 +21,5 @@ def test_the_real_demo_on_three_nodes_loses_one_of_them_and_nothing_else(tmp_pat
     content = json.loads(done.stdout)
     assert content["proven"] is True and len(content["claims"]) == 8
     assert (content["summary"]["replicas_start"], content["summary"]["replicas_end"]) == (3, 2)
-    assert not any(psutil.pid_exists(int(pid)) for pid in done.stderr.partition("kill -9 ")[2].split("\n")[0].split())
+    [killed] = [line.split()[2:] for line in done.stderr.splitlines() if line.strip().startswith("kill -9 ")]
+    assert killed and not any(psutil.pid_exists(int(pid)) for pid in killed)
