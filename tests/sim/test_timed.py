@@ -192,7 +192,7 @@ def test_a_record_that_many_have_committed_is_charged_once_a_frame() -> None:
     job = job_of(scenario())
     job.coordinator.state = replace(job.coordinator.state, roster=tuple(range(1000)))
     record = commitment(Record(0, "train 1", (), paces=tuple((number, 10**9) for number in range(1000))))
-    statuses = [Status(number, 2, 1, None, (), (), record) for number in range(STATUSES_A_FRAME + 1)]
+    statuses = [Status(number, 2, 1, None, (), (), replace(record)) for number in range(STATUSES_A_FRAME + 1)]
     forms = (packed_status(replace(statuses[-1], committed=None)), record)
     bare, whole = (len(msgspec.msgpack.encode(each)) for each in forms)
     assert job.size_of(statuses[-1]) == bare + whole

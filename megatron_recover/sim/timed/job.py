@@ -328,7 +328,7 @@ class TimedJob:
 
     def _bytes_together(self, statuses: Sequence[Status]) -> float:
         """Return the bytes of forwarded statuses, with each record once a frame."""
-        found = [(id(status.committed), *self._bytes_of(status)) for status in statuses]
+        found = [(status.committed and status.committed.digest, *self._bytes_of(status)) for status in statuses]
         records = {record: num_bytes for record, _, num_bytes in found}
         num_frames = math.ceil(len(found) / STATUSES_A_FRAME)
         return num_frames * sum(records.values()) + sum(num_bytes for _, num_bytes, _ in found)
