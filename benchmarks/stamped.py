@@ -53,7 +53,7 @@ def _stamping(stage: str, call: Callable[..., Any], replica: int, rank: int) -> 
 
 def _import_and_wait(rank: int) -> None:
     """Import what ranks find imported under the launcher, and wait for the other ranks."""
-    from megatron_recover.cli.run import PRELOAD
+    from megatron_recover.cli.describing import PRELOAD
     from megatron_recover.cluster.rank_process import preload
 
     for name in PRELOAD:

@@ -88,6 +88,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     request, if at most one generation without a committed step came before; later requests wait
     `follow_s`. Then the coordinator makes a generation with the same roster. Fixed: the agent sees
     a death within 0.1 s, and every repair that a member requests waits for this."""
+    reset_s: float
+    """Time after the reset of a node's link in which resets of others count as resets at the same
+    time, before the coordinator removes the node. Fixed: what resets many links does it at once."""
     name_s: float
     """Time that a rank whose gradient is not finite leaves the other ranks of its replica to name
     the microbatch, before it reports all of the pass. Fixed: they find it in the same moment."""
@@ -304,6 +307,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             introduction_s=INTRODUCTION_S,
             beat_s=beat_s,
             grace_s=0.25,
+            reset_s=0.05,
             name_s=0.1,
             silence_s=3 * beat_s,
             words_s=follow_s / 2,
@@ -389,6 +393,7 @@ ORDER = (
     Below("introduction_s", "leader_s", "an honest peer whose connection was closed unproven has time to dial again"),
     Below("beat_s", "silence_s", "a beat or two may be late before anyone is called silent"),
     Below("grace_s", "follow_s", "the agent reports a death before a member is judged late for the next generation"),
+    Below("reset_s", "grace_s", "the loss of a node whose link was reset explains what members report of it"),
     Below("name_s", "grace_s", "the death of a rank that waits for a name still explains the requests of others"),
     Below("words_s", "follow_s", "a rank's last messages leave before anyone kills the rest of its replica"),
     Below("sigkill_s", "follow_s", "a rank that does not die of SIGKILL is named before the next member could be late"),

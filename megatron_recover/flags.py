@@ -1,7 +1,7 @@
 """Answers to mistyped command lines: the word that was meant, and all unknown flags at once.
 
 This module uses the standard library only, so that `--help` stays instant. A rank reports unknown
-flags of Megatron's command line with the same texts (`megatron/training.py`).
+flags of Megatron's command line with the same texts (`megatron/launch/parsing.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
-from megatron_recover.cli.run import PRELOAD
+from megatron_recover.cli.describing import PRELOAD
 from megatron_recover.cluster.rank_process import preload
 from megatron_recover.config import importing_without_driver
 from megatron_recover.host.gpus import has_gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,8 +11,8 @@ import msgspec
 from megatron_recover import packages
 from megatron_recover.cli import launch_line
 from megatron_recover.cli.node_checks import folders_of
-from megatron_recover.cli.run import add_flags
-from megatron_recover.cluster.doctor.findings import Finding, Need
+from megatron_recover.cli.run_flags import add_flags
+from megatron_recover.cluster.doctor.findings import Check, Finding, Need, warn
 from megatron_recover.cluster.doctor.node import examine, software
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.config import inherited_environment
@@ -100,6 +100,16 @@ def _software(arguments: Namespace, command: Sequence[str]) -> list[Finding]:
     return software(packages.TRAINING, mistake)
 
 
+def _other_nodes(num_nodes: int) -> Iterator[Finding]:
+    """Yield that this command judges no other node, and no pair of nodes, if there are others."""
+    if num_nodes > 1:
+        yield warn(
+            Check.PORTS,
+            f"this command examines this node alone, and no connection to the other {num_nodes - 1} of {num_nodes} nodes",
+            "give it on every node; `run` examines all nodes, and each pair of them, before it starts anything",
+        )
+
+
 def main(argv: list[str]) -> int:
     """Print the findings; return 0, or 2 if a check fails."""
     parser = _parser()
@@ -111,7 +121,7 @@ def main(argv: list[str]) -> int:
         need = _need(arguments, command, inherited_environment())
     except ValueError as error:
         parser.error(str(error))
-    findings = [*_software(arguments, command), *examine(need)]  # in the order of `Check`
+    findings = [*_software(arguments, command), *examine(need), *_other_nodes(need.num_nodes)]  # in the order of `Check`
     if arguments.json:
         rows = [{"node": host_name()} | msgspec.structs.asdict(each) for each in findings]
         print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())

@@ -1,7 +1,9 @@
-"""The RUN_DIR argument of commands that read a run."""
+"""Run directories on a command line: RUN_DIR, and the folder of a run that is refused."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 from megatron_recover.trace import EVENTS_FILE
@@ -13,6 +15,25 @@ def run_folder(path: str) -> Path:
     """Return the folder of a run, given the folder or its events.jsonl."""
     place = Path(path)
     return place.parent if place.name == EVENTS_FILE else place
+
+
+def exists(wanted: Path | None) -> bool:
+    """Return whether the folder that a user gives for a new run is there.
+
+    False where that cannot be seen.
+    """
+    return wanted is not None and os.path.exists(wanted)
+
+
+def remove(folder: Path, *, existed: bool) -> None:
+    """Empty a run directory, and remove it unless it existed before."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)  # other nodes remove theirs
+        else:
+            path.unlink()
+    if not existed:
+        folder.rmdir()
 
 
 def no_trace(path: Path) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from megatron_recover.cli import run
+from megatron_recover.cli import run_flags
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.cluster.slurm import check, script
 from megatron_recover.cluster.slurm.node_list import expand
@@ -120,7 +120,9 @@ def main(argv: list[str]) -> int:
 
 def _in_front(ours: Sequence[str], parser: Parser) -> list[str]:
     """Return the flags of `run` alone that are in front of the launch line."""
-    known, theirs = ({name for action in each._actions for name in action.option_strings} for each in (parser, run._parser()))
+    known, theirs = (
+        {name for action in each._actions for name in action.option_strings} for each in (parser, run_flags.parser())
+    )
     return [name for name in (word.partition("=")[0] for word in ours) if name in theirs - known]
 
 
@@ -139,7 +141,7 @@ def _check(place: Path, launch: Sequence[str]) -> int:
 def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Sequence[str]) -> script.Settings:
     """Return what the script depends on. Raises ValueError with one line for each mistake."""
     words, save = _launch(launch, in_container=arguments.container_image is not None)
-    training = split(words, run._parser())[1]
+    training = split(words, run_flags.parser())[1]
     nodes = 1 if arguments.nodes is None else arguments.nodes
     found = [*_refused(arguments.sbatch)]
     if arguments.nodelist is not None:
@@ -183,7 +185,7 @@ def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], st
     for launcher in _LAUNCHERS:
         if tuple(words[: len(launcher)]) == launcher:
             words = words[len(launcher) :]
-    parser = run._parser()
+    parser = run_flags.parser()
     flags, training = split(words, parser)
     if not training:
         raise ValueError("the launch line is missing; write it behind --, as in: -- --nproc-per-node 8 pretrain_gpt.py ...")

@@ -5,50 +5,89 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from megatron_recover import __version__, packages
 from megatron_recover.authentication import key as keys
+from megatron_recover.cli import run_dirs
 from megatron_recover.cli.launch_line import Choice
 from megatron_recover.cluster.job import Job, claim_folder, create_run_dir
-from megatron_recover.cluster.joining import Place, flags_alike, refuse
+from megatron_recover.cluster.joining import NotMet, Place, flags_alike
 from megatron_recover.cluster.membership import Joined
+from megatron_recover.cluster.signals import EndRequest
+from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.node_messages import Met
+from megatron_recover.control_plane.nodes_driver import TELL_S
 from megatron_recover.core.placement import left_over_line
 from megatron_recover.core.policy import about_the_coordinator
+from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron.launch.preflight import Undecided
 from megatron_recover.observe.files import LOGS
 
 
-def join(arguments: argparse.Namespace, line: Choice, words: Sequence[str], flags: Sequence[str]) -> tuple[Joined, str]:
-    """Meet the other nodes; return the place of this one in the job, and its address.
+class Wanted(NamedTuple):
+    """What a node takes to the meeting with others."""
 
-    Mistakes that this node can find alone are found before. Raises ValueError with the remedy,
-    `NotMet` if the job ends before, and OSError.
+    key: bytes
+    num_processes: int
+    deadlines: Deadlines
+    alike: tuple[tuple[str, str], ...]
+    """What has to be equal on all nodes, as (name, value) pairs."""
+
+
+def prepare(arguments: argparse.Namespace, line: Choice, words: Sequence[str], flags: Sequence[str]) -> Wanted:
+    """Return what this node takes to the meeting. Raises ValueError with the remedy, and OSError.
+
+    Mistakes that this node can find alone are found here, before any node waits for it.
     """
     if line.num_processes is None:
         raise ValueError("the number of processes is missing; with several nodes give --nproc-per-node, as for torchrun")
     undecided = Undecided(flags)
     if mistakes := undecided.mistakes():
         raise ValueError("\n".join(mistakes))
-    key = keys.key_of_several(line.nodes.key_file)
-    place = Place(line.nodes, undecided.config.deadlines)
+    return Wanted(
+        keys.key_of_several(line.nodes.key_file), line.num_processes, undecided.config.deadlines,
+        tuple(_alike(arguments, line, words, flags)),
+    )  # fmt: skip
+
+
+def join(arguments: argparse.Namespace, line: Choice, wanted: Wanted, request: EndRequest) -> tuple[Joined, str]:
+    """Meet the other nodes; return the place of this one in the job, and its address.
+
+    `request` keeps signals. Raises ValueError with the remedy, `NotMet` if the job ends before, and
+    OSError.
+    """
+    place = Place(line.nodes, wanted.deadlines, request)
     with removing_run_dir(arguments.run_dir) as make:
         joined = place.join(
-            key=key, level=arguments.trace_level, slots=line.num_processes, run_dir=make, run_id=line.run_id,
-            alike=tuple(_alike(arguments, line, words, flags)), ignored=line.signals,
+            key=wanted.key, level=arguments.trace_level, slots=wanted.num_processes, run_dir=make, run_id=line.run_id,
+            alike=wanted.alike,
         )  # fmt: skip
     return joined, place.address
+
+
+def report(line: Choice, mistake: str, request: EndRequest) -> None:
+    """Tell the other nodes a mistake that was found here before `join`; they all end.
+
+    It takes at most `TELL_S` seconds. Without a key, or an address at which nodes can meet, nobody
+    is told.
+    """
+    meeting = msgspec.structs.replace(line.nodes, join_s=TELL_S)
+    with contextlib.suppress(NotMet, ValueError, OSError):
+        key = keys.key_of_several(meeting.key_file)
+        Place(meeting, RecoverConfig().deadlines, request, may_claim=False).report(mistake, key)
 
 
 @contextlib.contextmanager
 def removing_run_dir(wanted: Path | None) -> Iterator[Callable[[], Path]]:
     """Yield the function that makes the run directory; leave none if the context ends early."""
-    existed = wanted is not None and os.path.exists(wanted)  # False where that cannot be seen
+    existed = run_dirs.exists(wanted)
     made: list[Path] = []
 
     def make() -> Path:
@@ -59,19 +98,8 @@ def removing_run_dir(wanted: Path | None) -> Iterator[Callable[[], Path]]:
         yield make
     except BaseException:
         for folder in made:
-            remove(folder, existed=existed)
+            run_dirs.remove(folder, existed=existed)
         raise
-
-
-def remove(folder: Path, *, existed: bool) -> None:
-    """Empty a run directory, and remove it unless it existed before."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)  # other nodes remove theirs
-        else:
-            path.unlink()
-    if not existed:
-        folder.rmdir()
 
 
 def _alike(
@@ -92,11 +120,6 @@ def _alike(
     yield from flags_alike(flags)
 
 
-def tell(joined: Joined, reason: str, flags: Sequence[str]) -> None:
-    """Tell the coordinator why this node cannot take part, which ends the job on all nodes."""
-    refuse(joined, reason, Undecided(flags).config.deadlines)
-
-
 def run_dir(met: Met) -> Path:
     """Return this node's folder: the run directory itself on node 0, and one inside it on others.
 
@@ -104,6 +127,20 @@ def run_dir(met: Met) -> Path:
     """
     folder = Path(met.run_dir)
     return folder if met.you == 0 else claim_folder(folder / "nodes" / str(met.you), LOGS)
+
+
+def mistake_of(error: ValueError | OSError) -> str:
+    """Return the message about a mistake that ends the command."""
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another"
+
+
+def last_words(end: NotMet) -> str:
+    """Return the message about a job that has ended before it began."""
+    if end.exit_code == ExitCode.BAD_INPUT:
+        return f"megatron-recover run: error: {end}\n"
+    return f"megatron-recover run: exit code {end.exit_code} ({ExitCode.words(end.exit_code)}): {end}\n"
 
 
 def notes(job: Job) -> Iterator[str]:

@@ -61,6 +61,13 @@ class CoordinatorLoss:
             is_lost = silent_s >= self._deadlines.node_s
             self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s" if is_lost else ""
 
+    def promise(self) -> str:
+        """Return what becomes of a request to end the job, for the user who made it in training."""
+        if self.why:
+            return f"{self.why}, and without it no common step can be chosen; training ends at the next save point"
+        together = "all replicas end after the same step, with a checkpoint if --save is set"
+        return f"once the coordinator is heard again, {together}" if self._is_cut_off else together
+
     def end_alone(self, *, has_begun: bool) -> None:
         """End without living ranks and without a coordinator that would send `JobEnds`."""
         if not (has_begun and self.why and self._fences.is_nobody_left):

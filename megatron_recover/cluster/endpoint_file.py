@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_recover.host.addresses import host_name, parse_address
@@ -47,24 +48,29 @@ def publish(file: Path, address: str) -> None:
         opened.write(f"{address}\n".encode())
 
 
-def await_address(file: Path, patience_s: float) -> tuple[str, int]:
+def await_address(file: Path, patience_s: float, is_ended: Callable[[], object]) -> tuple[str, int] | None:
     """Return host and port of the endpoint once its owner has written them.
 
-    Raises ValueError with the remedy after `patience_s` seconds.
+    None if `is_ended()` is truthy before. Raises ValueError with the remedy after `patience_s`
+    seconds.
     """
     until = time.monotonic() + patience_s
-    while True:
+    while not is_ended():
         try:
             return parse_address(file.read_text().strip())
         except (OSError, ValueError):
             if time.monotonic() > until:
-                break
+                raise _nobody_wrote(file, patience_s) from None
         time.sleep(_LOOK_S)
+    return None
+
+
+def _nobody_wrote(file: Path, patience_s: float) -> ValueError:
     try:
         owner = owner_file(file).read_text()
     except OSError:
         owner = "nobody"
-    raise ValueError(
+    return ValueError(
         f"--rdzv-endpoint file:{file} had no address after {patience_s:g} s; {owner} was to write it, as {owner_file(file)} "
         "says: see that node, or give each job a file of its own"
     )

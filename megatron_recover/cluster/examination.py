@@ -17,7 +17,7 @@ from megatron_recover.cluster.doctor.between import Report
 from megatron_recover.cluster.doctor.session import Opened, Session
 from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.membership import Joined
-from megatron_recover.control_plane.node_messages import JobEnds, NodeShares, NodesShared
+from megatron_recover.control_plane.node_messages import EndAsked, JobEnds, NodeShares, NodesShared
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.core.values import ExitCode
 
@@ -63,6 +63,8 @@ class _Exchange:
         self._joined, self._deadline_s = joined, deadline_s
         self._shared: dict[int, NodesShared] = {}
         self._end: NotMet | None = None
+        self._has_asked = False
+        """True once the end was requested that a signal to this process wants."""
         joined.membership.handle(self._take, self._lose)
 
     def share[Value](self, number: int, mine: Value, kind: type[Value], *, is_for_all: bool) -> list[Value]:
@@ -83,6 +85,10 @@ class _Exchange:
         return work.result()
 
     def _turn(self) -> None:
+        request = self._joined.request
+        if request is not None and request.kept and not self._has_asked:
+            self._joined.membership.send(EndAsked(request.kept))
+            self._has_asked = True
         self._joined.loop.run_once(_TURN_S)
         if self._end is not None:
             raise self._end

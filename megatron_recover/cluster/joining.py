@@ -6,6 +6,7 @@ The node that owns the endpoint starts the coordinator. `cluster/meeting.py` has
 from __future__ import annotations
 
 import errno
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +16,10 @@ import msgspec
 from megatron_recover.cluster import endpoint_file
 from megatron_recover.cluster.meeting import Meeting, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Idle, JobEnds, Met, NodeFailed, NodeHello
-from megatron_recover.control_plane.nodes_driver import NodesSettings
+from megatron_recover.control_plane.node_messages import EndAsked, Idle, JobEnds, Met, NodeFailed, NodeHello
+from megatron_recover.control_plane.nodes_driver import TELL_S, NodesSettings
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
@@ -27,6 +29,8 @@ from megatron_recover.trace import Level, node_clock, ring
 from megatron_recover.trace.node_clock import NodeClock
 
 _TURN_S = 0.1
+_ANSWER_S = 5.0
+"""Longest wait for the coordinator's answer to a signal, in seconds."""
 
 
 class NotMet(Exception):
@@ -40,20 +44,27 @@ class NotMet(Exception):
 class Place:
     """The part of this node in a job of several nodes, from its launch line to `Met`."""
 
-    def __init__(self, meeting: Meeting, deadlines: Deadlines) -> None:
+    def __init__(self, meeting: Meeting, deadlines: Deadlines, request: EndRequest, *, may_claim: bool = True) -> None:
         """Find this node's address, and whether it owns the endpoint.
 
-        Raises ValueError with the remedy.
+        `request` keeps the signals to this process. `may_claim`: this node may become the owner of
+        a file in which nodes find the endpoint. Raises ValueError with the remedy, and `NotMet`
+        if a signal comes first.
         """
-        self._meeting, self._deadlines = meeting, deadlines.with_node(meeting.node_s)
+        self._meeting, self._deadlines, self._request = meeting, deadlines.with_node(meeting.node_s), request
         self._file = meeting.endpoint_file
-        if self._file is not None and endpoint_file.claim(self._file):
+        if self._file is not None and may_claim and endpoint_file.claim(self._file):
             self.address = self._bound = reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr)
             self._endpoint: tuple[str, ...] = (self.address,)
+            self._is_here = True
             self.may_own = True
             return
         if self._file is not None:
-            host, port = endpoint_file.await_address(self._file, meeting.join_s)
+            _say(f"node {host_name()} waits for the address of the endpoint in {self._file}")
+            found = endpoint_file.await_address(self._file, meeting.join_s, lambda: request.kept)
+            if found is None:
+                raise NotMet(ExitCode.INTERRUPTED, f"{request.kept} before training began; no other node knows of this one")
+            host, port = found
             meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
         self._endpoint = reachable.resolve(meeting.host, meeting.flag)
         self.address = reachable.node_address(
@@ -63,7 +74,10 @@ class Place:
         mine = {self.address, *(each for addresses in reachable.interfaces().values() for each in addresses)}
         self.may_own = owns_endpoint(meeting, endpoint_addresses=self._endpoint, my_addresses=mine, my_host_name=host_name())
         """True if this node owns the endpoint, unless another one listens there already."""
-        self._bound = next((each for each in self._endpoint if each in mine or reachable.is_loopback(each)), self.address)
+        here = [each for each in self._endpoint if each in mine or reachable.is_loopback(each)]
+        self._is_here = bool(here)
+        """True if the endpoint is an address of this node."""
+        self._bound = here[0] if here else self.address
 
     def join(
         self,
@@ -74,37 +88,57 @@ class Place:
         run_dir: Callable[[], Path],
         run_id: str,
         alike: Sequence[tuple[str, str]],
-        ignored: tuple[int, ...],
     ) -> Joined:
         """Wait for the other nodes; return the job's place of this one.
 
         `run_dir()` makes the run directory; it is called only where this node owns the endpoint.
-        `ignored`: the signals that agents handle. Raises `NotMet` if the job ends before, OSError
-        and ValueError with the remedy.
+        Raises `NotMet` if the job ends before, OSError and ValueError with the remedy. Those that
+        this node finds here are told to the other nodes.
         """
-        identity, loop = new_identity(), Loop()
-        clock_memory = node_clock.create(slots)
-        clock = NodeClock(clock_memory)
-        coordinator, events = self._own(identity, key, level, ignored, clock_memory) or (None, None)
-        folder = "" if coordinator is None else str(run_dir())
         hello = NodeHello(
-            identity, host_name(), slots, node_rank=self._meeting.node_rank, run_dir=folder, run_id=run_id,
+            new_identity(), host_name(), slots, node_rank=self._meeting.node_rank, run_id=run_id,
             alike=tuple(alike), address=self.address,
         )  # fmt: skip
+        return self._meet(hello, key, level, run_dir)
+
+    def report(self, mistake: str, key: bytes) -> None:
+        """Tell the other nodes, for at most `TELL_S`, why this one can take no part.
+
+        Raises `NotMet` in any case, OSError and ValueError.
+        """
+        hello = NodeHello(new_identity(), host_name(), 1, mistake=mistake)
+        self._meet(hello, key, "faults", Path)
+
+    def _meet(self, hello: NodeHello, key: bytes, level: Level, run_dir: Callable[[], Path]) -> Joined:
+        """Introduce this node to the coordinator, and wait for the others; raise as `join` does."""
+        loop = Loop()
+        clock_memory = node_clock.create(hello.slots)
+        clock = NodeClock(clock_memory)
+        coordinator, events, failure = None, None, None
+        try:
+            coordinator, events = self._own(hello.identity, key, level, clock_memory) or (None, None)
+            if coordinator is not None:
+                hello = msgspec.structs.replace(hello, run_dir=str(run_dir()))
+        except (ValueError, OSError) as error:  # raised below, once the other nodes are told
+            failure, hello = error, msgspec.structs.replace(hello, mistake=hello.mistake or str(error))
         if coordinator is not None and self._file is not None:
             endpoint_file.publish(self._file, coordinator.address)
-        where = format_address(self._endpoint[0], self._meeting.port) if coordinator is None else coordinator.address
+        where = format_address(self._endpoint[0], self._meeting.port)
+        if coordinator is not None and self._is_here:  # else another node may own the endpoint, and refuses this one
+            where = coordinator.address
         membership = Membership(
             where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
             patience_s=self._meeting.join_s,
         )  # fmt: skip
-        joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events)
-        met = self._wait(joined, where)
-        return joined._replace(met=met)
+        joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events, request=self._request)
+        try:
+            return joined._replace(met=self._wait(joined, where, hello.mistake))
+        except NotMet:
+            if failure is not None:
+                raise failure from None
+            raise
 
-    def _own(
-        self, identity: int, key: bytes, level: Level, ignored: tuple[int, ...], clock: int
-    ) -> tuple[CoordinatorProcess, int] | None:
+    def _own(self, identity: int, key: bytes, level: Level, clock: int) -> tuple[CoordinatorProcess, int] | None:
         """Start the coordinator, if this node owns the endpoint; return also its ring of events."""
         if not self.may_own:
             return None
@@ -112,7 +146,7 @@ class Place:
         settings = NodesSettings(
             owner=identity, least=meeting.least_nodes, most=meeting.most_nodes, join_s=meeting.join_s,
             last_call_s=meeting.last_call_s, node_silence_s=meeting.node_s,
-            deadlines=self._deadlines, ignored=ignored,
+            deadlines=self._deadlines, ignored=self._request.numbers,
         )  # fmt: skip
         events = ring.create(level=level)
         address = format_address(self._bound, meeting.port)
@@ -127,52 +161,86 @@ class Place:
                 "the same on all nodes, and each node its own --node-rank"
             ) from error
 
-    def _wait(self, joined: Joined, where: str) -> Met:
-        """Return the coordinator's `Met`. Raises `NotMet`."""
-        met: list[Met] = []
-        ends: list[JobEnds] = []
-        lost: list[str] = []
+    def _wait(self, joined: Joined, where: str, mistake: str) -> Met:
+        """Return the coordinator's `Met`. Raises `NotMet`.
 
-        def take(message: Message) -> None:
-            match message:
-                case Met():
-                    met.append(message)
-                case JobEnds():
-                    ends.append(message)
-                case Idle(reason):
-                    _say(f"{reason}: this node waits for the end of the job")
-
-        meeting = self._meeting
-        count = (
-            f"{meeting.least_nodes}"
-            if meeting.least_nodes == meeting.most_nodes
-            else (f"{meeting.least_nodes} to {meeting.most_nodes}")
-        )
-        _say(f"node {host_name()} ({self.address}) meets the others at {where}: {count} nodes")
-        joined.membership.handle(take, lost.append)
-        while not met:
+        A signal requests the end of the job on all nodes, and its answer is awaited. A node that
+        the job does not use leaves instead. With a `mistake` this node only waits for the end.
+        """
+        membership, kept = joined.membership, ""
+        _say(f"node {host_name()} ({self.address}) {self._purpose(where, mistake)}")
+        heard = _Heard()
+        membership.handle(heard.take, heard.lose)
+        until = joined.loop.time() + TELL_S if mistake else math.inf
+        while heard.met is None or kept:
             joined.loop.run_once(_TURN_S)
-            if ends:
+            if not kept and (kept := self._request.kept):
+                until = min(until, joined.loop.time() + _ANSWER_S)
+                if not heard.is_idle:
+                    membership.send(EndAsked(kept))
+            end = heard.end or self._failure(membership, heard, where)
+            if kept and end is None and (heard.is_idle or not membership.is_calling or joined.loop.time() > until):
+                rest = "the job does not use this node, and goes on" if heard.is_idle else "the coordinator does not answer"
+                end = NotMet(ExitCode.INTERRUPTED, f"{kept} before training began on {host_name()}; {rest}")
+            if mistake and (heard.is_idle or joined.loop.time() > until):
+                end = end or NotMet(ExitCode.BAD_INPUT, mistake)
+            if end is not None:
                 self._hang_up(joined)
-                raise NotMet(ends[0].exit_code, ends[0].reason)
-            if joined.membership.refusal:
-                self._hang_up(joined)
-                raise NotMet(
-                    ExitCode.BAD_INPUT,
-                    f"at {where}: {joined.membership.refusal}; give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes",
-                )
-            if lost:
-                self._hang_up(joined)
-                raise NotMet(
-                    ExitCode.TOO_FEW_REPLICAS,
-                    f"no coordinator was at {where} for {meeting.join_s} s ({lost[0]}); give the same endpoint on all "
-                    "nodes, and start the one that owns it",
-                )
-        return met[0]
+                raise end
+        return heard.met
+
+    def _purpose(self, where: str, mistake: str) -> str:
+        """Return what this node does at the address of the coordinator."""
+        least, most = self._meeting.least_nodes, self._meeting.most_nodes
+        if mistake:
+            return f"can take no part, and tells the others at {where}, for at most {TELL_S} s"
+        only = " (only this machine reaches that address)" if all(map(reachable.is_loopback, self._endpoint)) else ""
+        return f"meets the others at {where}{only}: {least if least == most else f'{least} to {most}'} nodes"
+
+    def _failure(self, membership: Membership, heard: _Heard, where: str) -> NotMet | None:
+        """Return why this node can meet no others; None while it can."""
+        if membership.refusal:
+            return NotMet(
+                ExitCode.BAD_INPUT,
+                f"at {where}: {membership.refusal}; give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes",
+            )
+        if heard.lost:
+            return NotMet(
+                ExitCode.TOO_FEW_REPLICAS,
+                f"no coordinator was at {where} for {self._meeting.join_s} s ({heard.lost}); give the same endpoint on all "
+                "nodes, and start the one that owns it",
+            )
+        return None
 
     def _hang_up(self, joined: Joined) -> None:
+        if joined.coordinator is not None and not self._is_here:
+            joined.coordinator.process.kill()  # no node calls it: the endpoint is elsewhere
         joined.close(self._deadlines)
         joined.loop.close()
+
+
+class _Heard:
+    """The messages of the coordinator to a node that waits for others."""
+
+    def __init__(self) -> None:
+        self.met: Met | None = None
+        self.end: NotMet | None = None
+        self.lost = ""
+        """The loss of the coordinator in words."""
+        self.is_idle = False
+
+    def take(self, message: Message) -> None:
+        match message:
+            case Met():
+                self.met = message
+            case JobEnds(exit_code, reason):
+                self.end = NotMet(exit_code, reason)
+            case Idle(reason):
+                self.is_idle = True
+                _say(f"{reason}: this node waits for the end of the job")
+
+    def lose(self, why: str) -> None:
+        self.lost = why
 
 
 def refuse(joined: Joined, reason: str, deadlines: Deadlines) -> None:

@@ -1,16 +1,13 @@
-"""The run in the launcher's process: dry run, start of all ranks here, watch over them, exit code.
+"""The run in the launcher's process: start of all ranks here, watch over them, exit code.
 
 The launcher joins the agent (processes), the membership (the link to the coordinator, which
 decides), the recording (trace and console) and the monitoring (metrics and events). Coordinator,
 recorder and monitor have a process of their own each. At its end the launcher kills every process
-of a rank that is left. The core decides what a loss does to the job. The launcher itself decides
-about:
+of a rank that is left.
 
-- imports and a dry run that fail, take too long or are interrupted;
-- bad input, found in the dry run or by a rank before generation 1;
-- a fork server that is lost;
-- a second Ctrl-C;
-- how long a process may take to end when it was requested to.
+The core decides what a loss does to the job. The launcher itself decides about bad input that a
+rank finds before generation 1, and about a fork server that is lost. `preparing.py` decides about
+imports and the dry run, `run_end.py` about signals and how long a process may take to end.
 """
 
 from __future__ import annotations
@@ -18,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import signal
 import time
-from collections.abc import Callable
 
 from megatron_recover import config as settings
 from megatron_recover import trace
@@ -31,34 +26,32 @@ from megatron_recover.cluster.coordinator_loss import CoordinatorLoss
 from megatron_recover.cluster.environment import environment_of_workers, environment_warnings, nccl_line
 from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.gathering import Collector, Handover
-from megatron_recover.cluster.job import KILLED, Job, leaves_files, write_description
+from megatron_recover.cluster.job import Job, leaves_files, write_description
 from megatron_recover.cluster.membership import Joined, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd
 from megatron_recover.cluster.other_nodes import OtherNodes
+from megatron_recover.cluster.preparing import Preparation
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.requests import Requests
-from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
+from megatron_recover.cluster.run_end import RunEnd
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.cluster.starting import Starting
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
-from megatron_recover.config import FOR_CONSOLE
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     AskPart,
     DismissReplica,
     DrainAnswer,
-    EndAsked,
     FenceReplica,
     GivesUp,
     Idle,
     JobEnds,
     JobState,
-    KillAsked,
     Launch,
     Met,
     NodeAtWork,
-    NodeFailed,
     NodeGone,
     NodeLaunched,
     ReplicaGone,
@@ -120,13 +113,12 @@ class Launcher:
         self._clock = NodeClock(self._clock_memory) if joined is None else joined.clock
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
-        self._ending: tuple[int, str] | None = None
-        self._end_by = 0.0
-        """Time of the loop's clock until which processes may end by themselves."""
+        self._end = RunEnd(
+            job, loop=self._loop, deadlines=self._deadlines, says=lambda line: self._recording.says(line),
+            send=self._send_if_joined, has_begun=lambda: self.has_begun, promise=lambda: self._loss.promise(),
+            request=(joined.request if joined is not None else None) or EndRequest(job.signals),
+        )  # fmt: skip
         self._stood_still_s = 0.0
-        self._end_request = EndRequest(job.signals)
-        self._kill: tuple[float, int] | None = None
-        """Time of the loop's clock at which everything is killed, and the signal that began it."""
         self.is_recorded = False
         """True if the recorder has confirmed that the whole trace is written. Known after `run`."""
         self.untraced: list[str] = []
@@ -150,7 +142,7 @@ class Launcher:
         self._requests: Requests
         self._loss: CoordinatorLoss
         self._why_lost = ""
-        """Why the coordinator has given up; empty: it has not."""
+        """Reason why the coordinator has given up; empty: it has not."""
 
     def run(self) -> int:
         """Run the job to its end; return its exit code.
@@ -191,9 +183,9 @@ class Launcher:
                     self._wanted, job.run_dir, self._started_at, self._deadlines,
                     signals=job.signals, says=self._recording.says,
                 )  # fmt: skip
-            with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
+            with self._end.received():
                 exit_code = self._run()
-            reason = self._ending[1] if self._ending else ""
+            reason = self._end.reason
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
             self._requests.keep(None, exit_code, reason)
             self.is_recorded = self._recording.finish(exit_code, reason)
@@ -210,20 +202,12 @@ class Launcher:
         return exit_code
 
     def release_signals(self) -> None:
-        """Restore the signal handlers from before `run`.
-
-        If the end was requested by a signal, only that of SIGINT is restored, and the other signals
-        stay ignored. Between the end of `run` and this call, signals do not change the exit code.
-        """
-        self._end_request.release()
+        """Restore the signal handlers from before `run`, as `RunEnd.release_signals` does."""
+        self._end.release_signals()
 
     def is_hurried(self) -> bool:
-        """Return whether a signal came after the exit code was known.
-
-        What is left to do then should end early. If the end was requested by a signal, only SIGINT
-        counts.
-        """
-        return self._end_request.is_hurried
+        """Return whether what is left to do should end early (`RunEnd.is_hurried`)."""
+        return self._end.is_hurried()
 
     def _has_nobody_to_wait_for(self) -> bool:
         """Return whether no traces can be gathered: no coordinator, or the end is hurried."""
@@ -233,16 +217,16 @@ class Launcher:
     @property
     def reason(self) -> str:
         """Return why the run has ended; empty while it has not."""
-        return self._ending[1] if self._ending else ""
+        return self._end.reason
 
     @property
     def has_begun(self) -> bool:
         """Return whether training has begun: the job has had a generation."""
         return self._generation > 0
 
-    def _run(self) -> int:
+    def _make_agent(self) -> Agent:
+        """Return the agent, which begins to import; show what is notable in its environment."""
         job = self._job
-        num_ranks = job.num_ranks_here
         given, on_gpus = settings.inherited_environment(), job.rank_start == "warm"
         interface = interface_of(job.address, interfaces()) if job.nodes else None
         environment = environment_of_workers(
@@ -252,11 +236,15 @@ class Launcher:
             self._recording.says(nccl_line(environment, interfaces(), job.address))
         for line in environment_warnings(environment, self._deadlines, on_gpus=on_gpus):
             self._recording.says(line)
-        self._node = Agent(
+        return Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
-            num_warm=num_ranks + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
+            num_warm=job.num_ranks_here + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
         )  # fmt: skip
+
+    def _make_parts(self) -> None:
+        job = self._job
+        self._node = self._make_agent()
         if job.nodes:
             spanning = frozenset(replica for replica in job.replicas_here if job.spans_nodes(replica))
             self._others = OtherNodes(self._send, num_members=job.num_replicas, spanning=spanning)
@@ -277,18 +265,23 @@ class Launcher:
         )  # fmt: skip
         self._requests = Requests(job, self._recording, self._send)
         self._loss = CoordinatorLoss(
-            job, self._recording, self._fences, deadlines=self._deadlines, end=lambda code, why: self._end(code, why)
+            job, self._recording, self._fences, deadlines=self._deadlines, end=self._end.begin
         )  # fmt: skip
+
+    def _run(self) -> int:
+        """Run the job with all parts of this node, and return its exit code."""
+        self._make_parts()
         try:
             self._join()
-            modules = ", ".join(name for name in job.preload if ":" not in name) or "nothing"
-            how = "once for" if job.rank_start == "fork" else "in each of"
-            self._recording.says(f"importing {modules} {how} {num_ranks} ranks")
-            if self._wait_for_imports() and self._dry_run() and self._may_launch():
+            preparation = Preparation(
+                self._job, self._node, self._starting, self._recording, loop=self._loop, deadlines=self._deadlines,
+                end=self._end, send=self._send, turn=self._turn,
+            )  # fmt: skip
+            if preparation.may_launch():
                 self._spawn_all()
                 self._watch()
         except NodeLost as error:
-            self._fail(ExitCode.FAILED, str(error))
+            self._end.fail(ExitCode.FAILED, str(error))
         finally:
             with contextlib.suppress(KeyError):  # it is watched only once it has imported
                 self._loop.forget_readable(self._node.fileno())
@@ -300,8 +293,7 @@ class Launcher:
             if self._gathering is None:
                 self._hang_up()
             self._recording.coordinator_ended()
-        assert self._ending is not None
-        return self._ending[0]
+        return self._end.exit_code
 
     def _hang_up(self) -> None:
         """Leave the coordinator, and give back what the control plane holds; once."""
@@ -337,6 +329,11 @@ class Launcher:
         assert self._joined is not None
         self._joined.membership.send(message)
 
+    def _send_if_joined(self, message: Message) -> None:
+        """Send a message to the coordinator, if there is one: before, no rank is started."""
+        if self._joined is not None:
+            self._send(message)
+
     def _from_coordinator(self, message: Message) -> None:
         match message:
             case Met():
@@ -361,9 +358,7 @@ class Launcher:
             case AskPart() | TellKnown() if self._others is not None:
                 self._others.handle(message)
             case JobEnds(exit_code, reason, at_once):
-                self._end(exit_code, reason)
-                if at_once:
-                    self._end_by = 0.0
+                self._end.begin(exit_code, reason, at_once=at_once)
             case DrainAnswer():
                 self._requests.answered(message)
             case NodeGone() | TraceOffer() | TracePart() | TraceEnds() | TraceNext() | TraceDone() if (
@@ -380,110 +375,29 @@ class Launcher:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
 
     def _coordinator_gone(self, why: str) -> None:
-        if self._ending is None:
+        if not self._end.has_come:
             self._loss.begin(self._why_lost or why, has_begun=self.has_begun)
 
     def _look_at_coordinator(self) -> None:
-        if self._ending is None and self._joined is not None:
+        if not self._end.has_come and self._joined is not None:
             membership = self._joined.membership
             own = self._joined.coordinator
             self._loss.look(
                 membership.silent_s(), is_gone=membership.is_lost, own_pid=None if own is None else own.process.pid
             )  # fmt: skip
 
-    def _fail(self, exit_code: int, reason: str) -> None:
-        """End the run on this node, and report to the coordinator why it cannot take part."""
-        if self._ending is None and self._joined is not None:
-            self._send(NodeFailed(exit_code, reason))
-        self._end(exit_code, reason)
-
-    # --- Start ------------------------------------------------------------------------------------
-
-    def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: Callable[[], str]) -> Answer | None:
-        """Return the first truthy result of `answer`.
-
-        Return None if a signal, the deadline or the end of the job is first. Then the run ends.
-        `late()` is the reason if the deadline has passed.
-        """
-        deadline = self._loop.time() + deadline_s
-        while not self._end_request.is_made:
-            if self._ending is not None:
-                return None
-            if found := answer():
-                return found
-            self._wake_server()
-            self._poll_helpers()
-            if self._loop.time() > deadline:
-                self._fail(ExitCode.FAILED, late())
-                return None
-            self._loop.run_once(_POLL_S)
-        self._end(ExitCode.INTERRUPTED, "interrupted before training began")
-        return None
-
-    def _wait_for_imports(self) -> bool:
-        """Return whether the modules are imported.
-
-        False if a signal or the deadline ended the wait. Raises `NodeLost` if an import fails.
-        """
-        said_at, said = self._loop.time(), ""
-
-        def are_imported() -> bool:
-            nonlocal said_at, said
-            if self._node.is_ready():
-                return True
-            if self._loop.time() - said_at >= self._deadlines.fork_s and (text := self._node.importing()) != said:
-                self._recording.says(f"still importing: {text}")
-                said_at, said = self._loop.time(), text
-            return False
-
-        def late() -> str:
-            return f"importing took more than {self._deadlines.deadline_s:.0f} s: {self._node.importing()}"
-
-        if not self._until(are_imported, self._deadlines.deadline_s, late):
-            return False
-        self._loop.watch_readable(self._node.fileno(), lambda: None)
-        return True
-
-    def _dry_run(self) -> bool:
-        """Return whether the script accepts its arguments.
-
-        One process runs the script with its own parser and Megatron's, and ends before it trains.
-        If the script accepts, show its lines for the console. Otherwise, or if a signal or the
-        deadline comes first, the run ends.
-        """
-        script = self._job.script
-        output = self._starting.dry_run()
-        late = f"in {self._deadlines.deadline_s:.0f} s {script} never {dry_run.CALLS_PRETRAIN}; see {output.log}"
-        ends = self._until(self._node.poll, self._deadlines.deadline_s, lambda: late)
-        if not ends:
-            return False
-        [end] = ends
-        if failure := dry_run.failure(script, end, output):
-            self._fail(*failure)
-            return False
-        for line in output.end().splitlines():
-            if line.startswith(FOR_CONSOLE):
-                self._recording.says(line.removeprefix(FOR_CONSOLE))
-        return True
-
-    def _may_launch(self) -> bool:
-        """Report this node ready; return whether all nodes are, once that is known."""
-        self._send(self._starting.listen())
-        late = f"not all nodes were ready {self._deadlines.deadline_s:.0f} s after this one"
-        return self._until(lambda: self._starting.is_allowed, self._deadlines.deadline_s, lambda: late) is not None
-
     def _spawn_all(self) -> None:
-        self._starting.ranks()
+        self._starting.ranks(self._fences.gone)  # another node may be lost since `Launch`, with ranks of these replicas
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
         self._send(NodeLaunched())
 
     # --- Watching ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not (self._ending is not None and self._is_over()):
+        while not (self._end.has_come and self._is_over()):
             self._loop.run_once(_POLL_S)
             self._say_if_it_stood_still()
-            self._kill_if_late()
+            self._end.kill_if_late()
             self._look_at_coordinator()
             self._wake_server()
             self._poll_helpers()
@@ -494,7 +408,7 @@ class Launcher:
                 self._loop.run_once(0.0)
             for end in explaining_first(ends):
                 self._ended(end)
-            if self._ending is None:
+            if not self._end.has_come:
                 self._loss.end_alone(has_begun=self.has_begun)
             self._look_for_hangs()
             self._fences.fence_late()
@@ -507,7 +421,7 @@ class Launcher:
             self._fences.follow()
 
     def _look_for_hangs(self) -> None:
-        if self._ending is not None:
+        if self._end.has_come:
             return
         judged = {
             replica
@@ -516,6 +430,12 @@ class Launcher:
         }
         for loss, failing in self._ranks.look(self._generation, judged):
             self._send(ReplicaGone(loss, failing))
+
+    def _turn(self) -> None:
+        """Wait for messages for a moment, while no rank is started."""
+        self._wake_server()
+        self._poll_helpers()
+        self._loop.run_once(_POLL_S)
 
     def _poll_helpers(self) -> None:
         """Exchange messages with recorder and monitor, and start another one where one has died."""
@@ -537,11 +457,11 @@ class Launcher:
             self._recording.says(f"the launcher stood still for {gap_s:.0f} s; its deadlines are extended by that time")
 
     def _is_over(self) -> bool:
-        return self._fences.is_nobody_left or self._loop.time() > self._end_by
+        return self._fences.is_nobody_left or self._end.is_late
 
     def _ended(self, end: ProcessEnd) -> None:
         self._recording.ended(end.replica, end.rank)
-        if self._ending is not None or self._fences.explain(end.replica, end.rank):
+        if self._end.has_come or self._fences.explain(end.replica, end.rank):
             return  # the job is ending, or the launcher has killed this rank
         if end.replica in self._fences.dismissed and end.status == ExitCode.OK:
             return
@@ -554,7 +474,7 @@ class Launcher:
             return
         if end.status == ExitCode.BAD_INPUT and not self._generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.
-            self._fail(ExitCode.BAD_INPUT, dry_run.refusal(self._starting.outputs[end.replica, end.rank]))
+            self._end.fail(ExitCode.BAD_INPUT, dry_run.refusal(self._starting.outputs[end.replica, end.rank]))
             return
         said = self._starting.outputs[end.replica, end.rank].end
         loss, failing = self._ranks.loss(end, started=self._generation > 0, said=said)
@@ -562,66 +482,6 @@ class Launcher:
 
     def _fence(self, replica: int) -> None:
         self._fences.fence(replica)
-
-    def _end(self, exit_code: int, reason: str) -> None:
-        if self._ending is not None:
-            return
-        self._ending = (exit_code, reason)
-        began = self._generation > 0
-        timeout_s = self._job.shutdown_s
-        stop_s = self._deadlines.stop_s if timeout_s is None else timeout_s
-        end_s = self._deadlines.end_s if timeout_s is None or exit_code == ExitCode.OK else timeout_s
-        patience_s = end_s if exit_code in policy.ENDED_TOGETHER else stop_s
-        self._end_by = self._loop.time() + patience_s * (began or exit_code == ExitCode.OK)
-
-    # --- Signals ----------------------------------------------------------------------------------
-
-    def _signalled(self, number: int) -> None:
-        """React to one signal, which `cluster.signals` interprets (Note [One request])."""
-        name, at_terminal = signal.Signals(number).name, is_at_terminal()
-        timeout_s = self._job.shutdown_s
-        if timeout_s is not None and not self._end_request.is_made:
-            self._kill = self._loop.time() + timeout_s, number
-        others = ", and of the launcher on each other node," if len(self._job.nodes) > 1 else ""
-        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`{others}"
-        match self._end_request.take(number, at_terminal=at_terminal):
-            case Answer.END if not self._generation:
-                self._recording.says(f"{name}: ending before training has begun")
-                self._ask_exit(name)
-            case Answer.END:
-                self._recording.says(
-                    f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
-                    "everything at once, and nothing is saved"
-                    + (f"; so does the end of --shutdown-timeout, in {timeout_s} s" if timeout_s is not None else "")
-                )
-                self._ask_exit(name)
-            case Answer.KNOWN:
-                self._recording.says(f"{name}: the end was requested before; {at_once} kills everything at once")
-            case Answer.KILL:
-                self._recording.says(f"{name} again: killing everything")
-                self._kill_all(KILLED + number, f"killed on request ({name})")
-
-    def _ask_exit(self, name: str) -> None:
-        if self._joined is not None:  # before, no rank is started
-            self._send(EndAsked(name))
-
-    def _kill_all(self, exit_code: int, reason: str) -> None:
-        """Kill everything at once, on all nodes, whatever the job does meanwhile."""
-        self._ending, self._end_by = (exit_code, reason), 0.0
-        if self._joined is not None:
-            self._send(KillAsked(exit_code, reason))
-
-    def _kill_if_late(self) -> None:
-        """Kill everything if a signal has requested the end `--shutdown-timeout` ago."""
-        if self._kill is None or self._loop.time() < self._kill[0]:
-            return
-        (_, number), self._kill = self._kill, None
-        self._end_by = 0.0
-        if self._ending is None:
-            name = signal.Signals(number).name
-            why = f"the job did not end within --shutdown-timeout ({self._job.shutdown_s} s) of {name}"
-            self._recording.says(f"{why}: killing everything")
-            self._kill_all(KILLED + number, why)
 
 
 def raise_descriptor_limit() -> None:

@@ -17,11 +17,12 @@ import msgspec
 from megatron_recover.authentication import key as keys
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.cluster.meeting import JOIN_S
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import inherited_environment, module_command
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
-from megatron_recover.control_plane.nodes_driver import NodesSettings
+from megatron_recover.control_plane.nodes_driver import TELL_S, NodesSettings
 from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, Ports, address_of, host_name
@@ -101,8 +102,6 @@ class Membership:
         """
         self.address = address
         """Address (host:port) at which leaders reach the coordinator, too."""
-        self.generation = 0
-        """Newest generation; 0 before the first."""
         self.is_lost = False
         """True once the link has ended."""
         self._loop, self._deadlines = loop, deadlines
@@ -136,6 +135,11 @@ class Membership:
         """Send a message to the coordinator; nothing happens if it is lost."""
         if self._link is not None:
             self._loop.send(self._link, message)
+
+    @property
+    def is_calling(self) -> bool:
+        """Return whether there is a link, or one that may still be made: nobody has refused it."""
+        return self._link is not None
 
     @property
     def refusal(self) -> str:
@@ -232,12 +236,21 @@ class Joined(NamedTuple):
     events: int | None = None
     """Descriptor of the ring in which that process records."""
     met: Met | None = None
+    request: EndRequest | None = None
+    """The request to end the job, with the signals that came while the nodes met."""
 
     def close(self, deadlines: Deadlines) -> None:
-        """Hang up. Wait briefly for a coordinator of this node, which ends with its last agent."""
+        """Hang up. Wait for a coordinator of this node that no other node needs.
+
+        It ends with its last agent, or `TELL_S` later if it has refused the job.
+        """
         self.membership.close()
-        if self.coordinator is not None:
-            self.coordinator.close(deadlines.words_s if self.met is None or len(self.met.nodes) == 1 else 0.0)
+        if self.coordinator is None:
+            return
+        if self.met is None:
+            self.coordinator.close(TELL_S + deadlines.words_s)
+        else:
+            self.coordinator.close(deadlines.words_s if len(self.met.nodes) == 1 else 0.0)
 
 
 def alone(

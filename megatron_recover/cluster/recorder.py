@@ -19,7 +19,6 @@ It imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
@@ -32,9 +31,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_recover import trace
 from megatron_recover.cluster.console import Console
-from megatron_recover.cluster.event_store import Batch, Bookmark, EventStore, Keeper
+from megatron_recover.cluster.event_store import Bookmark, EventStore, Keeper
+from megatron_recover.cluster.events import Events
 from megatron_recover.cluster.logs import LogWriter, Outputs
 from megatron_recover.cluster.narrator import HOLD_S, Narrator
 from megatron_recover.cluster.output import Output, OutputBookmark
@@ -68,18 +67,12 @@ from megatron_recover.cluster.streams import Tee
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.process_stat import state_of
 from megatron_recover.observe.files import LOGS, log_name, stdout_log_name
-from megatron_recover.trace.ring import Dropped, Item, Merge, RingReader
 
 _INTERVAL_S = 0.2
 """Seconds between two turns: the age of the file's newest line while the disk keeps up."""
 _SOON_S = 0.003
 """Seconds between two turns when every moment counts, and the time that a turn waits for a
 batch."""
-_BATCH_BYTES = 2**20
-"""Bytes that are written at once. The rings get room when a batch is written."""
-_AHEAD_BYTES = 16 * 2**20
-"""About how many bytes of events are read from the rings ahead of the disk, at most. The console
-shows these events while the disk stalls. They stay in the rings until they are written."""
 _TELL_LOSSES_S = 10.0
 _STOPPED = "T"
 
@@ -95,7 +88,7 @@ class Recorder:
         `control` is the socket to the launcher and becomes non-blocking. The parent of this process
         is taken for the launcher.
         """
-        self._control, self._bookmark, self._settings, self._deadlines = control, bookmark, settings, settings.deadlines
+        self._control, self._settings, self._deadlines = control, settings, settings.deadlines
         self._outputs = Outputs(
             outputs, limit_bytes=settings.output_bytes, slow_disk_s=self._deadlines.slow_disk_s,
             speaks=lambda replica: self._narrator.is_writer(replica), keep=lambda lines: self._keep(TRAIN_LOG, lines),
@@ -112,12 +105,7 @@ class Recorder:
         self._noted = CheckpointNews(settings.account.loaded, settings.account.saved)
         control.setblocking(False)
         self._decode = msgspec.json.Decoder(ToRecorder).decode
-        self._decode_event = msgspec.json.Decoder(trace.AnyEvent).decode
-        self._keeper = Keeper(store)
-        self._merge = Merge(after=bookmark.last, stuck_s=self._deadlines.stuck_s)
-        self._places: dict[int, tuple[int, int]] = {}
-        self._lines: deque[tuple[bytes, Item]] = deque()
-        self._ahead = 0
+        self._events = Events(bookmark, store, settings, wanted=Narrator.WANTED, take=self._narrator.take)
         self._unsent: deque[bytes] = deque()
         """Encoded replies for which the socket had no room."""
         self._untold: deque[float] = deque()
@@ -127,7 +115,7 @@ class Recorder:
         """Requests that the thread `status` has found and the launcher was not sent."""
         self._status = StatusKeeper(Path(settings.run_dir), self._requests.append) if settings.keeps_status else None
         self._is_orphan = False
-        self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, (0, 0, 0, 0)
+        self._losses_told_at, self._was_told = 0.0, (0, 0, 0, 0)
         self._troubles = dict.fromkeys(_WHAT, "")
 
     def run(self) -> None:
@@ -148,8 +136,7 @@ class Recorder:
                 time.sleep(self._pause_s())
                 self._turn()
         self._outputs.writer.hurry()
-        for number in self._merge.sources:
-            self._merge.ended(number)
+        self._events.all_ended()
         until = time.monotonic() + self._deadlines.trace_s
         left = self._write_events(until)
         self._tell(time.monotonic(), at_the_end=True)
@@ -177,9 +164,9 @@ class Recorder:
         # Events up to `now` may name another writer. The lines that the former writer printed
         # before are there by now, so they are shown first.
         self._take_lines()
-        if len(self._places) >= self._settings.num_rings:
+        if self._events.num_rings >= self._settings.num_rings:
             self._drain(now)
-        self._write(wait_s=_SOON_S)
+        self._write()
         self._tell(time.monotonic())
         self._narrate(self._seconds() - HOLD_S)
         if self._console.is_live:
@@ -188,9 +175,9 @@ class Recorder:
 
     def _pause_s(self) -> float:
         """Return the seconds until the next turn."""
-        since = self._keeper.busy_since
+        since = self._events.keeper.busy_since
         is_written_soon = since is None or time.monotonic() - since < _INTERVAL_S
-        is_behind = self._outputs.has_more or (bool(self._lines) and is_written_soon)
+        is_behind = self._outputs.has_more or (self._events.is_ahead and is_written_soon)
         return _SOON_S if self._outputs.is_filling or is_behind else _INTERVAL_S
 
     def _seconds(self) -> float:
@@ -238,17 +225,15 @@ class Recorder:
         match told:
             case Ring(number, replica, rank):
                 [descriptor] = descriptors
-                position, dropped = self._bookmark.position(number)
-                self._merge.add(number, RingReader(descriptor, position=position, told=dropped))
+                self._events.add(number, descriptor, replica=replica, rank=rank)
                 os.close(descriptor)
-                self._places[number] = replica, rank
             case OutputAdded(number, log, shown_of, is_on_console, tee):
                 output = Output(descriptors[0], Path(log))
                 if shown_of is not None and shown_of < 0:
                     self._own_logs[shown_of], shown_of = output, None
                 self._outputs.add(number, output, shown_of=shown_of, is_on_console=is_on_console, tee=tee)
             case RingEnded(number):
-                self._merge.ended(number)
+                self._events.ended(number)
             case Announced(generation):
                 self._narrator.take(generation)
             case Says(text, seconds):
@@ -301,78 +286,18 @@ class Recorder:
         if which in self._own_logs:
             os.write(self._own_logs[which].descriptor, lines)
 
-    # --- From the rings ---------------------------------------------------------------------------
+    # --- From the rings to the disk ---------------------------------------------------------------
 
     def _drain(self, now: int) -> None:
-        if self._ahead >= _AHEAD_BYTES:
-            return
-        for item in self._merge.drain(now, _AHEAD_BYTES - self._ahead):
-            line = self._line(item)
-            self._lines.append((line, item))
-            self._ahead += len(line)
+        self._events.read(now)
         self._note()  # before any of these events is written: the next recorder continues after written events
 
-    def _line(self, item: Item) -> bytes:
-        """Return the line of an event; give the event to the narrator if it is in `WANTED`.
+    def _write(self) -> None:
+        """Have events written, and send the launcher `Drained` for exhausted rings."""
+        for number in self._events.write(wait_s=_SOON_S):
+            self._send(Drained(number))
 
-        Lost events become a line with a `Gap`.
-        """
-        seconds = item.stamp / 1e9 - self._settings.started_at
-        if isinstance(item.what, Dropped):
-            self._num_lost += item.what.num_events
-            replica, rank = self._places[item.source]
-            since = round(item.what.since / 1e9 - self._settings.started_at, 6)
-            gap = trace.Gap(t=round(seconds, 6), replica=replica, rank=rank, num_events=item.what.num_events, since=since)
-            return msgspec.json.encode(gap) + b"\n"
-        # The process that records leaves the time at 0.0 in `{"event":"voted","v":2,"t":0.0,...`;
-        # the stamp has the time.
-        time_of_it = b'"t":%.6f' % seconds
-        if self._settings.clock is not None:
-            time_of_it += b',"h":%d' % (item.hybrid - self._settings.clock)
-        line = item.what.replace(b'"t":0.0', time_of_it, 1) + b"\n"
-        if trace.name_in(line) in Narrator.WANTED:
-            with contextlib.suppress(msgspec.DecodeError):  # the line is only not shown; `check` will name it
-                self._narrator.take(self._decode_event(line))
-        return line
-
-    # --- To the disk ------------------------------------------------------------------------------
-
-    def _write(self, wait_s: float) -> None:
-        """Write batches one after the other, until one takes longer than `wait_s` seconds.
-
-        The keeper's thread writes. When it is idle, the launcher is sent `Drained` for exhausted
-        rings.
-        """
-        self._note_written(0.0)
-        while self._keeper.busy_since is None and self._lines:
-            self._keeper.give(self._next_batch())
-            self._note_written(wait_s)
-        if self._keeper.busy_since is None:
-            for number in self._merge.exhausted():
-                self._merge.remove(number)
-                self._send(Drained(number))
-
-    def _note_written(self, wait_s: float) -> None:
-        """Free the room of a batch that the keeper's thread finishes within `wait_s` seconds.
-
-        The room is that in the rings and that below `_AHEAD_BYTES`.
-        """
-        if self._keeper.busy_since is None or (batch := self._keeper.done(wait_s)) is None:
-            return
-        for number, (position, told) in batch.positions.items():
-            self._merge.sources[number].release(position, told)
-        self._ahead -= len(batch.lines)
-
-    def _next_batch(self) -> Batch:
-        lines: list[bytes] = []
-        positions: dict[int, tuple[int, int]] = {}
-        room, last = _BATCH_BYTES, 0
-        while self._lines and room > 0:
-            line, item = self._lines.popleft()
-            lines.append(line)
-            positions[item.source] = item.position, item.told
-            room, last = room - len(line), item.stamp
-        return Batch(b"".join(lines), len(lines), positions, last)
+    # --- The end ----------------------------------------------------------------------------------
 
     def _write_events(self, until: float) -> bool:
         """Write every recorded event. Return whether some are left.
@@ -386,8 +311,8 @@ class Recorder:
         self._look_for_the_last_time(half)
         while left and time.monotonic() < (until if self._error is None else refused_until):
             self._drain(time.monotonic_ns())
-            self._write(wait_s=_SOON_S)
-            left = bool(self._lines) or self._keeper.busy_since is not None or self._merge.has_more
+            self._write()
+            left = self._events.has_more
         self._look_for_the_last_time(half)  # the last events may have named another writer
         return left
 
@@ -428,12 +353,12 @@ class Recorder:
         Return what is not written. `left`: some events are not written.
         """
         refused_until = min(until, time.monotonic() + self._deadlines.refused_s)
-        keeper, writer = self._keeper, self._outputs.writer
+        events, writer = self._events, self._outputs.writer
         while (num_missing := writer.num_left) and time.monotonic() < (until if self._error is None else refused_until):
             time.sleep(_SOON_S)
             self._outputs.make_room()
-        num_unwritten, why = keeper.num_events + len(self._lines), self._error
-        keeper.close(self._deadlines.store_s)
+        num_unwritten, why = events.num_unwritten, self._error
+        events.keeper.close(self._deadlines.store_s)
         writer.close(self._deadlines.store_s)
         if not left and not num_missing:
             return Shown(0, "")
@@ -442,7 +367,7 @@ class Recorder:
 
     @property
     def _error(self) -> OSError | None:
-        return self._keeper.error or self._outputs.writer.error
+        return self._events.keeper.error or self._outputs.writer.error
 
     # --- To people --------------------------------------------------------------------------------
 
@@ -452,7 +377,8 @@ class Recorder:
     def _tell(self, now: float, *, at_the_end: bool = False) -> None:
         """Report trouble with the disk once, its end once, and now and then how much was lost."""
         for name, (what, waits, where) in _WHAT.items():
-            trouble = _trouble(self._keeper if name == "trace" else self._outputs.writer, now, self._deadlines.slow_disk_s)
+            writer = self._events.keeper if name == "trace" else self._outputs.writer
+            trouble = _trouble(writer, now, self._deadlines.slow_disk_s)
             if trouble and not self._troubles[name]:
                 waits = waits.format(self._settings.output_bytes / 2**20)
                 self._says(
@@ -462,7 +388,7 @@ class Recorder:
             elif self._troubles[name] and not trouble:
                 self._says(f"{what} is written again")
             self._troubles[name] = trouble
-        lost = self._num_lost, self._outputs.num_lost, self._outputs.num_unshown, self._outputs.num_emptied
+        lost = self._events.num_lost, self._outputs.num_lost, self._outputs.num_unshown, self._outputs.num_emptied
         if lost != self._was_told and (at_the_end or now - self._losses_told_at > _TELL_LOSSES_S):
             for number, before, text in zip(lost, self._was_told, _LOSSES, strict=True):
                 if number > before:

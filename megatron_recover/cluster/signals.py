@@ -41,9 +41,22 @@ class EndRequest:
         self._is_made = False
         self._num_ctrl_c = 0
         self._before: list[tuple[int, Callable[..., object] | int | None]] = []
+        self._on_signal: Callable[[int], None] | None = None
+        self._kept: list[int] = []
+        """Signals that came after `keep` and before `received`."""
         self.is_hurried = False
         """True if a signal that was not ignored came after the end of `received`. The exit code is
         known by then, and what is left to do should end early."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the signals that request the end."""
+        return tuple(self._numbers)
+
+    @property
+    def kept(self) -> str:
+        """Return the name of the first signal that came after `keep`; empty if none came."""
+        return signal.Signals(self._kept[0]).name if self._kept else ""
 
     @property
     def is_made(self) -> bool:
@@ -65,27 +78,35 @@ class EndRequest:
         self._is_made = True
         return Answer.END
 
+    def keep(self) -> None:
+        """Keep each signal from now on, for `received`: a node that waits for others has no job.
+
+        A terminal that is closed sends SIGHUP. If this process was started with SIGHUP ignored
+        (nohup), SIGHUP stays ignored.
+        """
+        if self._before:
+            return
+        self._before = [
+            (number, signal.signal(number, self._handle))
+            for number in self._numbers
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        ]
+
     @contextmanager
     def received(self, on_signal: Callable[[int], None]) -> Iterator[None]:
         """Call `on_signal(number)`, from a signal handler, for every signal that requests the end.
 
-        A terminal that is closed sends SIGHUP. If this process was started with SIGHUP ignored
-        (nohup), SIGHUP stays ignored.
+        Signals that were kept come first (`keep`).
 
         After this context the process is about to end. No signal may then change its exit code or
         leave anything behind. So until `release` a signal only sets `is_hurried`. If the end was
         requested before, every signal but SIGINT is ignored: further signals of a scheduler belong
         to that request.
         """
-
-        def handle(number: int, frame: FrameType | None) -> None:
+        self._on_signal = on_signal
+        self.keep()
+        for number in self._kept:
             on_signal(number)
-
-        self._before = [
-            (number, signal.signal(number, handle))
-            for number in self._numbers
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        ]
         try:
             yield
         finally:
@@ -93,11 +114,17 @@ class EndRequest:
                 signal.signal(number, signal.SIG_IGN if self._is_made and number != signal.SIGINT else self._hurry)
 
     def release(self) -> None:
-        """Restore the handlers from before `received`, except of signals that it left ignored."""
+        """Restore the handlers from before, except of signals that `received` left ignored."""
         for number, handler in self._before:
-            if signal.getsignal(number) == self._hurry:
+            if signal.getsignal(number) in (self._handle, self._hurry):
                 signal.signal(number, handler)
         self._before = []
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._on_signal is None:
+            self._kept.append(number)
+        else:
+            self._on_signal(number)
 
     def _hurry(self, number: int, frame: FrameType | None) -> None:
         self.is_hurried = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import msgspec
 
@@ -96,8 +96,8 @@ class Starting:
         """Note the addresses of leaders and stores: the ranks may be started."""
         self._leaders, self._stores, self.is_allowed = dict(launch.leaders), dict(launch.stores), True
 
-    def ranks(self) -> None:
-        """Start all ranks of this node."""
+    def ranks(self, but: Container[int] = ()) -> None:
+        """Start all ranks of this node, except those of the replicas `but`, which are fenced."""
         for replica in self._job.replicas_here:
             # The launcher closes its copies as soon as the ranks are started: a copy would keep the
             # port of a dead leader answering.
@@ -105,7 +105,8 @@ class Starting:
                 sockets = self._listeners.pop(replica, {})
                 for each in sockets.values():
                     stack.enter_context(each)
-                self._spawn_replica(replica, sockets)
+                if replica not in but:
+                    self._spawn_replica(replica, sockets)
 
     def close(self) -> None:
         """Close the listening sockets that no rank has inherited."""

@@ -24,13 +24,15 @@ class NodeHello(Value, frozen=True):
     node_rank: int | None = None
     """Number that the launch line gives to the node."""
     run_dir: str = ""
-    """Run directory; that of node 0 counts."""
+    """Run directory; empty unless the node has started a coordinator."""
     run_id: str = ""
     """TORCHELASTIC_RUN_ID of the ranks; that of node 0 counts."""
     alike: tuple[tuple[str, str], ...] = ()
     """Named values that have to be equal on all nodes, as (name, value) pairs."""
     address: str = ""
     """Address of the node, at which its processes listen."""
+    mistake: str = ""
+    """Why the node can take no part. The job then ends on all nodes, if it has not begun."""
 
 
 class NodeShares(Value, frozen=True):

@@ -5,8 +5,8 @@ Note [What shows that a node is lost]
       once; its driver handles that without this watch.
     - Nothing was heard of it for `--node-timeout`.
     - Its link was reset. That may also be the work of a machine in between. If it resets the links
-      of many nodes, all of them are well. So the watch waits for `SETTLE_S`. Then it removes the
-      nodes if it hears enough of the others.
+      of many nodes, all of them are well. So the watch waits for `Deadlines.reset_s`. Then it
+      removes the nodes if it hears enough of the others.
 
     It removes nobody while it hears fewer than half (`core/node_silence.py`). If it then hears
     nothing for long, the job ends. If it does not hear the others because their links were reset,
@@ -22,24 +22,23 @@ from typing import Literal
 from megatron_recover import trace
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.core import node_silence
+from megatron_recover.deadlines import Deadlines
 
 SEEN_BEATS = 1.5
 """Beats without a message of an agent after which its node is reported as silent."""
 PREPARING_SILENCES = 6
 """While nodes prepare, one is waited for as many times `--node-timeout` of silence: it may be busy
 with a slow disk."""
-SETTLE_S = 0.05
-"""Seconds after the reset of a link in which resets of others count as resets at the same time."""
 
 
 class _Node:
-    """What is known of one living node."""
+    """One living node, as the coordinator hears it."""
 
     def __init__(self, name: str, now: float) -> None:
         self.name, self.heard_at = name, now
         self.is_silent = False
         self.reset = ""
-        """How its link was reset; empty: it was not."""
+        """Description of the reset of its link; empty: it was not reset."""
 
 
 class NodeWatch:
@@ -49,7 +48,7 @@ class NodeWatch:
         self,
         *,
         loop: Loop,
-        beat_s: float,
+        deadlines: Deadlines,
         limit_s: float,
         record: Callable[[trace.Event], None],
         remove: Callable[[int, str], None],
@@ -65,13 +64,13 @@ class NodeWatch:
         - `cut_off(reason)` ends the job, again and again while this node stays cut off.
         - `give_up(reason)` leaves the job without a coordinator.
         """
-        self._loop, self._beat_s, self._limit_s, self._record = loop, beat_s, limit_s, record
+        self._loop, self._deadlines, self._limit_s, self._record = loop, deadlines, limit_s, record
         self._remove, self._changed, self._cut_off, self._give_up = remove, changed, cut_off, give_up
         self._nodes: dict[int, _Node] = {}
         self._is_over = False
         self._patience_s = PREPARING_SILENCES * limit_s
         """A node is removed after so long a silence at present."""
-        loop.after(beat_s, self._look)
+        loop.after(deadlines.beat_s, self._look)
 
     @property
     def silent(self) -> frozenset[int]:
@@ -115,12 +114,12 @@ class NodeWatch:
             self._changed()
 
     def was_reset(self, number: int, why: str) -> None:
-        """Note that the link of a node was reset, and judge that after `SETTLE_S`.
+        """Note that the link of a node was reset, and judge that after `reset_s`.
 
         The node is removed then, or the coordinator gives up.
         """
         self._nodes[number].reset = why
-        self._loop.after(SETTLE_S, self._judge_resets)
+        self._loop.after(self._deadlines.reset_s, self._judge_resets)
 
     def _judge_resets(self) -> None:
         reset = {number: node.reset for number, node in self._nodes.items() if node.reset}
@@ -139,7 +138,7 @@ class NodeWatch:
 
     @property
     def _seen_s(self) -> float:
-        return SEEN_BEATS * self._beat_s
+        return SEEN_BEATS * self._deadlines.beat_s
 
     def _silent_s(self) -> dict[int, float]:
         now = self._loop.time()
@@ -148,7 +147,7 @@ class NodeWatch:
     def _look(self) -> None:
         if self._is_over:
             return
-        self._loop.after(self._beat_s / 4, self._look)
+        self._loop.after(self._deadlines.beat_s / 4, self._look)
         silent_s, seen_s = self._silent_s(), self._seen_s
         for number, seconds in silent_s.items():
             if seconds >= seen_s and not self._nodes[number].is_silent:

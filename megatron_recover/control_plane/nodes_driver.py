@@ -72,6 +72,9 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.trace.node_clock import NodeClock
 
+TELL_S = 5
+"""Seconds for which nodes that still come are told that a job was refused while nodes met."""
+
 
 class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that a coordinator knows from its start."""
@@ -149,6 +152,11 @@ class NodesDriver:
         self._stage = Stage.MEETING
         self._exit_reason = ""
         self.was_joined = False
+        """True once the agent of the coordinator's own node has introduced itself."""
+        self._seen: set[int] = set()
+        """Identities of all agents that have introduced themselves."""
+        self._tells_until = 0.0
+        """Time of the loop's clock until which nodes that are missing are told the end."""
         self._end: JobEnds | None = None
         self._has_given_up = False
         self._held: dict[int, tuple[Link, NodeHello]] = {}
@@ -166,7 +174,7 @@ class NodesDriver:
             ),
         )  # fmt: skip
         self._watch = NodeWatch(
-            loop=loop, beat_s=self._deadlines.beat_s, limit_s=settings.node_silence_s, record=record,
+            loop=loop, deadlines=self._deadlines, limit_s=settings.node_silence_s, record=record,
             remove=self._remove, changed=self._tell_silence, cut_off=self._cut_off, give_up=self._give_up,
         )  # fmt: skip
         loop.after(settings.join_s, self._met_too_late)
@@ -179,6 +187,8 @@ class NodesDriver:
         The link to a node that was lost or is silent may never end. Once the job is over, the node
         is not awaited: the kernel delivers the last message if the node comes back.
         """
+        if self._loop.time() < self._tells_until and len(self._seen) < self._settings.most:
+            return False
         awaited = [
             each
             for each in self._agents
@@ -199,6 +209,9 @@ class NodesDriver:
         """Tell all agents that the job is over. Only the first call has an effect."""
         if self._stage is Stage.OVER:
             return
+        if self._stage is Stage.MEETING and exit_code == ExitCode.BAD_INPUT:
+            self._tells_until = self._loop.time() + TELL_S
+            self._loop.after(TELL_S, lambda: None)  # `is_done` changes then
         self._stage, self._end = Stage.OVER, JobEnds(exit_code, reason, at_once)
         self._watch.stop()
         self._send_to(self._agents, self._end)
@@ -241,7 +254,8 @@ class NodesDriver:
             self._returns(agent, before)
             return
         self._add(agent)
-        self.was_joined = True
+        self._seen.add(message.identity)
+        self.was_joined = self.was_joined or message.identity == self._settings.owner
         self._loop.send(link, NodeBeat())
         if self._stage is Stage.MEETING:
             self._meet(agent)
@@ -296,10 +310,17 @@ class NodesDriver:
         The others are alike, so that a comparison with one of them suffices.
         """
         mine = newcomer.hello
+        if mine.mistake:
+            return mine.mistake
         others = [agent.hello for agent in self._agents if agent is not newcomer]
         same = next((each for each in others if each.node_rank is not None and each.node_rank == mine.node_rank), None)
         if same is not None:
             return f"--node-rank {mine.node_rank} is also that of {same.name}; give each node its own"
+        if mine.run_dir and mine.identity != self._settings.owner:
+            return (
+                "it started a coordinator of its own; give --node-rank 0, or is_host of --rdzv-conf, to one node only, the one "
+                "whose address the endpoint is"
+            )
         for theirs in others[:1]:
             here, there = dict(mine.alike), dict(theirs.alike)
             for name in [*here, *there]:
@@ -424,8 +445,8 @@ class NodesDriver:
                 self._drop(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
-            case EndAsked(reason):
-                self._ask_exit(reason)
+            case EndAsked(reason) if agent.number >= 0 or self._stage is Stage.MEETING:
+                self._ask_exit(agent, reason)
             case DrainAsked(replicas, reason, request) if self._membership is not None:
                 refused = self._membership.ask_leave(replicas, reason)
                 self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
@@ -499,10 +520,10 @@ class NodesDriver:
         if self._membership is not None and self._fenced[replica] >= set(self._hosts[replica]):
             self._membership.fence_confirmed(replica)
 
-    def _ask_exit(self, reason: str) -> None:
+    def _ask_exit(self, agent: _Agent, reason: str) -> None:
         """Have the job end after a common step. Before the ranks are launched, end it now."""
         if self._membership is None:
-            self.end(ExitCode.INTERRUPTED, f"{reason} before training began")
+            self._end_everywhere(ExitCode.INTERRUPTED, agent, f"{reason} before training began")
         else:
             self._exit_reason = reason
             self._membership.ask_exit(reason)

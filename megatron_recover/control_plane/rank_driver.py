@@ -154,11 +154,15 @@ class RankDriver:
         """
         return self._naming.begin(is_last=self.is_last_generation())
 
-    def end_naming(self) -> None:
-        """End the attempt, if one has begun, so that the coordinator gives the next grant."""
+    def end_naming(self) -> int | None:
+        """End the attempt, if one has begun, so that the coordinator gives the next grant.
+
+        Return the number of the grant that the attempt has used up; None if none has begun.
+        """
         leader, number = self._leader, self._naming.end()
         if leader is not None and number is not None:
             self._loop.post(lambda: leader.named(number))
+        return number
 
     # --- The life of a training thread, in order -------------------------------------------------
 

@@ -70,7 +70,8 @@ def decide(statuses: Sequence[Status], buckets: Iterable[BucketId], trusted_from
     - The highest version wins. Members can hold different versions only if a holder was missing in
       between. A roster that never takes a lost replica back excludes that.
     - Sources are spread over the holders by bucket, so that no single member's link is the
-      bottleneck.
+      bottleneck. The next generation takes the next holder. So a link that is bad between a holder
+      and a member without the result costs a generation, and no member.
     """
     versions: dict[BucketId, dict[ReplicaId, Version]] = {bucket: {} for bucket in buckets}
     for status in statuses:
@@ -84,5 +85,6 @@ def decide(statuses: Sequence[Status], buckets: Iterable[BucketId], trusted_from
         if held:
             version = max(held.values())
             holders = tuple(sorted(replica for replica, of in held.items() if of == version))
-            decisions.append(Decision(bucket, version, holders, holders[bucket % len(holders)]))
+            source = holders[(bucket + statuses[0].generation) % len(holders)]
+            decisions.append(Decision(bucket, version, holders, source))
     return tuple(decisions)

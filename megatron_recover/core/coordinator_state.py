@@ -1,4 +1,7 @@
-"""The state, inputs and effects of the machine of membership (`core/coordinator.py`)."""
+"""The state, inputs and effects of the machine of membership (`core/coordinator.py`).
+
+The notes that are cited here are in `core/lateness.py`.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ Note [At work]
     A rank is at work if its page shows a phase whose length it decides itself and its process can
     run. No rank of its replica may keep it waiting, nor may it be accused of a hang. Members that
     wait for it in a sum do not know this. So the coordinator receives all such replicas
-    (`SeenAtWork`), and waits are then no evidence (`core/coordinator.py`,
+    (`SeenAtWork`), and waits are then no evidence (`core/lateness.py`,
     Note [Waiting for one at work]). A torn or absent page shows no work. A replica with a stopped
     or dead rank is not seen at work. Saves do not count, because leaders report them. Work counts
     for `Limits.after_work_s` longer than it is seen. Between two computations a whole replica may

@@ -1,6 +1,6 @@
 """Decides which waits are evidence while no step is committed, and what excuses members.
 
-Pure functions of the coordinator's state. The rules are in `core/coordinator.py`,
+Pure functions of the coordinator's state. The rules are in `core/lateness.py`,
 Note [Waiting for one at work]. `core/blame.py` decides who is at fault.
 """
 

@@ -1,6 +1,6 @@
 """Decides what losses and ends mean: kinds of losses, poisoned microbatches, exit codes.
 
-These functions are pure. Only `core/coordinator.py` changes the roster.
+These functions are pure. Only `core/generations.py` changes the roster.
 """
 
 from __future__ import annotations

@@ -19,20 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
 import sys
 import textwrap
 import traceback
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_recover import flags, trace
+from megatron_recover import trace
 from megatron_recover.config import (
-    BAD_ARGUMENTS,
     DRY_RUN_PASSED,
     FOR_CONSOLE,
     RankContext,
@@ -51,8 +48,6 @@ from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.launch import numa, script
 from megatron_recover.megatron.launch.arguments import (
     adapt,
-    add_recover_arguments,
-    cpu_refusals,
     flag_of,
     gpu_refusals,
     provider_refusals,
@@ -61,7 +56,8 @@ from megatron_recover.megatron.launch.arguments import (
     without_interval,
 )
 from megatron_recover.megatron.launch.batch_schedule import take_default_batch
-from megatron_recover.megatron.launch.device import device_line, other_device, unseen_gpu
+from megatron_recover.megatron.launch.device import device_line, other_device
+from megatron_recover.megatron.launch.parsing import bad_input_ends, parse, prepare_device, refuse
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace import ring
 from megatron_recover.trace.node_clock import NodeClock
@@ -74,7 +70,6 @@ if TYPE_CHECKING:
     from megatron_recover.megatron.seams import seams
 
 Provider = script.Provider
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def begin(context: RankContext) -> None:
@@ -89,7 +84,7 @@ def begin(context: RankContext) -> None:
         with bad_input_ends():  # first: nothing has replaced a function of Megatron yet
             for line in judge_megatron(accepts_unknown=flag_of("accept_unknown_megatron") in sys.argv):
                 print(f"{FOR_CONSOLE}{line}", flush=True)
-    _prepare_device()
+    prepare_device()
     with bad_input_ends():
         numa.bind(context)
     script.wrap(_Training(context))
@@ -154,102 +149,6 @@ def pretrain(
     megatron.training.pretrain(configuration, datasets_provider, model_type, forward_step, **others)
 
 
-def parse(
-    extra_args_provider: Provider | None,
-    args_defaults: Mapping[str, Any],
-    defaults: Mapping[str, Any] = _NOTHING,
-    *,
-    ignores_unknown: bool = False,
-) -> Namespace:
-    """Parse Megatron's arguments and the `--recover-*` flags, and validate Megatron's; return all.
-
-    Without CUDA, install the CPU's substitutes first (`cpu.enable_cpu`). `defaults` replaces some
-    of Megatron's defaults. `ignores_unknown`: flags that no parser knows are left out. Bad input
-    ends the process with exit code 2.
-    """
-    from megatron.training.arguments import parse_and_validate_args
-
-    from megatron_recover.megatron import cpu
-
-    on_cpu = _prepare_device()
-
-    def provide(parser: ArgumentParser) -> ArgumentParser:
-        add_recover_arguments(parser)
-        if on_cpu:
-            cpu.set_cpu_defaults(parser)
-        # Upstream's default repeats a step whose result looks wrong. That takes an all-reduce over
-        # the world in each step.
-        parser.set_defaults(rerun_mode="disabled", **defaults)
-        if extra_args_provider is not None:
-            parser = extra_args_provider(parser)
-        _refuse([] if ignores_unknown else flags.unknown(sys.argv[1:], parser))
-        return parser
-
-    with bad_input_ends():
-        with _exit_is_refusal():
-            args: Namespace = script.original(parse_and_validate_args)(provide, ignores_unknown, {**args_defaults})
-        _refuse(cpu_refusals(args) if on_cpu else [])
-    return args
-
-
-@contextlib.contextmanager
-def _exit_is_refusal() -> Iterator[None]:
-    """Raise ValueError with the last line on stdout where the block calls `exit()`.
-
-    So upstream's parser refuses flags of the past. What is printed appears at the end of the block.
-    """
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            yield
-    except SystemExit as stop:
-        if stop.code is None:
-            raise ValueError((printed.getvalue().splitlines() or ["Megatron's parser has ended the process"])[-1]) from None
-        raise
-    finally:
-        print(printed.getvalue(), end="", flush=True)
-
-
-def _prepare_device() -> bool:
-    """Install the CPU's substitutes where torch finds no GPU; return whether it finds none.
-
-    Where the machine has a GPU that torch does not see, the process ends with exit code 2.
-    """
-    import torch
-
-    from megatron_recover.megatron import cpu
-
-    if torch.cuda.is_available():
-        return False
-    with bad_input_ends():
-        _refuse(unseen_gpu())
-    cpu.enable_cpu()
-    return True
-
-
-def _refuse(found: Sequence[str]) -> None:
-    """Raise ValueError with the lines, if there are any."""
-    if found:
-        raise ValueError("\n".join(found))
-
-
-@contextlib.contextmanager
-def bad_input_ends() -> Iterator[None]:
-    """End the process with exit code 2 if the body rejects the user's input; print each mistake.
-
-    Input is rejected by ValueError, AssertionError, OSError or ImportError.
-    """
-    try:
-        yield
-    except (ValueError, AssertionError, OSError, ImportError) as error:
-        # Megatron asserts on its arguments, often without a message. Then the source line is the
-        # message.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        text = str(error) or f"{os.path.basename(place.filename)}:{place.lineno} wants: {place.line}"
-        print(*(f"{BAD_ARGUMENTS}{line}" for line in text.splitlines()), sep="\n", file=sys.stderr, flush=True)
-        sys.exit(ExitCode.BAD_INPUT)
-
-
 def _start_of(context: RankContext) -> str:
     """Return a text that only this start of a job has, and all of its ranks."""
     return f"{context.run_dir} {context.coordinator} {context.started_at!r}"
@@ -311,7 +210,7 @@ class _Training:
                 raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
             if arguments.pop("store", None) is not None:
                 raise ValueError("store is not supported: each replica has a store of its own; leave it out")
-            _refuse(provider_refusals(self._settings[0], arguments["train_valid_test_dataset_provider"]))
+            refuse(provider_refusals(self._settings[0], arguments["train_valid_test_dataset_provider"]))
         sys.exit(self._run(*self._settings, arguments))
 
     def is_writer(self) -> bool:
@@ -414,7 +313,7 @@ class _Training:
             num_ranks = self._context.num_ranks * self._context.num_replicas
             num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
             found += gpu_refusals(config, num_ranks=num_ranks, num_gpus=num_gpus, deterministic=args.deterministic_mode)
-            _refuse(found)
+            refuse(found)
             if self._context.dry_run:
                 used = -(-num_ranks // config.ranks_per_gpu)
                 for line in (*adapted, device_line(num_gpus=num_gpus, num_used=used)):
@@ -456,7 +355,7 @@ class _Training:
 
         def before_joining() -> None:
             with bad_input_ends():
-                _refuse(other_device(self._context.gpu))
+                refuse(other_device(self._context.gpu))
             checkpoints.tell_what_was_loaded()
 
         cursor, window = MicrobatchCursor(self._page, args.num_workers), StateWindow()

@@ -21,7 +21,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -34,82 +33,11 @@ from megatron_recover.core.label import label_of
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import FaultKind
 from megatron_recover.observe import nodes
+from megatron_recover.observe.facts import Line, QuotaRun, Record, RecoveryFacts, StepFacts
 from megatron_recover.trace import event_files
 from megatron_recover.trace.merging import MARGIN_S, MergedTrace
 
-Line = int
 Numbered = tuple[Line, trace.AnyEvent]
-Finding = tuple[Line, str]
-"""Line of the event that shows a violation, and its description."""
-Findings = Iterator[Finding]
-
-
-def who(event: trace.AnyEvent) -> str:
-    """Return the name of the replica or rank that wrote an event."""
-    rank = getattr(event, "rank", None)
-    return f"replica {getattr(event, 'replica', '?')}" + (f" rank {rank}" if rank is not None else "")
-
-
-class Record(msgspec.Struct, frozen=True, gc=False):
-    """The first commit of a step in the trace, which represents the record of the step."""
-
-    line: Line
-    t: float
-    label: str
-    generation: int
-    has_digest: bool
-    """True if the record carries the state digest."""
-
-
-class StepFacts(msgspec.Struct, gc=False):
-    """Facts of one step that an event names."""
-
-    last_line: Line
-    begin: float
-    """Time of the first event of the step."""
-    end: float
-    """Time of the last event of the step."""
-    label: str | None = None
-    """Label of the first plan, or of the last plan that gives the step up; None without a plan. The
-    plan also gives `num_microbatches`."""
-    num_microbatches: int | None = None
-    planned_at: float | None = None
-    """Time of the earliest plan; of a step that is given up, time of the last plan that gives it
-    up."""
-    record: Record | None = None
-    committed_at: float | None = None
-    """Time of the last commit of the step by a member."""
-    loss_label: str | None = None
-    loss: float | None = None
-    loss_at: float | None = None
-
-
-class QuotaRun(msgspec.Struct):
-    """Consecutive training steps that a generation dealt with equal quotas."""
-
-    generation: int
-    step: int
-    first: str
-    last: str
-    roster: tuple[int, ...]
-    quotas: tuple[int, ...]
-    last_step: int
-
-
-@dataclass
-class RecoveryFacts:
-    """Facts of the recovery in one generation, from the phases that its members recorded."""
-
-    step: int
-    """Step of the first phase that was recorded."""
-    last_step: int
-    """Step of the last phase that was recorded."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds of the slowest member."""
-    committed_at: float | None = None
-    """Time of the last commit by a member; others may not have committed."""
-    end: float = 0.0
-    """Time of the last recorded phase."""
 
 
 class _File:
@@ -268,7 +196,7 @@ class History:
         facts = self.steps[event.step]
         if facts.record is None:
             label = facts.label if facts.label == event.label else event.label  # one copy of the text
-            facts.record = Record(line, event.t, label or event.label, event.generation, event.state_digest is not None)
+            facts.record = Record(line, event.t, label or event.label, event.generation)
         facts.committed_at = event.t if facts.committed_at is None else max(facts.committed_at, event.t)
         if self.last_step is None or event.step > self.last_step:
             self.last_step, self.final_commits = event.step, {event.replica: line}

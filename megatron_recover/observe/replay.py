@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_recover import trace
-from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.facts import Line
+from megatron_recover.observe.history import History
 from megatron_recover.observe.step import TAKE, Step
 
 Taker = Callable[[Line, Any, Any], Iterable[Any]]

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.facts import Line
+from megatron_recover.observe.history import History
 
 MAX_BITS = 1 << 17
 """Microbatch ids from this one on, and negative ones, are counted without a bit mask, which would

@@ -18,9 +18,10 @@ from megatron_recover.core.label import label_of
 from megatron_recover.faults import STANDS_STILL
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.compare import Comparison
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
-from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.history import History
 from megatron_recover.observe.leaves import LeaveSummary, leaves
 from megatron_recover.observe.replay import Taker, replay
 from megatron_recover.observe.standstills import Standstill, standstills

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.facts import Line
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import each_step
 from megatron_recover.observe.step import Ids, Step
 

@@ -186,6 +186,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     detail: str = ""
     """Reason, folder and remedy of a failed save; the reason of `unnamed`; the folder of
     `loaded`."""
+    grant: int | None = None
+    """Of `finished`: number of the grant (`Granted`) under which the checkpoint got its name."""
 
 
 class Gap(Event, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_recover.cli import lanes, plan, run
+from megatron_recover.cli import describing, lanes, plan, run, run_flags
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import split
 from megatron_recover.host import gpus
@@ -98,11 +98,11 @@ def test_only_a_job_whose_size_is_open_is_measured(
     line: str, expected: tuple[int, int], measured: list[Sizes | Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    monkeypatch.setattr(describing, "has_gpu", lambda: True)
     see(monkeypatch, *[-(-needs(2) * 10 // 9)] * 8)
     (script := tmp_path / "s.py").touch()
-    ours, command = split([*line.split(), "--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split()], run._parser())
-    job, _, _ = run._job(run._parser().parse_args(ours), command)
+    ours, command = split([*line.split(), "--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split()], run_flags.parser())
+    job, _, _ = describing.job_of(run_flags.parser().parse_args(ours), command)
     assert (job.num_replicas, job.layout.lanes) == expected
     told = capsys.readouterr().err
     assert ("2 lanes a replica, the fewest that fit" in told) == (expected == (2, 2))
@@ -118,7 +118,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
 def test_mistakes_are_told_before_the_model_is_measured(
     measured: list[Sizes | Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    monkeypatch.setattr(describing, "has_gpu", lambda: True)
     measured[0] = AssertionError("the model was measured")
     (script := tmp_path / "s.py").touch()
     with pytest.raises(SystemExit) as end:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import Std
 from torch.distributed.run import get_args_parser
 from torch.numa.binding import AffinityMode
 
-from megatron_recover.cli import launch_line, run
+from megatron_recover.cli import describing, launch_line, run, run_flags
 from megatron_recover.cluster.job import Job, claim_log_links, create_run_dir
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import Stream, Streams
@@ -62,7 +62,7 @@ def test_torchrun_gives_the_script_all_words_behind_it_as_we_do() -> None:
     text = "--nproc_per_node 2 -t 3 -r=1 --standalone train.py --nproc-per-node 4 --log-dir x -- --tee"
     line = text.split()
     theirs = get_args_parser().parse_args(line)
-    ours, command = split(line, run._parser())
+    ours, command = split(line, run_flags.parser())
     assert command == [theirs.training_script, *theirs.training_script_args]
     assert ours == line[: -len(command)]
 
@@ -82,11 +82,11 @@ def test_torchrun_gives_the_script_all_words_behind_it_as_we_do() -> None:
     ],
 )
 def test_the_first_word_that_is_no_flag_is_the_script(line: str, ours: str, command: str) -> None:
-    assert split(line.split(), run._parser()) == (ours.split(), command.split())
+    assert split(line.split(), run_flags.parser()) == (ours.split(), command.split())
 
 
 def read(line: str, **environment: str) -> launch_line.Choice:
-    return launch_line.read(run._parser().parse_args(line.split()), environment)
+    return launch_line.read(run_flags.parser().parse_args(line.split()), environment)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_processes_that_follow_the_machine_are_its_cores_where_there_is_no_gpu(m
 
 
 def size(line: str, flags: str) -> tuple[int, int]:
-    arguments = run._parser().parse_args(line.split())
-    return run._size(arguments, run._slots(launch_line.read(arguments, {}), None), flags.split())
+    arguments = run_flags.parser().parse_args(line.split())
+    return describing._size(arguments, describing._slots(launch_line.read(arguments, {}), None), flags.split())
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,8 @@ def told(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[
     """What the launcher says of a line before the job starts."""
     script = tmp_path / "train.py"
     script.touch()
-    ours, command = split([*line.split(), "--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split()], run._parser())
-    run._job(run._parser().parse_args(ours), command)
+    ours, command = split([*line.split(), "--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split()], run_flags.parser())
+    describing.job_of(run_flags.parser().parse_args(ours), command)
     return capsys.readouterr().err.splitlines()
 
 
@@ -314,9 +314,9 @@ def test_what_torchrun_takes_for_none_is_taken_so() -> None:
 
 
 def test_a_short_flag_and_its_value_may_be_one_word() -> None:
-    ours, command = split(["-t3", "-r", "1:2", "--nproc-per-node", "2", "train.py", "-t3"], run._parser())
+    ours, command = split(["-t3", "-r", "1:2", "--nproc-per-node", "2", "train.py", "-t3"], run_flags.parser())
     assert command == ["train.py", "-t3"]
-    arguments = run._parser().parse_args(ours)
+    arguments = run_flags.parser().parse_args(ours)
     assert (arguments.tee, arguments.redirects, arguments.nproc_per_node) == ("3", "1:2", "2")
 
 
@@ -324,7 +324,7 @@ def test_a_flag_of_ours_behind_the_script_is_the_scripts_and_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train.py", "--run-dir", "x", "--log-dir", "y", "--chaos=rate=0.1,seed=1", "--nproc_per_node", "8", "--replicas"]
-    assert launch_line.behind_script(command, run._parser()) == [
+    assert launch_line.behind_script(command, run_flags.parser()) == [
         "--run-dir x", "--chaos=rate=0.1,seed=1", "--nproc_per_node 8", "--replicas",
     ]  # fmt: skip
     jobs: list[Job] = []
@@ -360,7 +360,7 @@ def test_where_no_links_can_be_made_nothing_is_left_and_the_folder_of_the_links_
         argv=("train.py",), num_replicas=2, layout=Layout(tp=1, pp=1), config=RecoverConfig(),
         run_dir=create_run_dir(tmp_path / "run"), log_links=claim_log_links(tmp_path / "logs", "none"),
     )  # fmt: skip
-    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, "", None))
+    monkeypatch.setattr(describing, "job_of", lambda arguments, command: (job, "", None))
 
     def symlink_to(self: Path, target: Path) -> None:
         raise OSError(kind, os.strerror(kind), str(target), None, str(self))
@@ -376,9 +376,9 @@ def test_where_no_links_can_be_made_nothing_is_left_and_the_folder_of_the_links_
 
 def test_links_to_the_logs_may_be_in_the_run_directory(tmp_path: Path) -> None:
     choice = read(f"--nproc-per-node 2 --log-dir {tmp_path / 'run'}")
-    links, run_dir = run._folders(choice, tmp_path / "run", None)
+    links, run_dir = describing._folders(choice, tmp_path / "run", None)
     assert run_dir == tmp_path / "run" and links is not None and links.parent == run_dir
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--log-dir"):
-        run._folders(read(f"--nproc-per-node 2 --log-dir {tmp_path / 'file'}"), tmp_path / "other", None)
+        describing._folders(read(f"--nproc-per-node 2 --log-dir {tmp_path / 'file'}"), tmp_path / "other", None)
     assert not (tmp_path / "other").exists()

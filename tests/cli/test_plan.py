@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from megatron_recover import cli
-from megatron_recover.cli import plan, run
+from megatron_recover.cli import plan, run_flags
 from megatron_recover.megatron.launch.preflight import preflight
 from megatron_recover.megatron.layout.sizes import Layout, Sizes
 from tests.megatron.test_layout import eight_billion
@@ -190,7 +190,7 @@ def test_more_replicas_than_were_ever_measured_are_told(
 
 
 def test_every_flag_of_run_is_known_to_be_one() -> None:
-    options = {option for action in run._parser()._actions for option in action.option_strings}
+    options = {option for action in run_flags.parser()._actions for option in action.option_strings}
     assert options - {"-h", "--help", "-m", "--module"} == {*plan._OF_RUN}
 
 

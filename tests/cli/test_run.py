@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.cli import command_line, finish, run
+from megatron_recover.cli import command_line, describing, finish, run, run_flags
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.signals import EndRequest
@@ -44,7 +44,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
         argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
         run_dir=create_run_dir(tmp_path / "run"),
     )  # fmt: skip
-    monkeypatch.setattr(run, "_job", lambda arguments, command: (job, "", None))
+    monkeypatch.setattr(describing, "job_of", lambda arguments, command: (job, "", None))
     return job
 
 
@@ -141,7 +141,7 @@ def test_a_refused_run_empties_a_folder_that_was_there_and_leaves_it(
     elsewhere.mkdir()
     (elsewhere / "precious").touch()
     (job.run_dir / "of somebody").symlink_to(elsewhere)
-    monkeypatch.setattr(run, "_job", lambda arguments, command: (msgspec.structs.replace(job, run_dir=link), "", None))
+    monkeypatch.setattr(describing, "job_of", lambda arguments, command: (msgspec.structs.replace(job, run_dir=link), "", None))
     ends(monkeypatch, ExitCode.BAD_INPUT)
     assert run.main(["--run-dir", str(link), *COMMAND]) == ExitCode.BAD_INPUT
     assert link.is_symlink() and [*link.iterdir()] == [] and (elsewhere / "precious").exists()
@@ -162,9 +162,9 @@ def test_two_runs_that_start_in_one_second_have_a_folder_each(tmp_path: Path, mo
 
 def test_a_freeze_that_no_event_of_the_trace_can_end_is_refused() -> None:
     freeze = Fault(replica=0, rank=0, point=FaultPoint.REDUCE, kind=FaultKind.FREEZE, until="reduced")
-    run._refuse_unseen([freeze], "steps")
+    describing._refuse_unseen([freeze], "steps")
     with pytest.raises(ValueError, match="--trace-level faults leaves out reduced, .* name another event by until"):
-        run._refuse_unseen([freeze], "faults")
+        describing._refuse_unseen([freeze], "faults")
 
 
 @pytest.mark.parametrize("existed", [False, True])
@@ -192,7 +192,7 @@ def test_a_folder_that_takes_no_file_is_left_as_it_was(
             run_dir=create_run_dir(arguments.run_dir),
         ), "", None  # fmt: skip
 
-    monkeypatch.setattr(run, "_job", job_of)
+    monkeypatch.setattr(describing, "job_of", job_of)
     monkeypatch.setattr(run, "Launcher", Unwritable)
     folder = tmp_path / "run"
     if existed:
@@ -234,16 +234,16 @@ def test_a_limit_on_the_size_of_files_is_refused_before_anything_is_made(tmp_pat
 
 
 def test_a_size_may_have_a_unit() -> None:
-    assert [run._bytes(text) for text in ("0", "1000", "4KiB", "1GiB", "256 MiB")] == [0, 1000, 4096, 2**30, 2**28]
+    assert [run_flags._bytes(text) for text in ("0", "1000", "4KiB", "1GiB", "256 MiB")] == [0, 1000, 4096, 2**30, 2**28]
 
 
 def test_ranks_are_forked_only_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA works in no fork from a process that has asked the driver anything, as Megatron's imports do."""
     for gpu, expected in ((False, "fork"), (True, "warm")):
-        monkeypatch.setattr(run, "has_gpu", lambda gpu=gpu: gpu)
-        assert run._rank_start("auto") == expected and run._rank_start("warm") == "warm"
+        monkeypatch.setattr(describing, "has_gpu", lambda gpu=gpu: gpu)
+        assert describing._rank_start("auto") == expected and describing._rank_start("warm") == "warm"
     with pytest.raises(ValueError, match="leave it out"):
-        run._rank_start("fork")
+        describing._rank_start("fork")
 
 
 @pytest.mark.parametrize(("names", "expected"), [(("null", "nvidiactl"), False), (("nvidia0",), True), (("kfd",), True)])

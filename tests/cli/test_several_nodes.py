@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -11,11 +12,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from megatron_recover.authentication.key import key_of_several
+from megatron_recover.cli import several_nodes
+from megatron_recover.cluster import joining
+from megatron_recover.cluster.meeting import Meeting
+from megatron_recover.cluster.signals import EndRequest
+from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.host.addresses import HOST, bind_free
 from tests import forks
 
 pytestmark = pytest.mark.timeout(120)
@@ -42,6 +51,7 @@ class Nodes:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.launchers: list[forks.Program | subprocess.Popen[str]] = []
+        self.outputs: list[Path] = []
 
     def start(
         self, number: int | None, line: str = "--nnodes 2 --nproc-per-node 2", flags: str = "", key: Path | None = None
@@ -50,7 +60,9 @@ class Nodes:
             sys.executable, "-m", "megatron_recover", "run", *line.split(), *self.where(number),
             "--key-file", str(key or self.key), "--run-dir", str(self.run_dir), str(self.script), *FLAGS, *flags.split(),
         ]  # fmt: skip
-        self.launchers.append(forks.start(command, cwd=ROOT, environment=os.environ))
+        self.outputs.append(self.folder / f"output {len(self.outputs)}")
+        with self.outputs[-1].open("w") as output:
+            self.launchers.append(forks.start(command, cwd=ROOT, environment=os.environ, output=output.fileno()))
 
     def where(self, number: int | None) -> list[str]:
         """The flags that say where a node meets the others; without a number it finds them through a file."""
@@ -60,8 +72,30 @@ class Nodes:
 
     def end(self) -> list[tuple[int, str]]:
         """Return exit code and output of each."""
-        ended = [(each.communicate(60.0)[0], each.returncode) for each in self.launchers]
-        return [(code, output) for output, code in ended if code is not None]
+        return [self.end_of(index) for index in range(len(self.launchers))]
+
+    def end_of(self, index: int) -> tuple[int, str]:
+        """Return exit code and output of one."""
+        return self.launchers[index].wait(60.0), self.outputs[index].read_text()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        until = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < until, [each.read_text() for each in self.outputs]
+            time.sleep(0.02)
+
+    def until_said(self, index: int, text: str) -> None:
+        self.until(lambda: text in self.outputs[index].read_text())
+
+    def until_linked(self, index: int) -> None:
+        """Wait until a launcher has a connection to the coordinator."""
+        process = psutil.Process(self.launchers[index].pid)
+        self.until(
+            lambda: any(
+                each.status == psutil.CONN_ESTABLISHED and each.raddr and each.raddr.port == self.port
+                for each in process.net_connections("tcp")
+            )
+        )
 
     def assert_nothing_left(self) -> None:
         assert not self.run_dir.exists()
@@ -116,6 +150,43 @@ def too_many_replicas(nodes: Nodes) -> None:
     nodes.start(1, "--nnodes 2 --nproc-per-node 2 --replicas 5")
 
 
+def no_script_on_one(nodes: Nodes) -> None:
+    """The third node comes when the others have ended."""
+    nodes.start(0, "--nnodes 3 --nproc-per-node 2")
+    nodes.script.unlink()
+    nodes.start(1, "--nnodes 3 --nproc-per-node 2")
+    nodes.end_of(1)
+    nodes.script.touch()
+    nodes.start(2, "--nnodes 3 --nproc-per-node 2")
+
+
+def no_script_on_the_first(nodes: Nodes) -> None:
+    nodes.start(1)
+    nodes.until_said(0, "meets the others at")
+    nodes.script.unlink()
+    nodes.start(0)
+
+
+def no_script_on_one_of_a_file(nodes: Nodes) -> None:
+    nodes.start(None)
+    nodes.until_said(0, "meets the others at")
+    nodes.script.unlink()
+    nodes.start(None)
+
+
+def two_first_nodes(nodes: Nodes) -> None:
+    nodes.start(0)
+    nodes.until_said(0, "meets the others at")
+    nodes.start(0)
+
+
+def a_run_directory_of_another_job(nodes: Nodes) -> None:
+    nodes.run_dir.mkdir()
+    (nodes.run_dir / "events.jsonl").touch()
+    nodes.start(0)
+    nodes.start(1)
+
+
 def too_few_nodes(nodes: Nodes) -> None:
     nodes.start(0, "--nnodes 2:3 --nproc-per-node 2 --rdzv-conf join_timeout=1")
 
@@ -128,6 +199,11 @@ def too_few_nodes(nodes: Nodes) -> None:
         (other_flags_and_a_file, ": --clip-grad is "),
         (same_rank, "--node-rank 1 is also that of "),
         (too_many_replicas, "5 replicas of 1 ranks need 5 slots, and the nodes have 4"),
+        (no_script_on_one, "there is no training script"),
+        (no_script_on_the_first, "there is no training script"),
+        (no_script_on_one_of_a_file, "there is no training script"),
+        (two_first_nodes, "give another port, the same on all nodes, and each node its own --node-rank"),
+        (a_run_directory_of_another_job, "is not empty"),
         (too_few_nodes, "1 of 2 nodes were there after 1 s"),
     ],
 )
@@ -139,6 +215,47 @@ def test_what_does_not_fit_together_is_refused_on_all_nodes_before_anything_star
         expected = ExitCode.TOO_FEW_REPLICAS if start is too_few_nodes else ExitCode.BAD_INPUT
         assert code == expected and why in output, output
         assert "Traceback" not in output and "it must not run" not in output
+    if start is a_run_directory_of_another_job:
+        (nodes.run_dir / "events.jsonl").unlink()  # it is as it was
+        nodes.run_dir.rmdir()
+    nodes.assert_nothing_left()
+
+
+@pytest.mark.parametrize("where", ["address", "file"])
+def test_a_mistake_is_told_to_nobody_where_no_other_node_is_and_no_endpoint_is_claimed_for_it(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (several_nodes, joining):
+        monkeypatch.setattr(module, "TELL_S", 0.3)
+    (tmp_path / "key").write_text("k" * 44)
+    (tmp_path / "key").chmod(0o600)
+    with bind_free(HOST) as free:
+        meeting = Meeting(
+            least_nodes=2, most_nodes=2, host=HOST, port=free.getsockname()[1], node_rank=1, key_file=tmp_path / "key",
+            endpoint_file=tmp_path / "endpoint" if where == "file" else None,
+        )  # fmt: skip
+    begun_at = time.monotonic()
+    several_nodes.report(SimpleNamespace(nodes=meeting), "no such script", EndRequest())
+    assert 0.2 < time.monotonic() - begun_at < 10.0
+    assert [each.name for each in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_second_host_that_takes_itself_for_the_first_is_refused_by_the_one_at_the_endpoint(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127.0.0.2 stands for the second host, which finds that the endpoint 127.0.0.1 is no address of its own."""
+    monkeypatch.setattr(joining.reachable, "interfaces", dict)
+    monkeypatch.setattr(joining.reachable, "is_loopback", lambda address: address == "127.0.0.2")
+    nodes.start(0)
+    nodes.until_said(0, "meets the others at")
+    meeting = Meeting(least_nodes=2, most_nodes=2, host=HOST, port=nodes.port, node_rank=0, local_addr="127.0.0.2")
+    key = key_of_several(nodes.key)
+    with pytest.raises(joining.NotMet, match=f"{socket.gethostname()}: --node-rank 0 is also that of {socket.gethostname()}"):
+        joining.Place(meeting, RecoverConfig().deadlines, EndRequest()).join(
+            key=key, level="faults", slots=2, run_dir=lambda: nodes.folder, run_id="", alike=()
+        )
+    code, output = nodes.end_of(0)
+    assert code == ExitCode.BAD_INPUT and "--node-rank 0 is also that of" in output, output
     nodes.assert_nothing_left()
 
 
@@ -148,12 +265,62 @@ def test_another_key_is_told_to_the_node_that_has_it_and_the_others_wait_on(node
     other.chmod(0o600)
     nodes.start(0, "--nnodes 2 --nproc-per-node 2 --rdzv-conf join_timeout=20")
     nodes.start(1, key=other)
-    output, _ = nodes.launchers[1].communicate(60.0)
-    assert nodes.launchers[1].returncode == ExitCode.BAD_INPUT
+    code, output = nodes.end_of(1)
+    assert code == ExitCode.BAD_INPUT
     assert "give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes" in output
     assert nodes.launchers[0].poll() is None
     nodes.launchers[0].send_signal(signal.SIGINT)
-    assert nodes.launchers[0].communicate(60.0) is not None and nodes.launchers[0].returncode == 130
+    code, output = nodes.end_of(0)
+    assert code == ExitCode.INTERRUPTED and f"{socket.gethostname()}: SIGINT before training began" in output
+    nodes.assert_nothing_left()
+
+
+def test_any_signals_to_a_node_that_waits_end_the_job_on_all_nodes_that_are_there(nodes: Nodes) -> None:
+    for number in (0, 1):
+        nodes.start(number, "--nnodes 3 --nproc-per-node 2")
+    nodes.until_linked(1)
+    for number in (signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+        nodes.launchers[1].send_signal(number)
+    ends = set()
+    for code, output in nodes.end():
+        assert code == ExitCode.INTERRUPTED, output
+        [end] = [line for line in output.splitlines() if "exit code" in line]
+        ends.add(end)
+    [end] = ends  # which signal is seen first is up to the kernel
+    assert re.search(rf"exit code 15 \(interrupted\): {socket.gethostname()}: SIG(USR2|HUP|TERM) before training began$", end)
+    nodes.assert_nothing_left()
+
+
+def test_a_signal_to_a_node_that_waits_for_its_coordinator_or_an_endpoint_ends_it_at_once(nodes: Nodes) -> None:
+    nodes.start(1)
+    (nodes.folder / "job").mkdir()
+    (nodes.folder / "job" / "endpoint.owner").write_text("a node that has died")
+    nodes.start(None)
+    nodes.until_said(0, "meets the others at")
+    nodes.until_said(1, "waits for the address of the endpoint")
+    for each in nodes.launchers:
+        each.send_signal(signal.SIGUSR1)
+    for code, output in nodes.end():
+        assert code == ExitCode.INTERRUPTED and "SIGUSR1 before training began" in output, output
+    nodes.assert_nothing_left()
+
+
+def test_an_idle_node_leaves_by_a_signal_alone_and_one_of_the_job_ends_it_for_all(nodes: Nodes) -> None:
+    nodes.script.write_text("import time; time.sleep(600)\n")
+    for number in (0, 1):
+        nodes.start(number)
+    nodes.until_said(1, "importing torch")
+    nodes.start(1)
+    nodes.until_said(2, "this node waits for the end of the job")
+    nodes.launchers[2].send_signal(signal.SIGTERM)
+    code, output = nodes.end_of(2)
+    assert code == ExitCode.INTERRUPTED and "the job does not use this node, and goes on" in output, output
+    assert nodes.launchers[0].poll() is None and nodes.launchers[1].poll() is None
+    nodes.launchers[1].send_signal(signal.SIGTERM)
+    for index in (0, 1):
+        code, output = nodes.end_of(index)
+        assert code == ExitCode.INTERRUPTED and "exit code 15 (interrupted)" in output, output
+    assert f"{socket.gethostname()}: SIGTERM before training began" in nodes.outputs[0].read_text()
     nodes.assert_nothing_left()
 
 

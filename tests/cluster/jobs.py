@@ -24,6 +24,7 @@ from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.node_messages import DrainAsked, ReplicaGone
 from megatron_recover.core.placement import place
@@ -189,11 +190,11 @@ class _Hasty(Launcher):
         if replica not in self._overdue:
             super()._fence(replica)
 
-    def _end(self, exit_code: int, reason: str) -> None:
-        super()._end(exit_code, reason)
+    def _is_over(self) -> bool:
         for replica in self._overdue:  # the others were so fast that they have finished
             super()._fence(replica)
         self._overdue.clear()
+        return super()._is_over()
 
 
 class _Draining(Launcher):
@@ -252,10 +253,12 @@ def _joined(spec: Spec, deadlines: Deadlines) -> tuple[Joined | None, dict[str, 
     """Meet the other nodes, if there are any; return the place of this one, and what follows for its job."""
     if spec.meeting is None:
         return None, {"run_dir": create_run_dir(Path(spec.run_dir))}
-    here = Place(spec.meeting, deadlines)
+    request = EndRequest(spec.signals)
+    request.keep()
+    here = Place(spec.meeting, deadlines, request)
     joined = here.join(
         key=key_of_several(Path(spec.key_file)), level=spec.trace_level, slots=spec.slots,
-        run_dir=lambda: create_run_dir(Path(spec.run_dir)), run_id="toy", alike=(), ignored=spec.signals,
+        run_dir=lambda: create_run_dir(Path(spec.run_dir)), run_id="toy", alike=(),
     )  # fmt: skip
     met = joined.met
     assert met is not None

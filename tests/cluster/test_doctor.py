@@ -346,6 +346,12 @@ def test_the_verb_finds_the_address_of_a_node_among_several_or_says_why_not(
     [row] = [rows["address"] for rows in found.values() if "address" in rows]
     assert row["level"] == "fail" and row["value"].startswith("--master-addr: no.such.host.invalid does not resolve on node")
     assert row["remedy"].startswith("give an address, or enter the name in")
+    assert "ports" not in found["127.0.0.1"]
+    assert found["no.such.host.invalid"]["ports"] == {
+        "node": socket.gethostname(), "check": "ports", "level": "warn",
+        "value": "this command examines this node alone, and no connection to the other 1 of 2 nodes",
+        "remedy": "give it on every node; `run` examines all nodes, and each pair of them, before it starts anything",
+    }  # fmt: skip
 
 
 def test_two_megatrons_and_missing_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:

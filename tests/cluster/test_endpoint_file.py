@@ -20,7 +20,7 @@ def test_of_many_that_come_at_once_one_owns_it_and_all_find_its_address(tmp_path
         owns = claim(file)
         if owns:
             publish(file, "[fd00::1]:29400")
-        return owns, await_address(file, 20.0)
+        return owns, await_address(file, 20.0, bool)
 
     with ThreadPoolExecutor(16) as pool:
         came = list(pool.map(come, range(16)))
@@ -32,7 +32,7 @@ def test_an_owner_that_never_writes_is_named(tmp_path: Path) -> None:
     file = tmp_path / "endpoint"
     assert claim(file) and not claim(file)
     with pytest.raises(ValueError, match=rf"had no address after 0.1 s; {host_name()} was to write it, as {owner_file(file)}"):
-        await_address(file, 0.1)
+        await_address(file, 0.1, bool)
 
 
 def test_a_folder_in_which_no_file_can_be_made_is_refused(tmp_path: Path) -> None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.fences import Fences
+from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import create
+from megatron_recover.cluster.starting import Starting
+from megatron_recover.config import RecoverConfig
+from megatron_recover.control_plane.node_messages import FenceDone, FenceReplica, Launch, NodeLaunched
+from megatron_recover.control_plane.wire import Message
 from tests.cluster.waiting import until_ended, until_files, until_readable
 
 pytestmark = pytest.mark.timeout(150)
@@ -40,3 +50,34 @@ def test_a_fence_kills_the_children_of_a_rank_while_the_fork_server_stands_still
         until_readable(agent.fileno(), lambda: (agent.poll(), agent.is_fenced(0))[1], "the fence")
     finally:
         agent.close()
+
+
+def test_a_replica_that_is_fenced_together_with_the_launch_is_never_started(tmp_path: Path) -> None:
+    """Another node with ranks of it was lost meanwhile. A fence that finds no process kills nothing."""
+    job = Job(argv=("train.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=2), config=RecoverConfig(), run_dir=tmp_path)
+    started: list[int] = []
+    sent: list[Message] = []
+    recorded: list[trace.Event] = []
+    node: Any = SimpleNamespace(
+        spawn=lambda replica, rank, **_: started.append(replica), fence=lambda replica: None, undying=list,
+        is_fenced=lambda replica, but: replica not in started,
+    )  # fmt: skip
+    recording: Any = SimpleNamespace(
+        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None, record=recorded.append
+    )
+    unused: Any = None
+    launcher: Any = Launcher.__new__(Launcher)
+    launcher._loop = SimpleNamespace(waited_elsewhere=lambda: None)
+    launcher._joined = SimpleNamespace(membership=SimpleNamespace(send=sent.append))
+    launcher._fences = Fences(job, node, recording, loop=unused, deadlines=unused, send=sent.append)
+    launcher._starting = Starting(
+        job, node, recording, coordinator=lambda: "", handed_down={}, started=lambda replica, rank: None, started_at=0.0
+    )
+    leaders = launcher._starting.listen().leaders
+    for message in (Launch(leaders), FenceReplica(1)):
+        launcher._from_coordinator(message)
+    launcher._spawn_all()
+    launcher._fences.follow()
+    assert started == [0, 0] and sent == [NodeLaunched(), FenceDone(1)]
+    assert recorded == [trace.Fenced(replica=1, ranks=(0, 1))]
+    assert not launcher._starting._listeners, "its leader's port would answer"

@@ -12,6 +12,7 @@ from megatron_recover.cluster import membership as members
 from megatron_recover.cluster.joining import Place
 from megatron_recover.cluster.meeting import JOIN_S, Meeting
 from megatron_recover.cluster.membership import Membership
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import NodeHello
 from megatron_recover.deadlines import Deadlines
@@ -38,5 +39,5 @@ def test_a_coordinator_that_a_file_names_has_a_port_of_the_range(tmp_path: Path,
         port = free.getsockname()[1]
     monkeypatch.setattr(members.subprocess, "Popen", lambda *_, **__: SimpleNamespace())
     meeting = Meeting(least_nodes=2, most_nodes=2, endpoint_file=tmp_path / "e", ports=(port, port), local_addr=HOST)
-    own = Place(meeting, Deadlines.of(60.0))._own(1, b"k" * 32, "faults", (), 0)
+    own = Place(meeting, Deadlines.of(60.0), EndRequest())._own(1, b"k" * 32, "faults", 0)
     assert own is not None and own[0].address == f"{HOST}:{port}"

@@ -39,6 +39,24 @@ def test_the_code_of_ranks_that_end_together_is_kept_until_their_deaths_are_conf
     assert ends[0] == expected
 
 
+def test_a_signal_is_promised_what_becomes_of_it_with_a_coordinator_a_silent_one_and_none() -> None:
+    anything: Any = SimpleNamespace(says=lambda text: None, silence_s=1.0, nodes=("a", "b"), node=1, node_s=10.0)
+    loss = CoordinatorLoss(anything, anything, anything, deadlines=anything, end=lambda code, reason: None)
+    together = "all replicas end after the same step, with a checkpoint if --save is set"
+    assert loss.promise() == together
+    loss.look(2.0, is_gone=False)
+    assert loss.promise() == f"once the coordinator is heard again, {together}"
+    loss.look(12.0, is_gone=False)
+    assert loss.promise() == (
+        "nothing was heard of the coordinator for 12 s, and without it no common step can be chosen; training ends at the next "
+        "save point"
+    )
+    loss.look(0.1, is_gone=False)
+    assert loss.promise() == together
+    loss.begin("closed by the other end", has_begun=True)
+    assert loss.promise().startswith("the coordinator is gone (closed by the other end), and without it")
+
+
 def test_a_node_that_ends_alone_records_the_end_of_each_rank_that_nobody_had_fenced() -> None:
     recorded: list[Any] = []
     ended: list[tuple[int, int]] = []

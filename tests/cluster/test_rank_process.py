@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.run_end import RunEnd
 from megatron_recover.core import policy
 from megatron_recover.core.request import MISCOUNTED, TOO_FEW, UNSAVED, exit_for
 from megatron_recover.core.values import ExitCode
@@ -62,12 +62,16 @@ def test_codes_of_an_agreed_end_are_known() -> None:
 @pytest.mark.parametrize("began", [True, False])
 @pytest.mark.parametrize("code", [0, 1, 10, 12, 15, 16])
 def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_s: int | None) -> None:
-    launcher, deadlines = Launcher.__new__(Launcher), Deadlines.of()
-    launcher._ending, launcher._deadlines = None, deadlines
-    launcher._generation = int(began)
-    launcher._job = SimpleNamespace(shutdown_s=shutdown_s)
-    launcher._loop = SimpleNamespace(time=lambda: 1000.0)
-    launcher._end(code, "over")
+    deadlines, loop = Deadlines.of(), SimpleNamespace(time=lambda: now)
+    now = 1000.0
+    end = RunEnd(
+        SimpleNamespace(shutdown_s=shutdown_s, signals=()), loop=loop, deadlines=deadlines, says=print, send=print,
+        has_begun=lambda: began,
+    )  # fmt: skip
+    end.begin(code, "over")
     after_failure_s = deadlines.stop_s if shutdown_s is None else shutdown_s
     wait_s = deadlines.end_s if code == 0 or (code in (10, 15, 16) and shutdown_s is None) else after_failure_s
-    assert launcher._end_by == 1000.0 + (wait_s if began or code == 0 else 0.0)
+    now += wait_s if began or code == 0 else 0.0
+    assert not end.is_late
+    now += 0.001
+    assert end.is_late

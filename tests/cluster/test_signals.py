@@ -113,3 +113,19 @@ def test_no_other_signal_than_those_that_the_user_names_is_handled() -> None:
         request.release()
         assert {number: signal.getsignal(number) for number in before} == before
     assert heard == [signal.SIGXCPU]
+
+
+def test_signals_before_the_launcher_are_kept_for_it() -> None:
+    before = {number: signal.getsignal(number) for number in TOLD_TO_ALL}
+    request, heard = EndRequest(), []
+    try:
+        request.keep()
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert (request.kept, heard) == ("SIGUSR2", [])
+        with request.received(heard.append):
+            signal.raise_signal(signal.SIGINT)
+        assert heard == [signal.SIGUSR2, signal.SIGTERM, signal.SIGINT]
+    finally:
+        request.release()
+        assert {number: signal.getsignal(number) for number in before} == before

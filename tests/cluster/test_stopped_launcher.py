@@ -58,6 +58,7 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
     )  # fmt: skip
     launcher._starting.may_start(Launch(((0, "127.0.0.1:1"), (1, "127.0.0.1:2"))))
     launcher._joined = SimpleNamespace(membership=SimpleNamespace(send=lambda message: None))
+    launcher._fences = SimpleNamespace(gone=set())
     launcher._stood_still_s, launcher._deadlines = 0.0, Deadlines.of()
     monkeypatch.setattr(Starting, "_environment", lambda self, replica, rank, **others: {})
     launcher._loop.run_once(0.0)

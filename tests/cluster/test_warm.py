@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from megatron_recover.cli.run import PRELOAD
+from megatron_recover.cli.describing import PRELOAD
 from megatron_recover.cluster import forkserver
 from megatron_recover.cluster import forkserver_messages as messages
 from megatron_recover.cluster.agent import Agent

@@ -42,7 +42,7 @@ from megatron_recover.control_plane.node_messages import (
     TracePart,
 )
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
-from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
+from megatron_recover.control_plane.nodes_driver import TELL_S, NodesDriver, NodesSettings
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
 from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
@@ -65,7 +65,7 @@ class Agent:
         self.is_closed = False
         self.link: OutgoingLink = call(town.address, Party(Role.AGENT), Party(Role.COORDINATOR))
         town.loop.watch(self.link, lambda link, message: self.received.append(message), lambda link, why: self._close())
-        fields = {"identity": OWNER + number, "name": f"n{number}", "slots": 1, "run_dir": f"/run{number}", **hello}
+        fields = {"identity": OWNER + number, "name": f"n{number}", "slots": 1, "run_dir": "" if number else "/run0", **hello}
         self.say(NodeHello(**fields))
 
     def _close(self) -> None:
@@ -350,12 +350,15 @@ def test_an_agent_of_node_0_that_is_stopped_ends_nothing(make_town: Make) -> Non
     ("hello", "why"),
     [
         ({"alike": (("--lr", "2"),)}, "n1: --lr is 2 here, and 1 on n0; use the same on all nodes"),
+        ({"mistake": "there is no script"}, "n1: there is no script"),
         ({"alike": ()}, "n1: --lr is not given here, and 1 on n0; use the same on all nodes"),
         ({"node_rank": 0}, "n1: --node-rank 0 is also that of n0; give each node its own"),
+        ({"run_dir": "/run1"}, "n1: it started a coordinator of its own; give --node-rank 0, or is_host of --rdzv-conf, to one "
+         "node only, the one whose address the endpoint is"),
         ({"address": "::1"}, "n1: its address is ::1, and that of n0 is 10.0.0.1; nodes need addresses of one family, IPv4 or "
          "IPv6: give --interface or --local-addr"),
     ],
-    ids=["other flags", "a flag less", "the same rank", "IPv6 and IPv4"],
+    ids=["other flags", "a mistake", "a flag less", "the same rank", "two coordinators", "IPv6 and IPv4"],
 )  # fmt: skip
 def test_nodes_that_do_not_fit_together_are_refused_on_all_with_the_name_of_one(
     make_town: Make, hello: dict[str, object], why: str
@@ -367,6 +370,43 @@ def test_nodes_that_do_not_fit_together_are_refused_on_all_with_the_name_of_one(
     second = Agent(town, 1, **{**alike, **hello})
     town.until(lambda: first.of(JobEnds) and second.of(JobEnds))
     assert first.of(JobEnds) == second.of(JobEnds) == [JobEnds(ExitCode.BAD_INPUT, why)]
+
+
+def test_nodes_that_come_soon_after_a_refusal_are_told_and_the_coordinators_own_above_all(make_town: Make) -> None:
+    town = make_town(most=3)
+    first = Agent(town, 1, mistake="there is no script")
+    town.until(lambda: first.of(JobEnds))
+    first.hang_up()
+    town.run(0.1)
+    assert not town.nodes.is_done
+    town.run(TELL_S + 0.1)
+    assert not town.nodes.is_done, "its own node waits for it, and would wait for long"
+    owner = Agent(town, 0)
+    town.until(lambda: owner.of(JobEnds))
+    assert owner.of(JobEnds)[0].reason == "n1: there is no script"
+    owner.hang_up()
+    town.until(lambda: town.nodes.is_done)
+    other = make_town(most=3)
+    agents = [Agent(other, number, mistake="no script") for number in range(2)]
+    other.until(lambda: agents[0].of(JobEnds) and agents[1].of(JobEnds))
+    for agent in agents:
+        agent.hang_up()
+    other.run(0.1)
+    assert not other.nodes.is_done
+    last = Agent(other, 2)
+    other.until(lambda: last.of(JobEnds))
+    last.hang_up()
+    other.until(lambda: other.nodes.is_done)
+    assert other.now < TELL_S, "all were there"
+
+
+def test_a_mistake_of_a_node_that_the_job_does_not_use_ends_nothing(make_town: Make) -> None:
+    town = make_town()
+    agents = town.meet()
+    late = Agent(town, 5, mistake="no script")
+    town.until(lambda: late.of(Idle))
+    town.run(0.1, *agents)
+    assert not any(agent.of(JobEnds) for agent in (*agents, late))
 
 
 def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> None:
@@ -383,6 +423,9 @@ def test_a_job_starts_with_fewer_after_the_last_call_and_a_later_node_idles_unti
     late = Agent(town, 5)
     town.until(lambda: late.of(Idle))
     assert "the job runs on 2 nodes already" in late.of(Idle)[0].reason
+    late.say(EndAsked("SIGTERM"))  # it left before it knew that the job does not use it
+    town.run(0.1, *agents)
+    assert not agents[0].of(JobEnds)
     agents[1].say(NodeFailed(ExitCode.BAD_INPUT, "no such flag"))
     town.until(lambda: late.of(JobEnds))
     assert [agent.of(JobEnds)[0].reason for agent in (agents[0], late)] == ["n1: no such flag"] * 2
@@ -412,6 +455,16 @@ def test_signals_of_any_number_from_any_node_are_one_request(make_town: Make) ->
     town.until(lambda: town.announced(0)[-1].new.requests)
     town.run(0.1, *agents)
     assert len(town.announced(0)) == 2 and town.announced(0)[-1].new.requests == ("exit: SIGTERM",)
+
+
+def test_a_signal_before_training_ends_the_job_and_names_the_node(make_town: Make) -> None:
+    for num_nodes in (2, 3):  # meeting, and preparing
+        town = make_town()
+        agents = [Agent(town, number) for number in range(num_nodes)]
+        town.until(lambda agents=agents: all(agent.received for agent in agents))
+        agents[1].say(EndAsked("SIGUSR1"))
+        town.until(lambda agents=agents: all(agent.of(JobEnds) for agent in agents))
+        assert agents[0].of(JobEnds) == [JobEnds(ExitCode.INTERRUPTED, "n1: SIGUSR1 before training began")]
 
 
 def test_a_person_kills_everything_on_all_nodes_at_once(make_town: Make) -> None:

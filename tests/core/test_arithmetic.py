@@ -53,6 +53,8 @@ def test_the_highest_version_is_decided_and_sources_are_spread() -> None:
     decisions = bucket.decide([status(0), *holders], range(3), 0)
     assert [item.source for item in decisions] == [1, 4, 1]
     assert all(item.holders == (1, 4) for item in decisions)
+    again = [replace(each, generation=3) for each in (status(0), *holders)]
+    assert [item.source for item in bucket.decide(again, range(3), 0)] == [4, 1, 4], "a source may be at a bad link"
     newer = bucket.decide([status(0, complete=(complete(0, 1),)), status(1, complete=(complete(0, 3),))], (0,), 0)
     assert newer == (bucket.Decision(0, 3, (1,), 1),)
 

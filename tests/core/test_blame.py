@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_recover.core import blame, coordinator
+from megatron_recover.core import blame, coordinator, lateness
 from megatron_recover.core.blame import Evidence, culprit, with_missed_deadline, with_report
 from megatron_recover.core.coordinator import CoordinatorState, MembershipSettings, TimerFired
 from megatron_recover.core.values import Entered, Hello, Loss, LossKind, ReplicaBlocked
@@ -121,7 +121,7 @@ def test_a_rule_that_takes_an_end_without_looking_at_the_others_is_caught(
     def by_id(evidence: Evidence, roster: tuple[int, ...]) -> int | None:
         return names_from((accused for _, accused in evidence.pairs), default=None)  # type: ignore[operator]
 
-    monkeypatch.setattr(coordinator, "culprit", by_id)
+    monkeypatch.setattr(lateness, "culprit", by_id)
     with pytest.raises(AssertionError):
         test_a_bad_network_card_fences_its_owner_and_nobody_else()
 

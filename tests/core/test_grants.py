@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recover.core import coordinator, grants, replica
+from megatron_recover.core import coordinator, generations, grants, replica
 from megatron_recover.core.grants import Holding, Ledger
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.request import coordinator_lost
@@ -45,14 +45,14 @@ AT_ONCE, BACK = "at the same time", "moves latest"
 
 def test_the_next_grant_on_suspicion_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the death of the holder is confirmed, and before its lease has lapsed."""
-    original = coordinator._announce
+    original = generations.announce
 
     def hasty(state: coordinator.CoordinatorState, losses: Any, reason: str) -> coordinator.Step:
         for loss in losses:
             state = coordinator.replace(state, grants=grants.ended(state.grants, loss.replica))
         return original(state, losses, reason)
 
-    monkeypatch.setattr(coordinator, "_announce", hasty)
+    monkeypatch.setattr(generations, "announce", hasty)
     caught(Naming(NamingScenario(cuts=1)), AT_ONCE)
     caught(Naming(NamingScenario(cuts=1, locks=False)), AT_ONCE)
 

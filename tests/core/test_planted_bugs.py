@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import blame, coordinator, own_record, rank, recovery, replica, tree, values, vote
+from megatron_recover.core import (
+    blame,
+    coordinator,
+    generations,
+    lateness,
+    own_record,
+    rank,
+    recovery,
+    replica,
+    tree,
+    values,
+    vote,
+)
 from megatron_recover.core.contribution import by_bucket
 from megatron_recover.core.plan import Operation, plan_of
 from megatron_recover.core.speed import Speeds
@@ -193,16 +205,16 @@ def test_dropping_an_early_status_is_caught_on_links(monkeypatch: pytest.MonkeyP
 
 
 def test_forgetting_what_was_asked_for_during_a_save_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "_saved", lambda state: (state, ()))
+    monkeypatch.setattr(lateness, "_saved", lambda state: (state, ()))
     caught(explore(replicas=2, microbatches=2, steps=1, alarms=2, saves=1), 9)
 
 
 def test_a_timeout_that_removes_the_last_members_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_that_are_late(state: coordinator.CoordinatorState) -> coordinator.Step:
         late = [number for number in state.roster if number not in state.entered]
-        return coordinator._remove(state, tuple(Loss(number, LossKind.SUSPECTED, "late") for number in late), "late")
+        return generations.remove(state, tuple(Loss(number, LossKind.SUSPECTED, "late") for number in late), "late")
 
-    monkeypatch.setattr(coordinator, "_followed_late", all_that_are_late)
+    monkeypatch.setattr(lateness, "_followed_late", all_that_are_late)
     caught(explore(replicas=2, microbatches=2, crashes=1, late=1), 9)
 
 
@@ -328,24 +340,24 @@ def test_blaming_the_highest_id_of_all_who_are_accused_is_caught(monkeypatch: py
     def highest(evidence: blame.Evidence, roster: tuple[int, ...]) -> int | None:
         return max((accused for _, accused in evidence.pairs), default=None)
 
-    monkeypatch.setattr(coordinator, "culprit", highest)
+    monkeypatch.setattr(lateness, "culprit", highest)
     caught(explore(**BAD_CARD), 9)
 
 
 def test_blaming_who_reports_without_a_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for what the owner of the card does not send, and can name it; its own waits have no name."""
-    original = coordinator.with_report
+    original = lateness.with_report
 
     def itself(evidence: blame.Evidence, accuser: int, accused: Any) -> blame.Evidence:
         return original(evidence, accuser, accused or (accuser,))
 
-    monkeypatch.setattr(coordinator, "with_report", itself)
+    monkeypatch.setattr(lateness, "with_report", itself)
     caught(explore(microbatches=1, steps=1, broken=link(0, 1, "both")), 9)
 
 
 def test_never_giving_up_where_nobody_is_named_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas and one bad link: generations without end, until the explorer has more states than there can be."""
-    monkeypatch.setattr(coordinator, "_same_roster", lambda state: coordinator._announce(state, (), state.reason))
+    monkeypatch.setattr(lateness, "_same_roster", lambda state: generations.announce(state, (), state.reason))
     with pytest.raises(MemoryError):
         Explorer(Scenario("planted", replicas=2, microbatches=1, steps=1, broken=link(0, 1, "both"))).run(limit=2000)
 
@@ -391,13 +403,13 @@ def test_a_record_without_the_digest_that_is_due_is_caught(monkeypatch: pytest.M
 
 def test_telling_of_an_outvoted_replica_only_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member may hear of the next generation first."""
-    original = coordinator._announce
+    original = generations.announce
 
     def once(state: coordinator.CoordinatorState, *arguments: Any) -> coordinator.Step:
         is_told = state.trusted_from <= state.generation  # by the generation that was made for the outvoted one
         return original(replace(state, trusted_from=0) if is_told else state, *arguments)
 
-    monkeypatch.setattr(coordinator, "_announce", once)
+    monkeypatch.setattr(generations, "announce", once)
     caught(explore(drifts=1, crashes=1), 2)
 
 

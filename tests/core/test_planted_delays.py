@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, rank, replica
+from megatron_recover.core import coordinator, generations, lateness, rank, replica
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.values import Apply, Begun, LossKind, Miscounted, Plan, ReplicaBlocked
 from megatron_recover.sim.channels import link
@@ -26,13 +26,14 @@ LATE_READERS: dict[str, Any] = {"replicas": 2, "microbatches": 2, "readers": 2, 
 
 def test_counting_waits_for_a_replica_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: its peers name it after some sums that ran out, and it is removed."""
-    monkeypatch.setattr(coordinator, "working", lambda state: ())
-    monkeypatch.setattr(coordinator, "are_waits_excused", lambda state: bool(state.saves))
+    monkeypatch.setattr(lateness, "working", lambda state: ())
+    for module in (generations, lateness):
+        monkeypatch.setattr(module, "are_waits_excused", lambda state: bool(state.saves))
     caught(explore(**LATE_READERS), 9)
 
 
 def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = coordinator._on_blocked
+    original = lateness.on_blocked
 
     def forgets(state: coordinator.CoordinatorState, request: ReplicaBlocked) -> coordinator.Step:
         state, effects = original(state, request)
@@ -44,7 +45,7 @@ def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypat
 
 def test_excusing_work_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs looks like one that reads, and keeps the others waiting for ever."""
-    monkeypatch.setattr(coordinator, "excuse", lambda state, members: (state, ()))
+    monkeypatch.setattr(lateness, "excuse", lambda state, members: (state, ()))
     scenario = Scenario("planted", replicas=2, microbatches=1, steps=1, readers=1, hangs=True, waits=2)
     with pytest.raises(MemoryError):
         Explorer(scenario).run(limit=2000)
@@ -52,38 +53,38 @@ def test_excusing_work_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_a_committed_step_does_not_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who goes on after the deadline commits the step; who reads in the next one has a deadline of its own."""
-    monkeypatch.setattr(coordinator, "_reached", lambda state, step: replace(state, step=max(step, state.step)))
+    monkeypatch.setattr(lateness, "_reached", lambda state, step: replace(state, step=max(step, state.step)))
     caught(explore(replicas=2, microbatches=1, readers=2, waits=1, outlasts=True), 9)
 
 
 def test_a_second_member_at_fault_that_is_never_named_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is a reader that hangs: once it is fenced nobody is at work, and what stops the others is their own link."""
-    original = coordinator._blame
+    original = lateness._blame
 
     def once(state: coordinator.CoordinatorState) -> coordinator.Step:
         if any(loss.kind is LossKind.SUSPECTED for loss in state.losses):
-            return coordinator._announce(state, (), state.reason)
+            return generations.announce(state, (), state.reason)
         return original(state)
 
-    monkeypatch.setattr(coordinator, "_blame", once)
+    monkeypatch.setattr(lateness, "_blame", once)
     caught(explore(microbatches=1, steps=1, readers=1, waits=1, hangs=True, broken=link(1, 2, "both")), 9)
 
 
 def test_blaming_after_so_many_generations_instead_of_so_much_time_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two generations may follow one another quickly, also where two were excused before them."""
-    original = coordinator._same_roster
+    original = lateness._same_roster
 
     def counts(state: coordinator.CoordinatorState) -> coordinator.Step:
         return original(replace(state, patience=max(state.patience, int(state.fruitless > 2))))
 
-    monkeypatch.setattr(coordinator, "_same_roster", counts)
+    monkeypatch.setattr(lateness, "_same_roster", counts)
     caught(explore(replicas=2, microbatches=1, steps=1, readers=1, waits=3, hangs=True), 9)
 
 
 def test_a_timer_that_removes_who_is_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """It removes others that are late with right."""
-    original = coordinator._followed_late
-    monkeypatch.setattr(coordinator, "_followed_late", lambda state: original(replace(state, at_work=())))
+    original = lateness._followed_late
+    monkeypatch.setattr(lateness, "_followed_late", lambda state: original(replace(state, at_work=())))
     caught(explore(replicas=2, microbatches=1, steps=1, readers=1, waits=1, late=1), 9)
 
 
@@ -125,16 +126,16 @@ OVERDUE_SAVE: dict[str, Any] = {"replicas": 2, "microbatches": 1, "steps": 1, "r
 
 
 def test_excusing_an_overdue_save_by_the_work_of_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "own_deadlines", lambda evidence: Evidence())
+    monkeypatch.setattr(lateness, "own_deadlines", lambda evidence: Evidence())
     caught(explore(**OVERDUE_SAVE, late_saves=True), 9)
 
 
 def test_holding_an_overdue_save_against_who_has_ended_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "without_evidence", lambda state: state)
+    monkeypatch.setattr(lateness, "without_evidence", lambda state: state)
     caught(explore(**OVERDUE_SAVE, late_saves=True), 9)
 
 
 def test_naming_nobody_where_several_are_at_work_beyond_the_deadline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who accuses several that are silent is not named, nor are they: only the agent tells that they had their time."""
-    monkeypatch.setattr(coordinator, "at_work_for_too_long", lambda state: None)
+    monkeypatch.setattr(lateness, "at_work_for_too_long", lambda state: None)
     caught(explore(microbatches=1, steps=1, readers=2, waits=1, hangs=True), 9)

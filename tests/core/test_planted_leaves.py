@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, leaving, plan, recovery, replica
+from megatron_recover.core import coordinator, generations, leaving, plan, recovery, replica
 from megatron_recover.core.values import Ballot, Plan
 from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.explore.explorer import Explorer, JobState
@@ -39,7 +39,7 @@ def test_leaving_before_a_record_asks_for_it_is_caught(monkeypatch: pytest.Monke
         stay = tuple(number for number in state.roster if number not in asked.replicas)
         if not stay or not state.generation:
             return state, ()
-        return coordinator._announce(replace(state, roster=stay, left=asked.replicas), (), "leave", asked.replicas)
+        return generations.announce(replace(state, roster=stay, left=asked.replicas), (), "leave", asked.replicas)
 
     monkeypatch.setitem(coordinator.TABLE, coordinator.LeaveAsked, at_once)  # type: ignore[arg-type]
     caught(explore(**LEAVE), 6)

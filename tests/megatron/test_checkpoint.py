@@ -146,8 +146,9 @@ class Replica:
             self.used.append("began")
         return self.refused
 
-    def end_naming(self) -> None:
+    def end_naming(self) -> int | None:
         self.used.append("ended")
+        return self.used.count("began") or None
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_recover.core.values import ExitCode
-from megatron_recover.megatron import cpu, training
-from megatron_recover.megatron.launch import device
+from megatron_recover.megatron import cpu
+from megatron_recover.megatron.launch import device, parsing
 from tests.pretend_gpu import DEVICE, pretended
 
 
@@ -77,7 +77,7 @@ def test_no_argument_is_parsed_for_the_cpu_where_a_gpu_is_not_seen(
     monkeypatch.setattr(cpu, "enable_cpu", lambda: enabled.append(True))
     monkeypatch.setattr("sys.argv", ["script.py", "--sequence-parallel"])
     with pytest.raises(SystemExit) as end:
-        training.parse(None, {}, {})
+        parsing.parse(None, {}, {})
     assert end.value.code == ExitCode.BAD_INPUT and not enabled
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("bad arguments: this machine has a GPU of NVIDIA, and torch sees none")

@@ -122,7 +122,7 @@ def counted(_: Layout, flags: str) -> tuple[sizes.Sizes, list[tuple[sizes.Layout
     from megatron.core import parallel_state
 
     import megatron_recover.megatron as recover
-    from megatron_recover.megatron import training
+    from megatron_recover.megatron.launch import parsing
 
     dist.destroy_process_group()
     parallel_state.destroy_model_parallel()
@@ -131,7 +131,7 @@ def counted(_: Layout, flags: str) -> tuple[sizes.Sizes, list[tuple[sizes.Layout
     found: list[Any] = []
 
     def measured(configure: Any, *_: Any, args_defaults: dict[str, Any], **others: Any) -> None:
-        args = training.parse(None, args_defaults, {})
+        args = parsing.parse(None, args_defaults, {})
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         read = measure.measured(args, asked, measure.build(configure(args), None))
         parallel_state.destroy_model_parallel()

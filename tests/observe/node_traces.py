@@ -62,7 +62,8 @@ def is_heard(cause: trace.Event, event: trace.Event) -> bool:
         case trace.Applied():
             return isinstance(cause, trace.Committed) and same("replica", "step")
         case trace.Checkpoint():
-            return isinstance(cause, trace.Committed) and same("replica")
+            is_granted = isinstance(cause, trace.Granted) and cause.writer == event.replica
+            return is_granted or (isinstance(cause, trace.Committed) and same("replica"))
         case trace.RunFinished() | trace.Stopping():
             return isinstance(cause, trace.Applied | trace.Failure | trace.Fenced)
     return isinstance(event, WORK) and isinstance(cause, trace.Plan) and same("replica", "generation", "step")

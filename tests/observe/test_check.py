@@ -300,6 +300,48 @@ def the_latest_checkpoint_goes_back(events: Events) -> int:
     return len(events) - 2
 
 
+def _granting(events: Events) -> None:
+    events[:] = traces.granting_run().events
+
+
+def a_grant_is_given_twice(events: Events) -> int:
+    _granting(events)
+    return _edit(events, trace.Granted, to={"number": 1}, number=2)
+
+
+def two_replicas_hold_a_grant(events: Events) -> int:
+    _granting(events)
+    return _edit(events, trace.Granted, to={"writer": 1}, number=2)
+
+
+def a_grant_is_given_to_the_writer_of_an_older_generation(events: Events) -> int:
+    _granting(events)
+    return _edit(events, trace.Granted, to={"writer": 0, "generation": 1}, number=3)
+
+
+def two_checkpoints_are_named_under_one_grant(events: Events) -> int:
+    _granting(events)
+    return _edit(events, trace.Checkpoint, to={"grant": 3}, iteration=3, phase="finished")
+
+
+def a_writer_names_under_the_grant_of_a_lost_one(events: Events) -> int:
+    _granting(events)
+    return _edit(events, trace.Checkpoint, to={"grant": 2}, iteration=2, phase="finished")
+
+
+def a_checkpoint_is_named_without_a_grant(events: Events) -> int:
+    _granting(events)
+    return _edit(events, trace.Checkpoint, to={"grant": None}, iteration=2, phase="finished")
+
+
+def a_checkpoint_is_named_before_its_grant(events: Events) -> int:
+    _granting(events)
+    grant = _find(events, trace.Granted, number=3)
+    named = _find(events, trace.Checkpoint, iteration=2, phase="finished")
+    _move(events, grant, named)
+    return named - 1
+
+
 def a_microbatch_of_a_survivor_is_computed_again(events: Events) -> int:
     index = _find(events, trace.MicrobatchFinished, step=1, generation=2, rank=0)
     for rank, into in ((0, (0,)), (1, (1, 2))):
@@ -665,6 +707,13 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-6", a_member_disappears_without_a_loss),
     ("INV-6", a_partition_forms_its_own_generation),
     ("INV-6", the_latest_checkpoint_goes_back),
+    ("INV-6", a_grant_is_given_twice),
+    ("INV-6", two_replicas_hold_a_grant),
+    ("INV-6", a_grant_is_given_to_the_writer_of_an_older_generation),
+    ("INV-6", two_checkpoints_are_named_under_one_grant),
+    ("INV-6", a_writer_names_under_the_grant_of_a_lost_one),
+    ("INV-6", a_checkpoint_is_named_without_a_grant),
+    ("INV-6", a_checkpoint_is_named_before_its_grant),
     ("INV-6", a_checkpoint_is_named_that_nobody_agreed_on),
     ("INV-6", a_checkpoint_is_named_before_the_record),
     ("INV-2", a_save_is_agreed_on_without_a_digest),
@@ -730,7 +779,7 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
 def test_valid_traces_hold(determinism: str) -> None:
     for run in (traces.quiet_run(determinism=determinism), traces.faulty_run(determinism), traces.drifting_run(determinism)):
         assert _broken(run.events) == {}
-    assert _broken(traces.saving_run().events) == {}
+    assert _broken(traces.saving_run().events) == _broken(traces.granting_run().events) == {}
 
 
 @pytest.mark.parametrize(("invariant", "breakage"), BREAKAGES, ids=lambda value: getattr(value, "__name__", value))

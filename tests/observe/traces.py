@@ -155,11 +155,15 @@ class Run:
                 self.add(trace.Applied, **where, rank=rank)
         self.step += 1
 
-    def save(self, iteration: int) -> None:
+    def grant(self, number: int) -> None:
+        """The coordinator gives the lowest replica a grant."""
+        self.add(trace.Granted, number=number, generation=self.generation, writer=self.roster[0])
+
+    def save(self, iteration: int, grant: int | None = None) -> None:
         """The replicas agree on their state, then the lowest writes it."""
         self.step_outside_training(f"save {iteration}", 0)
-        for phase in ("started", "finished"):
-            self.add(trace.Checkpoint, replica=self.roster[0], rank=0, iteration=iteration, phase=phase)
+        for phase, number in (("started", None), ("finished", grant)):
+            self.add(trace.Checkpoint, replica=self.roster[0], rank=0, iteration=iteration, phase=phase, grant=number)
 
     def lose(self, victim: int, rank: int, point: str, **fault: int) -> None:
         """A rank is killed, the rest of its replica fenced, the next generation announced."""
@@ -346,6 +350,23 @@ def saving_run() -> Run:
     run.step_outside_training("end 0", 0)
     run.add(trace.Checkpoint, replica=1, rank=0, iteration=2, phase="finished")
     run.step_outside_training("end 1", 0)
+    return run.finish()
+
+
+def granting_run() -> Run:
+    """Replica 0 names one checkpoint and is lost with its next grant; replica 1 names the others."""
+    run = Run()
+    run.grant(1)
+    run.quiet_step()
+    run.save(1, grant=1)
+    run.grant(2)
+    run.step_with_kill_in_reduction(0)
+    run.grant(3)
+    run.save(2, grant=3)
+    run.grant(4)
+    run.quiet_step()
+    run.save(3, grant=4)
+    run.grant(5)
     return run.finish()
 
 

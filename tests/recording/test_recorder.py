@@ -463,9 +463,9 @@ def test_what_waits_is_written_in_pieces_and_rings_have_room_again_in_the_turn_t
         log.record(event(number, padding=5000))
     made._turn()
     assert steps(tmp_path) == list(range(300))
-    assert made._ahead == 0, "the ring has room for as much again"
+    assert made._events._ahead == 0, "the ring has room for as much again"
     assert len(sizes) > 2 and max(sizes) < 2**20 + 2**15, "a slow disk answers once a piece"
-    made._keeper.close(DEADLINE_S)
+    made._events.keeper.close(DEADLINE_S)
     made._outputs.writer.close(DEADLINE_S)
     for each in (ours, theirs):
         each.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, rank, recovery, replica
+from megatron_recover.core import coordinator, generations, lateness, rank, recovery, replica
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.plan import plan_of
 from megatron_recover.core.values import Compute, ExitCode, Loss, LossKind, Plan, ReplicaBlocked, Vote
@@ -137,8 +137,9 @@ def test_a_coordinator_that_ignores_who_cannot_go_on_is_found(monkeypatch: pytes
 
 
 def test_blaming_who_reads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "working", lambda state: ())
-    monkeypatch.setattr(coordinator, "are_waits_excused", lambda state: bool(state.saves))
+    monkeypatch.setattr(lateness, "working", lambda state: ())
+    for module in (generations, lateness):
+        monkeypatch.setattr(module, "are_waits_excused", lambda state: bool(state.saves))
     assert "INV-9" in str(_first_failure().problem)
 
 
@@ -146,7 +147,7 @@ def test_blaming_the_highest_id_of_all_who_are_accused_is_found(monkeypatch: pyt
     def highest(evidence: Evidence, roster: tuple[int, ...]) -> int | None:
         return max((accused for _, accused in evidence.pairs if accused in roster), default=None)
 
-    monkeypatch.setattr(coordinator, "culprit", highest)
+    monkeypatch.setattr(lateness, "culprit", highest)
     verdict = _first_failure(lambda seed: RandomJob(seed, (fuzz._bad_card,)))
     assert "nothing was wrong with them" in str(verdict.problem)
 
@@ -217,9 +218,9 @@ def test_taking_a_save_for_made_whose_writer_died_is_found(monkeypatch: pytest.M
 def test_a_timeout_that_removes_the_last_members_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_that_are_late(state: coordinator.CoordinatorState) -> coordinator.Step:
         late = [number for number in state.roster if number not in state.entered]
-        return coordinator._remove(state, tuple(Loss(one, LossKind.SUSPECTED, "did not enter") for one in late), "late")
+        return generations.remove(state, tuple(Loss(one, LossKind.SUSPECTED, "did not enter") for one in late), "late")
 
-    monkeypatch.setattr(coordinator, "_followed_late", all_that_are_late)
+    monkeypatch.setattr(lateness, "_followed_late", all_that_are_late)
     assert "a timeout removed the last members" in str(_first_failure().problem)
 
 

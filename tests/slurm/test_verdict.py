@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_recover import cli, trace
-from megatron_recover.cli import run
+from megatron_recover.cli import describing, run
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
@@ -99,7 +99,7 @@ def test_an_end_that_repeats_itself_leaves_a_mark_and_no_other(
         run=lambda: code, release_signals=lambda: None, has_begun=True, untraced=[], reason="of that", is_recorded=False,
         is_hurried=lambda: False,
     )  # fmt: skip
-    monkeypatch.setattr(run, "_job", job)
+    monkeypatch.setattr(describing, "job_of", job)
     monkeypatch.setattr(run, "Launcher", lambda *arguments, **named: launcher)
     for chained in ([], ["--chained"]):
         assert cli.main(["run", *chained, "--nproc-per-node", "2", "script.py", "--save", str(save)]) == code

@@ -150,6 +150,8 @@ class Checkpoints:
         self._failure = ""
         """Reason why this rank's part of the current save failed; empty if it did not."""
         self._no_grant = ""
+        self._grant: int | None = None
+        """Number of the grant that the newest attempt to name a checkpoint has used up."""
         """Reason why rank 0 must not name the checkpoint that it has written; else empty."""
         self._unnamed: int | None = None
         """Iteration of a complete checkpoint that waits for a grant; equal on all ranks of the
@@ -264,7 +266,7 @@ class Checkpoints:
 
     def after_naming(self) -> None:
         """Give the grant back, if it was used; called on rank 0 after each attempt to name."""
-        self._saver.end_naming()
+        self._grant = self._saver.end_naming()
 
     # --- Owed checkpoints -------------------------------------------------------------------------
 
@@ -499,7 +501,7 @@ class Checkpoints:
     def _report(self, iteration: int, failure: str) -> None:
         """Report how the save ended (rank 0)."""
         if not failure:
-            self._record(trace.Checkpoint, iteration=iteration, phase="finished")
+            self._record(trace.Checkpoint, iteration=iteration, phase="finished", grant=self._grant)
             return
         save, free = self.folder.path, "unknown"
         with contextlib.suppress(OSError):

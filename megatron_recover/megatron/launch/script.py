@@ -186,6 +186,7 @@ def main() -> None:
     """
     from megatron_recover.config import rank_context
     from megatron_recover.megatron import training
+    from megatron_recover.megatron.launch import parsing
 
     context = rank_context()
     if context is None:
@@ -195,7 +196,7 @@ def main() -> None:
         run(sys.argv[1:])
         return
     refuse_own_training()
-    with training.bad_input_ends():  # a script may judge its arguments, as upstream's configurations do
+    with parsing.bad_input_ends():  # a script may judge its arguments, as upstream's configurations do
         run(sys.argv[1:], warns=True)
 
 

@@ -23,8 +23,8 @@ import msgspec
 import torch
 
 from megatron_recover.core.values import ExitCode
-from megatron_recover.megatron import cpu, training
-from megatron_recover.megatron.launch import script
+from megatron_recover.megatron import cpu
+from megatron_recover.megatron.launch import parsing, script
 from megatron_recover.megatron.launch.arguments import gpu_refusals, recover_config, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.megatron.layout import choice
@@ -275,8 +275,8 @@ class _Measuring:
         self, extra_args_provider: script.Provider | None, args_defaults: Mapping[str, Any], *, ignores_unknown: bool = False
     ) -> Namespace:
         """Return the arguments; begin the world in which the model will be built."""
-        args = training.parse(extra_args_provider, args_defaults, ignores_unknown=ignores_unknown)
-        with training.bad_input_ends():
+        args = parsing.parse(extra_args_provider, args_defaults, ignores_unknown=ignores_unknown)
+        with parsing.bad_input_ends():
             on_gpu = gpu_refusals(recover_config(args), num_ranks=1, num_gpus=1, deterministic=args.deterministic_mode)
             if found := [*refusals(args, lanes=1), *on_gpu, *unplannable(args)]:
                 raise ValueError("\n".join(found))
@@ -290,7 +290,7 @@ class _Measuring:
 
     def pretrain(self, arguments: dict[str, Any]) -> None:
         """Write the sizes of the model, and end the process."""
-        with training.bad_input_ends():
+        with parsing.bad_input_ends():
             if self._args is None:
                 raise ValueError(f"{sys.argv[0]} calls pretrain before parse_and_validate_args; its model cannot be measured")
             model = build(arguments["cfg_container"], arguments.get("model_provider"))
@@ -310,7 +310,7 @@ def main() -> None:
     with torch.device("meta"):
         torch.empty(0)
     file, *command = sys.argv[1:]
-    with training.bad_input_ends():
+    with parsing.bad_input_ends():
         asked, flags = layout_flags(command[1:])
     script.wrap(_Measuring(asked, file))
     script.refuse_own_training()

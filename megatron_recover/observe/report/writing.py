@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe import summary
-from megatron_recover.observe.history import Line
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.report import page, perfetto, plot
 from megatron_recover.observe.report.timeline import Timeline
 from megatron_recover.observe.verify.check import check

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
 from megatron_recover.core.label import label_of
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, who
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Held, Step
-from megatron_recover.observe.verify.common import RANK_WORK, survivors
-from megatron_recover.observe.verify.rule import Rule, of_run, of_step
+from megatron_recover.observe.verify.common import RANK_WORK, survivors, who
+from megatron_recover.observe.verify.rule import Finding, Findings, Rule, of_run, of_step
 
 
 def equal_results(history: History, step: Step) -> Findings:

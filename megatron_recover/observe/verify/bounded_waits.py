@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.verify.common import survivors
-from megatron_recover.observe.verify.rule import Rule, of_run
+from megatron_recover.observe.verify.rule import Finding, Findings, Rule, of_run
 
 NEVER_ALONE = (
     ExitCode.TOO_FEW_REPLICAS, ExitCode.POISONED_MICROBATCH, ExitCode.DIVERGED, ExitCode.NO_REPLICA_LEFT,

@@ -16,13 +16,14 @@ from megatron_recover import trace
 from megatron_recover.core.label import label_of
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.compare import Comparison, compare
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import LAUNCHER, Gaps
-from megatron_recover.observe.history import Finding, History, Line
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker, replay
 from megatron_recover.observe.step import Step
 from megatron_recover.observe.summary import Accounts, Summary, summarize
 from megatron_recover.observe.verify.exactly_once import miscounts
-from megatron_recover.observe.verify.rule import LEVELS, Rule, provides
+from megatron_recover.observe.verify.rule import LEVELS, Finding, Rule, provides
 from megatron_recover.observe.verify.rules import RULES
 
 SHOWN_VIOLATIONS = 20

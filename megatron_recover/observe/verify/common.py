@@ -1,4 +1,4 @@
-"""Facts that rules of several invariants use."""
+"""Facts and words that rules of several invariants use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ RANK_WORK = (
     trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Reduced, trace.Transferred, trace.Applied,
 )  # fmt: skip
 """Types of events by which a rank works on a step."""
+
+
+def who(event: trace.AnyEvent) -> str:
+    """Return the name of the replica or rank that wrote an event."""
+    rank = getattr(event, "rank", None)
+    return f"replica {getattr(event, 'replica', '?')}" + (f" rank {rank}" if rank is not None else "")
 
 
 def survivors(history: History) -> Iterator[int]:

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from megatron_recover import trace
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, who
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
-from megatron_recover.observe.verify.common import RANK_WORK
-from megatron_recover.observe.verify.rule import Rule, of_run, of_step
+from megatron_recover.observe.verify.common import RANK_WORK, who
+from megatron_recover.observe.verify.rule import Finding, Findings, Rule, of_run, of_step
 
 
 def honest_journals(history: History, step: Step) -> Findings:

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, who
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
-from megatron_recover.observe.verify.rule import Rule, of_step
+from megatron_recover.observe.verify.common import who
+from megatron_recover.observe.verify.rule import Finding, Findings, Rule, of_step
 
 
 def applied_when_committed(history: History, step: Step) -> Findings:

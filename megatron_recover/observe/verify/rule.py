@@ -11,14 +11,18 @@ of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from megatron_recover import trace
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, History
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
 
+Finding = tuple[Line, str]
+"""Line of the event that shows a violation, and its description."""
+Findings = Iterator[Finding]
 LEVELS: tuple[str, ...] = tuple(reversed(trace.LEVELS))
 """Levels of detail of a trace, from least to most."""
 

@@ -17,8 +17,10 @@ if a frame of the control plane gives it to them. A rule may need no other order
 - INV-5: results are before the status (`Holds`), an entry before the work of ranks (`Enter`). A
   rank's end is recorded by the agent of its own node, in the same file.
 - INV-6: a join is before its generation (`LeaderHello`), a generation before its entries
-  (`Announcement`), a commit before the checkpoint of the same replica (`Apply`). That one replica's
-  checkpoint is before another's is implied by no frame: `SingleHistory` compares those of one.
+  (`Announcement`), a commit before the checkpoint of the same replica (`Apply`), a grant before the
+  checkpoint that is named under it (`Grant`). Grants and generations are of one coordinator. That
+  one replica's checkpoint is before another's is implied by no frame: `SingleHistory` compares
+  those of one.
 - INV-7: backwards are of one rank. The rest compares sets.
 - INV-8: compares sets.
 """

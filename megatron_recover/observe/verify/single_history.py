@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
 from megatron_recover.core.label import StepKind, label_of
+from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, who
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
-from megatron_recover.observe.verify.rule import LEVELS, Rule, provides
+from megatron_recover.observe.verify.common import who
+from megatron_recover.observe.verify.rule import LEVELS, Finding, Findings, Rule, provides
 
 _AGREED = 64
 """Agreements of a replica that are remembered: a save in the background may be named some saves
@@ -124,6 +126,55 @@ class SingleHistory(Rule):
         self._saved[writer] = event.iteration
 
 
+class NamedUnderGrants(Rule):
+    """A rule: each checkpoint is named under a grant of its own, by the replica that has it.
+
+    - A grant's number is given once, and numbers only grow.
+    - A grant is for the writer of the newest generation. So no two members hold one.
+
+    A trace without any grant is older than grants, and is not judged.
+    """
+
+    needs = "faults"
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        self._generation = 0
+        self._newest = 0
+        """Number of the newest grant; 0 before the first."""
+        self._unused: dict[int, int] = {}
+        """Number of each grant under which no checkpoint was named -> its holder."""
+
+    def takes(self) -> Mapping[type, Taker]:
+        if self.gaps.of_launcher:  # grants may be missing
+            return {}
+        return {trace.Generation: self._announced, trace.Granted: self._granted, trace.Checkpoint: self._saves}
+
+    def _announced(self, line: Line, event: trace.Generation, step: None) -> Iterable[Finding]:
+        self._generation = event.generation
+        return ()
+
+    def _granted(self, line: Line, event: trace.Granted, step: None) -> Findings:
+        if event.number <= self._newest:
+            yield line, f"grant {event.number} was given after grant {self._newest}"
+        writer = min(self.history.roster(event.generation), default=None)
+        if (event.generation, event.writer) != (self._generation, writer):
+            what = f"grant {event.number} is for replica {event.writer} in generation {event.generation}"
+            yield line, f"{what}; the writer was replica {writer}, in generation {self._generation}"
+        self._newest = max(self._newest, event.number)
+        self._unused[event.number] = event.writer
+
+    def _saves(self, line: Line, event: trace.Checkpoint, step: None) -> Findings:
+        if event.phase != "finished" or not self._newest:
+            return
+        what = f"replica {event.replica} named the checkpoint of iteration {event.iteration}"
+        if event.grant is None:
+            yield line, f"{what} without a grant"
+        elif (holder := self._unused.pop(event.grant, None)) != event.replica:
+            why = "which it has not or has used" if holder is None else f"which replica {holder} has"
+            yield line, f"{what} under grant {event.grant}, {why}"
+
+
 class SavedWhatWasAgreed(Rule):
     """A rule: the writer's replica commits a record with a checkpoint's digest before it is named.
 
@@ -162,6 +213,7 @@ class SavedWhatWasAgreed(Rule):
 RULES: tuple[type[Rule], ...] = (
     MembersHaveJoined,
     SingleHistory,
+    NamedUnderGrants,
     SavedWhatWasAgreed,
 )
 """Rules of the invariant, in the order in which their findings are reported."""
