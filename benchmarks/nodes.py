@@ -15,7 +15,8 @@ replicas. Leaders send statuses and votes along the tree.
 
 Agents and leaders send no beats in a job that measures the other three. CPU time is that of the
 scheduler's clock for each process, so time in which others have the processor does not count. Bytes
-are those of TCP's payload, handshakes included.
+are those of TCP's payload, handshakes included. Every leader computes its plans by itself, as in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import os
 import secrets
 import signal
 import socket
+import statistics
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -55,6 +57,7 @@ from megatron_recover.control_plane.nodes_driver import NodesSettings
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
 from megatron_recover.control_plane.wire import Enter, Link, Message, RankHello
 from megatron_recover.core.coordinator import MembershipSettings
+from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.values import Apply, Begun, Held, Holds, PassTimed, Plan, Promised, Report, Shape, Work
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import parse_address
@@ -62,11 +65,12 @@ from megatron_recover.trace import node_clock, ring
 from megatron_recover.trace.node_clock import NodeClock
 from tests.cluster.strangers import raise_descriptor_limit
 
-SIZES = (256, 1024)
 REPLICAS_A_NODE = 8
 MICROBATCHES_A_REPLICA = 4
-RUNS, STEPS, LOSSES = 3, 5, 2
-"""Jobs of each size, and the steps and losses of each of them."""
+RUNS = {256: 5, 1024: 3}
+"""Number of jobs of each size."""
+STEPS, LOSSES = 5, 2
+"""Steps and losses of each job."""
 PLAYERS = 4
 """Processes that play nodes, besides one for each node that is lost."""
 BEATS_S, QUIET_S = 8.0, 4.0
@@ -267,7 +271,19 @@ _ALIKE = tuple((f"--flag-{number}", str(number)) for number in range(60))
 def _play(orders: Connection, coordinator: str, key: bytes, num_leaders: int, beat_s: float) -> None:
     """Run the process that plays nodes."""
     raise_descriptor_limit()
+    _share_nothing()
     _Town(orders, coordinator, key, num_leaders, beat_s).run()
+
+
+def _share_nothing() -> None:
+    """Have no leader use what another leader in this process has computed (`core/memo.py`)."""
+    call = newest_kept.__call__
+
+    def afresh(function: newest_kept[..., object], *args: object, **named: object) -> object:
+        function.forget()
+        return call(function, *args, **named)
+
+    setattr(newest_kept, "__call__", afresh)  # noqa: B010 - a method cannot be assigned to
 
 
 def _deadlines(beat_s: float) -> Deadlines:
@@ -458,19 +474,20 @@ def measure(num_leaders: int) -> dict[tuple[str, str], list[float]]:
 
 def rows() -> Iterator[Row]:
     """Yield the rows of this benchmark."""
-    found = {size: [measure(size) for _ in range(RUNS)] for size in SIZES}
-    small, large = SIZES
+    small, large = RUNS
+    found = {size: [measure(size) for _ in range(number)] for size, number in RUNS.items()}
     for what, name in found[small][0]:
-        of_size = {size: [each for run in found[size] for each in run[what, name]] for size in SIZES}
+        of_size = {size: [each for run in found[size] for each in run[what, name]] for size in RUNS}
         if name not in _UNITS:
             unit = {"memory": "MiB", "generations": ""}[name]
-            for size in SIZES:
+            for size in RUNS:
                 yield row(f"{what}: {name} ({size} leaders)", of_size[size], unit)
             continue
         title, unit, factor = _UNITS[name]
         if not any(of_size[small]):
             continue
-        for size in SIZES:
+        for size in RUNS:
             yield row(f"{what}: {title} ({size} leaders)", [factor * each for each in of_size[size]], unit)
-        ratios = [many / few for few, many in zip(of_size[small], of_size[large], strict=True)]
-        yield row(f"{what}: {title}, {large} over {small} leaders", ratios, "ratio")
+        usual = statistics.median(of_size[small])
+        ratios = [each / usual for each in of_size[large]]
+        yield row(f"{what}: {title}, {large} over the median of {small} leaders", ratios, "ratio")

@@ -9,7 +9,8 @@ which the launcher made it. A line that a rank has printed has the time at which
 it, up to 0.2 s later. Events and lines reach the recorder by different ways. So each is kept for
 `HOLD_S` seconds; older lines are shown in the order of their times. A process that stood still, or
 was held up while it recorded, may deliver a line even later. Such a line is shown at once, with its
-own time. Only the lines wait: the account gets an event as soon as the narrator does.
+own time. Only the lines wait: the account gets an event as soon as the narrator does. The silence
+of a node is shown at once, since a user is to see it within two beats.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Narrator:
 
     WANTED = frozenset(
         {
-            "run_started", "generation", "leave_asked", "leader_silent", "plan", "committed", "applied", "fault", "waiting",
-            "checkpoint", "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
+            "run_started", "generation", "leave_asked", "leader_silent", "node_silent", "node_lost", "plan", "committed",
+            "applied", "fault", "waiting", "checkpoint", "failure", "fenced", "rank_moved", "rank_silent", "recovery",
+            "run_finished",
         }
     )  # fmt: skip
     """Names of the events that have an effect here: all that `_event`, `RunProgress.take` or
@@ -62,16 +64,19 @@ class Narrator:
         log: Callable[[str], None],
         show_error: Callable[[str], None] | None = None,
         roster: tuple[int, ...] = (),
+        of_several: bool = False,
     ) -> None:
         """Continue with the `account` and the `roster` of the narrator before, if there was one.
 
         `began_at`: zero of the trace's clock, in seconds since the epoch. `show(line)` is called
         for every line but those that `end` returns, `log(line)` for each that megatron-recover
-        itself makes. Teed lines of stderr go to `show_error(line)`, if that is given.
+        itself makes. Teed lines of stderr go to `show_error(line)`, if that is given. `of_several`:
+        the run has several nodes, so the silence of a node is told.
         """
         self.account = account
         self.progress = RunProgress(account.replicas)
         self._began_at, self._show, self._log, self._show_error = began_at, show, log, show_error or show
+        self._of_several = of_several
         self._roster = roster or tuple(range(account.replicas))
         """Newest roster in the events so far, which may not be shown yet."""
         self._heap: list[tuple[float, int, trace.AnyEvent | str | _Teed, bool]] = []
@@ -89,7 +94,10 @@ class Narrator:
         if isinstance(event, trace.Generation):
             self._roster = event.roster
         self.account.take(event)
-        self._push(event.t, event, is_ours=True)
+        if isinstance(event, trace.NodeSilent):
+            self._take_now(event.t, event)
+        else:
+            self._push(event.t, event, is_ours=True)
 
     def take_lines(self, lines: Iterable[str], seconds: float) -> None:
         """Add those lines of the writer that are worth showing; they were found at `seconds`."""
@@ -120,9 +128,7 @@ class Narrator:
             if isinstance(what, str):
                 self._tell(seconds, what) if is_ours else self._show(what)
                 continue
-            self.progress.take(what)
-            for text in self._event(what):
-                self._tell(seconds, text)
+            self._take_now(seconds, what)
 
     def end(self, exit_code: int, reason: str, seconds: float) -> list[str]:
         """Show the rest, and return the lines about how the run ended.
@@ -134,6 +140,11 @@ class Narrator:
         for line in lines:
             self._log(line)
         return lines
+
+    def _take_now(self, seconds: float, event: trace.AnyEvent) -> None:
+        self.progress.take(event)
+        for text in self._event(event):
+            self._tell(seconds, text)
 
     def _push(self, seconds: float, what: trace.AnyEvent | str | _Teed, *, is_ours: bool) -> None:
         heapq.heappush(self._heap, (seconds, next(self._numbers), what, is_ours))
@@ -167,6 +178,12 @@ class Narrator:
                     yield f"WARNING: replica {one.replica} does not leave, asked by {event.reason}: {one.why}"
             case trace.LeaderSilent(phase="began"):
                 yield f"the leader of replica {event.member} has not answered for {event.seconds:.0f} s"
+            case trace.NodeSilent() if not self._of_several:
+                pass  # the launcher tells of a standstill of its own
+            case trace.NodeSilent(phase="began"):
+                yield f"node {event.name} is silent: nothing was heard of it for {event.seconds:.1f} s"
+            case trace.NodeSilent():
+                yield f"node {event.name} is heard again, after {event.seconds:.1f} s"
             case trace.Plan():
                 self._labels[event.step] = event.label
                 self._labels.pop(event.step - 2, None)  # members are at most one step apart

@@ -100,6 +100,7 @@ class Recorder:
             settings.account, began_at=time.time() - time.monotonic() + settings.started_at, show=self._console.show,
             show_error=self._console.show_error,
             log=lambda line: self._keep(LAUNCHER_LOG, f"{line}\n".encode()), roster=settings.roster,
+            of_several=settings.clock is not None,
         )  # fmt: skip
         self._noted = CheckpointNews(settings.account.loaded, settings.account.saved)
         control.setblocking(False)

@@ -53,10 +53,12 @@ class Starting:
         self._job, self._node, self._recording = job, node, recording
         self._coordinator, self._started = coordinator, started
         self._handed_down, self._started_at = handed_down, started_at
+        self.is_allowed = False
+        """True once the ranks may be started."""
         self._leaders: dict[int, str] = {}
-        """Replica -> address of its leader, once the ranks may be started."""
+        """Replica with ranks here -> address of its leader, once the ranks may be started."""
         self._stores: dict[int, str] = {}
-        """Replica -> address of its store, if the replica spans nodes."""
+        """Replica with ranks here -> address of its store, if the replica spans nodes."""
         self._listeners: dict[int, dict[str, socket.socket]] = {}
         """Replica -> listening sockets that its rank 0 inherits, by name, until it is started."""
         self.outputs: dict[tuple[int, int], Output] = {}
@@ -91,13 +93,8 @@ class Starting:
         return NodeReady(membership, job.replicas_here, leaders, stores)
 
     def may_start(self, launch: Launch) -> None:
-        """Note the addresses of all leaders and stores: the ranks may be started."""
-        self._leaders, self._stores = dict(launch.leaders), dict(launch.stores)
-
-    @property
-    def is_allowed(self) -> bool:
-        """Return whether the ranks may be started."""
-        return bool(self._leaders)
+        """Note the addresses of leaders and stores: the ranks may be started."""
+        self._leaders, self._stores, self.is_allowed = dict(launch.leaders), dict(launch.stores), True
 
     def ranks(self, but: Container[int] = ()) -> None:
         """Start all ranks of this node, except those of the replicas `but`, which are fenced."""

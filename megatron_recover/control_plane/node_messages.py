@@ -204,9 +204,9 @@ class Launch(Value, frozen=True):
     """All nodes are ready: start the ranks."""
 
     leaders: tuple[tuple[ReplicaId, str], ...]
-    """(replica, address of its leader) of every replica."""
+    """(replica, address of its leader) of every replica that has ranks on the receiver's node."""
     stores: tuple[tuple[ReplicaId, str], ...] = ()
-    """(replica, address of its store) of the replicas that span nodes."""
+    """(replica, address of its store) of those that also have ranks on other nodes."""
 
 
 class Roster(Value, frozen=True):

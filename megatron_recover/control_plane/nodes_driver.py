@@ -414,9 +414,13 @@ class NodesDriver:
             )
         self._stage = Stage.RUNNING
         self._watch.suspend()
-        leaders = tuple(leader for each in used if each.ready is not None for leader in each.ready.leaders)
-        stores = tuple(store for each in used if each.ready is not None for store in each.ready.stores)
-        self._send_to(used, Launch(leaders, stores))
+        ready_nodes = [each.ready for each in used if each.ready is not None]
+        leaders = dict(leader for one in ready_nodes for leader in one.leaders)
+        stores = dict(store for one in ready_nodes for store in one.stores)
+        for each in used:  # all addresses to all nodes would be gigabytes in a job of 12,500 nodes
+            mine = self._replicas[each.number]
+            own = (tuple((replica, known[replica]) for replica in mine if replica in known) for known in (leaders, stores))
+            self._loop.send(each.link, Launch(*own))
 
     def _launched(self, agent: _Agent) -> None:
         agent.is_launched = True

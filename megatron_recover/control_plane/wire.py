@@ -51,9 +51,11 @@ FORMAT_VERSION = 2
 MAX_BODY_BYTES = 64 * 2**20
 """Largest body of any frame, in bytes. A status, which carries the contributions of every bucket,
 is far smaller at any job size we know of."""
-STATUSES_A_FRAME = 64
+STATUSES_A_FRAME = 1024
 """Statuses in one frame, at most, when a leader forwards several statuses in a tree. A status may
-have an entry for every bucket, and the size of a frame is limited."""
+have an entry for every bucket, and the size of a frame is limited. Each frame has the pace of every
+member once, and its receiver looks at all statuses so far: with few statuses a frame both costs
+grow with the square of the members."""
 _HEADER = struct.Struct("!2sHIQ")
 _NUMBER = struct.Struct("!Q")
 _MAGIC = b"mr"

@@ -44,7 +44,7 @@ def completes(operation: Operation, me: ReplicaId, broken: Channels) -> bool:
     """
     if operation.source is not None:
         return (operation.source, me) not in broken
-    return not any((one, other) in broken for one in operation.members for other in operation.members)
+    return not any(set(operation.members).issuperset(channel) for channel in broken)
 
 
 def accused(operation: Operation, me: ReplicaId, broken: Channels) -> tuple[ReplicaId, ...]:

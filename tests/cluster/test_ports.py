@@ -83,6 +83,14 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
     os.close(sealed)
 
 
+def test_a_node_without_ranks_may_go_on_too() -> None:
+    nothing: Any = None
+    starting = Starting(nothing, nothing, nothing, coordinator=str, handed_down={}, started=lambda *_: None, started_at=0.0)
+    assert not starting.is_allowed
+    starting.may_start(Launch(()))
+    assert starting.is_allowed, "it leads no replica, so it gets no address"
+
+
 def test_a_stranger_cannot_take_the_ports_of_a_replica_that_starts(spawned: Spawned) -> None:
     """Two sockets with SO_REUSEADDR may be bound to one port until one listens: the rank found its port taken, and ended."""
     assert spawned.taken == []

@@ -188,12 +188,13 @@ def test_nodes_are_numbered_with_the_coordinators_first_and_the_given_ranks_next
     assert late.of(Met)[0].run_dir == "/run0", "that of node 0"
 
 
-def test_ranks_start_when_all_nodes_are_ready_and_know_every_leader(make_town: Make) -> None:
+def test_ranks_start_when_all_nodes_are_ready_and_know_the_leaders_of_their_replicas(make_town: Make) -> None:
     town = make_town()
-    agents = town.start([[0], [1], [2]])
+    agents = town.start([[0, 1], [1, 2], []])
     [event] = town.of(trace.NodesMet)
     assert [node.name for node in event.nodes] == ["n0", "n1", "n2"]
-    assert agents[2].of(Launch) == [Launch(((0, "a:0"), (1, "a:1"), (2, "a:2")))]
+    launches = [agent.of(Launch) for agent in agents]
+    assert launches == [[Launch(((0, "a:0"), (1, "a:1")))], [Launch(((1, "a:1"), (2, "a:2")))], [Launch(())]]
     assert [message.new.roster for message in town.announced(0)] == [(0, 1, 2)]
 
 

@@ -16,8 +16,8 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane import replica_driver as leader
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
-from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, listen
-from megatron_recover.core.digest import digest
+from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, encode, listen
+from megatron_recover.core.digest import commitment, digest
 from megatron_recover.core.replica import ToCoordinator, waiting_for
 from megatron_recover.core.values import (
     Apply,
@@ -32,6 +32,7 @@ from megatron_recover.core.values import (
     RankBlocked,
     RankFailing,
     RankFinished,
+    Record,
     ReplicaBlocked,
     Report,
     Shape,
@@ -439,6 +440,17 @@ def test_many_statuses_are_handed_on_in_several_frames(lead: Lead, monkeypatch: 
     leading.other.wait(lambda: len(leading.other.received) == 3)
     _, *frames = leading.other.received
     assert [[each.replica for each in frame.statuses] for frame in frames if isinstance(frame, Statuses)] == [[0, 1], [2]]
+
+
+def test_what_many_members_say_does_not_grow_with_their_square() -> None:
+    """Each frame has the record that they have all committed, with the pace of each of them."""
+
+    def num_bytes(members: int) -> int:
+        record = commitment(Record(0, "train 1", (), paces=tuple((number, 10**9) for number in range(members))))
+        statuses = Statuses(0, 2, tuple(Status(number, 2, 1, None, (), (), record) for number in range(members)))
+        return sum(len(encode(part)) for part in leader._parts(statuses))
+
+    assert num_bytes(4000) < 2 * 4 * num_bytes(1000)
 
 
 def test_in_a_tree_the_root_says_nothing_before_it_has_heard_from_all(lead: Lead) -> None:

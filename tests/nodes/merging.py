@@ -7,6 +7,7 @@ whatever the nodes' wall clocks said.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,14 @@ def merge(run_dir: Path, sums: Path, into: Path) -> Path:
 
     A node whose file has no end lost its power: it may lack the newest events of its ranks, which the merged trace says.
     """
-    at = {(each.replica, each.rank, each.step): each.at for each in History.read(sums).applied}
+    at = _times(sums)
     events: list[dict[str, Any]] = []
-    for folder in (run_dir, *sorted((run_dir / "nodes").glob("*"))):
-        of_node = [json.loads(line) for line in _whole_lines(folder / trace.EVENTS_FILE)]
-        applied = [event for event in of_node if event["event"] == "applied"]
-        offsets = [at[key] - event["t"] for event in applied if (key := _key(event)) in at]
-        if not offsets:
-            continue
+    for folder, of_node in on_one_clock(run_dir, sums):
         now = float("-inf")
         for event in of_node:
-            now = event["t"] = max(now, event["t"] + max(offsets))  # within a file the order of lines stands
-            if "since" in event:
-                event["since"] += max(offsets)
+            now = event["t"] = max(now, event["t"])  # within a file the order of lines stands
         if of_node[-1]["event"] != "run_finished":
+            applied = [event for event in of_node if event["event"] == "applied"]
             places = {(event["replica"], event["rank"]) for event in applied}
             ended = max(when for (replica, rank, _), when in at.items() if (replica, rank) in places)
             of_node += [_gap(now, max(now, ended), *place) for place in sorted(places)]
@@ -47,6 +42,27 @@ def merge(run_dir: Path, sums: Path, into: Path) -> Path:
             times = {name: event[name] - first for name in ("t", "since") if name in event}
             file.write(json.dumps(event | times) + "\n")
     return into
+
+
+def on_one_clock(run_dir: Path, sums: Path) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """Yield folder and events of each node that has applied a step, with the times of the machine's monotonic clock.
+
+    They are late by the time from a toy's line to its event, at the least of all steps of the node: some ten microseconds.
+    """
+    at = _times(sums)
+    for folder in (run_dir, *sorted((run_dir / "nodes").glob("*"))):
+        events = [json.loads(line) for line in _whole_lines(folder / trace.EVENTS_FILE)]
+        offsets = [at[key] - event["t"] for event in events if event["event"] == "applied" and (key := _key(event)) in at]
+        if not offsets:
+            continue
+        for event in events:
+            event |= {name: event[name] + max(offsets) for name in ("t", "since") if name in event}
+        yield folder, events
+
+
+def _times(sums: Path) -> dict[tuple[int, int, int], float]:
+    """Return when each rank (replica, rank) applied each step."""
+    return {(each.replica, each.rank, each.step): each.at for each in History.read(sums).applied}
 
 
 def _gap(since: float, until: float, replica: int, rank: int) -> dict[str, Any]:

@@ -77,6 +77,17 @@ def test_all_but_long_quotas_fit_a_terminal_of_80_columns() -> None:
     assert len(line) <= 80 and (line[-5:], quotas) == ("gen 3", "6")
 
 
+def test_silent_nodes_stand_in_the_line_until_they_are_heard_or_lost() -> None:
+    progress = RunProgress(3)
+    for node in (1, 2):
+        progress.take(trace.NodeSilent(node=node, name=f"n{node}", phase="began", seconds=1.6))
+    assert progress.line() == "starting | nothing heard of n1, n2"
+    progress.take(trace.NodeSilent(node=1, name="n1", phase="over", seconds=5.0))
+    assert progress.line() == "starting | nothing heard of n2"
+    progress.take(trace.NodeLost(node=2, name="n2", replicas=(2,), detail="nothing was heard of it for 10.0 s"))
+    assert progress.line() == "starting"
+
+
 def test_a_recovery_stands_in_the_line_until_its_step_is_committed() -> None:
     run = traces.Run()
     run.quiet_step()

@@ -25,11 +25,13 @@ BEGUN = trace.Generation(t=1.0, generation=1, roster=(0, 1), losses=(), reason="
 class Told:
     """A narrator, with what it shows and what it logs."""
 
-    def __init__(self, num_replicas: int = 2, roster: tuple[int, ...] = ()) -> None:
+    def __init__(self, num_replicas: int = 2, roster: tuple[int, ...] = (), *, of_several: bool = False) -> None:
         self.shown: list[str] = []
         self.logged: list[str] = []
         account = Account(replicas=num_replicas, run_dir="runs/a")
-        self.narrator = Narrator(account, began_at=BEGAN_AT, show=self.shown.append, log=self.logged.append, roster=roster)
+        self.narrator = Narrator(
+            account, began_at=BEGAN_AT, show=self.shown.append, log=self.logged.append, roster=roster, of_several=of_several
+        )  # fmt: skip
 
     def after(self, *events: trace.AnyEvent) -> Told:
         for event in events:
@@ -86,6 +88,21 @@ def test_what_the_run_waits_for_is_told() -> None:
         "WARNING: waiting for replicas 0 1: it reads data (excused for 1800 s at most, then judged)",
         "the leader of replica 1 has not answered for 4 s",
     ]
+
+
+def test_a_silent_node_is_told_in_a_run_of_several() -> None:
+    silence = [
+        trace.NodeSilent(node=2, name="n2", phase="began", seconds=1.62),
+        trace.NodeSilent(node=2, name="n2", phase="over", seconds=5.0),
+    ]
+    told = Told(of_several=True)
+    for event in (BEGUN, *silence):
+        told.narrator.take(event)
+    assert told.texts == [
+        "node n2 is silent: nothing was heard of it for 1.6 s",
+        "node n2 is heard again, after 5.0 s",
+    ], "it is told at once, before lines that are kept for their order"
+    assert Told().after(*silence).texts == []
 
 
 def test_lines_have_the_time_of_what_they_tell_in_the_format_of_megatrons() -> None:

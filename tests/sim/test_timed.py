@@ -11,10 +11,10 @@ from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core.digest import commitment
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.replica import Committed, LinkLost
-from megatron_recover.core.values import Pipeline, Record, Status, Statuses
+from megatron_recover.core.values import NewGeneration, Pipeline, Record, Status, Statuses
 from megatron_recover.faults import Fault, FaultPoint
 from megatron_recover.sim.timed.job import TimedJob, TimedReplica
-from megatron_recover.sim.timed.models import LEDGER_COLUMNS, Scenario, Timing
+from megatron_recover.sim.timed.models import LEDGER_COLUMNS, MEMBER_BYTES, Scenario, Timing
 from megatron_recover.sim.timed.rank import Pass
 from scripts.draw.timeline import BACKWARD, FORWARD, Action, undisturbed
 from tests.sim.build import job_of, kill, scenario, step_seconds
@@ -179,21 +179,23 @@ def test_a_sum_takes_its_volume_and_its_rounds() -> None:
 
 
 def test_messages_take_the_time_of_who_sends_and_of_who_reads_them() -> None:
-    job = job_of(scenario(network={"message_s": 0.25, "bytes_per_s": 1e3}))
+    job = job_of(scenario(network={"message_s": 0.25, "bytes_per_s": 1e3, "read_bytes_per_s": 4.0}))
     one = job.replicas[0]
     assert one.occupied(500.0) == 0.25 + 0.5
     one.receive(LinkLost(1))
     assert one.free_at == 0.75 + 0.25
+    one.receive(NewGeneration(1, (0, 1, 2)))
+    assert one.free_at == 1.0 + 0.25 + 3 * MEMBER_BYTES / 4.0
 
 
 def test_a_record_that_many_have_committed_is_charged_once_a_frame() -> None:
     job = job_of(scenario())
     job.coordinator.state = replace(job.coordinator.state, roster=tuple(range(1000)))
     record = commitment(Record(0, "train 1", (), paces=tuple((number, 10**9) for number in range(1000))))
-    statuses = [Status(number, 2, 1, None, (), (), record) for number in range(STATUSES_A_FRAME + 1)]
-    forms = (packed_status(replace(statuses[0], committed=None)), record)
+    statuses = [Status(number, 2, 1, None, (), (), replace(record)) for number in range(STATUSES_A_FRAME + 1)]
+    forms = (packed_status(replace(statuses[-1], committed=None)), record)
     bare, whole = (len(msgspec.msgpack.encode(each)) for each in forms)
-    assert job.size_of(statuses[0]) == bare + whole
+    assert job.size_of(statuses[-1]) == bare + whole
     for number, num_frames in ((1, 1), (STATUSES_A_FRAME, 1), (STATUSES_A_FRAME + 1, 2)):
         size = job.size_of(Statuses(number, 2, tuple(statuses[:number])))
         assert size == pytest.approx(num_frames * whole + number * bare, rel=0.01)

@@ -43,6 +43,8 @@ class RunProgress:
         self._silent: dict[tuple[int, int], trace.RankSilent] = {}
         """Ranks that are slow, hang, or are stopped or traced, until they show progress, a training
         or evaluation step is committed, or they are lost."""
+        self._silent_nodes: dict[int, str] = {}
+        """Names of the nodes of which nothing is heard, until they are heard again or lost."""
         self._step = -1
         self._since: float | None = None
         self._untold = False
@@ -82,6 +84,10 @@ class RunProgress:
                 self._silent[event.replica, event.rank] = event
             case trace.RankMoved():
                 self._silent.pop((event.replica, event.rank), None)
+            case trace.NodeSilent(phase="began"):
+                self._silent_nodes[event.node] = event.name
+            case trace.NodeSilent() | trace.NodeLost():
+                self._silent_nodes.pop(event.node, None)
             case trace.RunFinished():
                 told = self._rest()
         return told
@@ -112,6 +118,8 @@ class RunProgress:
             parts[0] += f"/{self._num_iterations}"
         if silent_s:
             parts += [f"nothing new for {silent_s:.0f} s", why] if why else [f"nothing new for {silent_s:.0f} s"]
+        if self._silent_nodes:
+            parts.append(f"nothing heard of {', '.join(self._silent_nodes.values())}")
         for (replica, rank), silent in self._silent.items():
             parts.append(f"replica {replica} rank {rank} {silent.verdict} in {silent.phase.replace('_', ' ')}")
         if self._repairing:

@@ -40,6 +40,9 @@ class RandomTiming(Timing):
     def message_s(self, num_bytes: float = 0.0) -> float:
         return 0.0
 
+    def reading_s(self, num_bytes: float = 0.0) -> float:
+        return 0.0
+
     def microbatch_s(self, replica: ReplicaId, step: int) -> float:
         # Equal for all ranks of a replica: they wait for each other inside the pass.
         if (replica, step) not in self.paces:

@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -182,8 +182,9 @@ class RandomJob(TimedJob):
             self.look()
         return seconds
 
-    def is_reading(self, number: ReplicaId) -> bool:
-        return any(one.replica.number == number for one in self.reading)
+    @property
+    def readers(self) -> Collection[ReplicaId]:
+        return {one.replica.number for one in self.reading}
 
     def look(self) -> None:
         """Report to the coordinator which replicas read data, if its list differs.

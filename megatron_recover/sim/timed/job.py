@@ -63,8 +63,15 @@ class Actor:
         self.free_at = 0.0
 
     def occupied(self, num_bytes: float = 0.0) -> float:
-        """Spend the time of one more message; return when it is done."""
-        self.free_at = max(self.free_at, self.job.clock.now) + self.job.timing.message_s(num_bytes)
+        """Spend the time of one more message to send; return when it is sent."""
+        return self._spend(self.job.timing.message_s(num_bytes))
+
+    def read(self, num_bytes: float = 0.0) -> None:
+        """Spend the time of one more message that has come."""
+        self._spend(self.job.timing.reading_s(num_bytes))
+
+    def _spend(self, seconds: float) -> float:
+        self.free_at = max(self.free_at, self.job.clock.now) + seconds
         return self.free_at
 
 
@@ -85,7 +92,7 @@ class TimedReplica(Actor):
     def receive(self, message: replica.Input) -> None:
         """Receive a message of another leader or of the coordinator."""
         if self.leader_alive:
-            self.occupied()
+            self.read(self.job.size_of(message))
             self.feed(message)
 
     def reported(self, position: int, report: Report) -> None:
@@ -135,7 +142,7 @@ class TimedCoordinator(Actor):
 
     def receive(self, message: LeaderMessage) -> None:
         """Receive a message of a leader."""
-        self.occupied()
+        self.read()
         self.feed(message)
 
     def feed(self, message: coordinator.Input) -> None:
@@ -161,7 +168,7 @@ class TimedCoordinator(Actor):
         job = self.job
         job.observe(invariants.formed(new))
         job.announced(new)
-        num_bytes = MEMBER_BYTES * len(new.roster)
+        num_bytes = job.size_of(new)
         for number in new.roster:
             job.send(self, job.replicas[number], self.occupied(num_bytes), new)
 
@@ -270,9 +277,10 @@ class TimedJob:
         """Return a rank's extra seconds of reading before its next step; asked again until 0."""
         return 0.0
 
-    def is_reading(self, number: ReplicaId) -> bool:
-        """Return whether a rank of that replica reads so long that others may give up waiting."""
-        return False
+    @property
+    def readers(self) -> Collection[ReplicaId]:
+        """Return the replicas with a rank that reads so long that others may give up waiting."""
+        return ()
 
     def may_write(self, rank: TimedRank, order: Apply) -> None:
         """Do nothing; a subclass can check the state that a rank is about to save, by agreement."""
@@ -301,8 +309,10 @@ class TimedJob:
         """Send a report from a rank to its leader."""
         self.clock.after(self.timing.local_latency_s(), one.feed, report)
 
-    def size_of(self, message: replica.PeerMessage) -> float:
+    def size_of(self, message: replica.Input) -> float:
         """Return the bytes of a message on the wire, as far as they grow with the job."""
+        if isinstance(message, NewGeneration):
+            return MEMBER_BYTES * len(message.roster)
         if isinstance(message, Status):
             return sum(self._bytes_of(message))
         if isinstance(message, Statuses):
@@ -318,7 +328,7 @@ class TimedJob:
 
     def _bytes_together(self, statuses: Sequence[Status]) -> float:
         """Return the bytes of forwarded statuses, with each record once a frame."""
-        found = [(id(status.committed), *self._bytes_of(status)) for status in statuses]
+        found = [(status.committed and status.committed.digest, *self._bytes_of(status)) for status in statuses]
         records = {record: num_bytes for record, _, num_bytes in found}
         num_frames = math.ceil(len(found) / STATUSES_A_FRAME)
         return num_frames * sum(records.values()) + sum(num_bytes for _, num_bytes, _ in found)

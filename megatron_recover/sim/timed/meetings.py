@@ -59,7 +59,7 @@ class Meetings:
                 self._strike(operation, meeting, seconds)
             for number, arrived in meeting.here.items():
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
-        elif job.broken or any(map(job.is_reading, operation.members)):
+        elif job.broken or any(reader in operation.members for reader in job.readers):
             # A member that a broken channel holds up elsewhere does not come, nor does one that
             # reads. A member that computes is waited for: `stall_s` may be shorter than a pass.
             job.clock.after(job.stall_s, self._absent, rank, meeting)
@@ -123,7 +123,7 @@ class Meetings:
         missing = tuple(member for member in operation.members if member not in meeting.parts)
         if not missing or meeting.here.get(me) is not rank or self.open.get(_key(rank, operation)) is not meeting:
             return
-        if all(job.replicas[member].ranks[meeting.position].operations or job.is_reading(member) for member in missing):
+        if all(job.replicas[member].ranks[meeting.position].operations or member in job.readers for member in missing):
             del meeting.here[me]
             rank.failed(operation, "no progress", missing, stalled=True)
         else:

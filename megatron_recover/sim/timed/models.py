@@ -77,9 +77,12 @@ class NetworkTable(Table, frozen=True, kw_only=True):
     local_latency_s: Seconds = 20e-6
     """Seconds of a message inside a replica."""
     message_s: Seconds = 20e-6
-    """CPU seconds of a control thread per message that it sends or receives."""
+    """CPU seconds of a control thread per message that it sends or receives, besides the bytes."""
     bytes_per_s: Bytes
     """Bytes per second of one rank during a reduction, and of a long control message."""
+    read_bytes_per_s: Bytes | None = None
+    """Bytes of long control messages that a control thread reads in a second of CPU, with what it
+    computes from them; None: this takes no time."""
     gradient_bytes: Bytes
     """Bytes that one rank reduces in a step."""
 
@@ -158,8 +161,12 @@ class Timing:
         return self.network.local_latency_s
 
     def message_s(self, num_bytes: float = 0.0) -> float:
-        """Return the seconds for which a message keeps a control thread busy."""
+        """Return the seconds for which a message keeps the control thread of its sender busy."""
         return self.network.message_s + num_bytes / self.network.bytes_per_s
+
+    def reading_s(self, num_bytes: float = 0.0) -> float:
+        """Return the seconds for which a message keeps the control thread of its receiver busy."""
+        return self.network.message_s + num_bytes / (self.network.read_bytes_per_s or math.inf)
 
     def microbatch_s(self, replica: int, step: int) -> float:
         """Return the seconds of a forward and backward on a stage of this replica in this step."""
@@ -212,6 +219,7 @@ class Timing:
             "local_latency_s": min(self.job.ranks, 2) * network.local_latency_s,  # rank 0 is the leader
             "message_s": (num_members + 2) * network.message_s,
             "bytes_per_s": MEMBER_BYTES * num_members**2 / network.bytes_per_s,
+            "read_bytes_per_s": MEMBER_BYTES * num_members / (network.read_bytes_per_s or math.inf),
         }
 
     def reduction_s(self, num_members: int) -> float:

@@ -99,8 +99,8 @@ class RecoverJob(TimedJob):
 
     def _too_slow(self, what: str) -> ValueError:
         return ValueError(
-            f"{what}: [network] (latency_s, local_latency_s, message_s, bytes_per_s) is too slow for [failures] "
-            f"(follow_s = {self.failures.follow_s:g}, stall_s = {self.failures.stall_s:g}); "
+            f"{what}: [network] (latency_s, local_latency_s, message_s, bytes_per_s, read_bytes_per_s) is too slow for "
+            f"[failures] (follow_s = {self.failures.follow_s:g}, stall_s = {self.failures.stall_s:g}); "
             "look at the units"
         )
 
