@@ -25,6 +25,8 @@ INTERVALS = {
     "cli/drain.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
     "cli/drain.py WAIT_S": "the default of --wait: a person reads that the replica has not left yet",
     "cluster/joining.py _TURN_S": "between two looks at whether all nodes have met, while --rdzv-conf's wait runs",
+    "cluster/joining.py _ANSWER_S": "before there is a run: a signalled node leaves without the coordinator's answer",
+    "control_plane/nodes_driver.py TELL_S": "before there is a run: a node that is told nothing waits as for one never started",
     "cluster/meeting.py LAST_CALL_S": "the default of --rdzv-conf last_call_timeout, as torch's; the user's own wait",
     "cluster/slurm/script.py SIGNAL_S": "the default of sbatch --signal-s; Slurm acts on it",
     "cluster/slurm/script.py _GRACE_S": "of a printed batch script, which people read and change",
