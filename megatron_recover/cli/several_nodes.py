@@ -32,13 +32,13 @@ from megatron_recover.observe.files import LOGS
 
 
 class Wanted(NamedTuple):
-    """What a node takes to the meeting with others."""
+    """The contribution of a node to the meeting with others."""
 
     key: bytes
     num_processes: int
     deadlines: Deadlines
     alike: tuple[tuple[str, str], ...]
-    """What has to be equal on all nodes, as (name, value) pairs."""
+    """Pairs of name and value that have to be equal on all nodes."""
 
 
 def prepare(arguments: argparse.Namespace, line: Choice, words: Sequence[str], flags: Sequence[str]) -> Wanted:

@@ -32,7 +32,8 @@ class NodeHello(Value, frozen=True):
     address: str = ""
     """Address of the node, at which its processes listen."""
     mistake: str = ""
-    """Why the node can take no part. The job then ends on all nodes, if it has not begun."""
+    """Reason why the node can take no part; empty: it can. With one the job ends on all nodes, if it
+    has not begun."""
 
 
 class NodeShares(Value, frozen=True):

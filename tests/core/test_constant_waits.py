@@ -96,6 +96,7 @@ INTERVALS = {
     "host/gpus.py _READ_S": "to read what a program has written already",
     "host/lock_file.py _POLL_S": "between two tries to get the lock, while `build_s` or `lock_s` runs",
     "observe/summary.py _SLACK_S": "between two events of a trace that is read when the run is over",
+    "trace/ring.py _SETTLE_S": "a store leaves the store buffer of a core (Note [Visibility]); no process is waited for",
 }
 """Intervals at which something is looked at or tried again: the place, and why nothing is decided by it."""
 
