@@ -32,8 +32,8 @@ class NodeHello(Value, frozen=True):
     address: str = ""
     """Address of the node, at which its processes listen."""
     mistake: str = ""
-    """Reason why the node can take no part; empty: it can. With one the job ends on all nodes, if it
-    has not begun."""
+    """Reason why the node can take no part; empty: it can. With a reason, a job that has not begun
+    ends on all nodes."""
 
 
 class NodeShares(Value, frozen=True):

@@ -187,7 +187,7 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     """Reason, folder and remedy of a failed save; the reason of `unnamed`; the folder of
     `loaded`."""
     grant: int | None = None
-    """Number of the grant (`Granted`) under which the checkpoint got its name, in phase `finished`."""
+    """Number of the grant (`Granted`) under which the checkpoint got its name (`finished`)."""
 
 
 class Gap(Event, frozen=True, kw_only=True):
