@@ -123,10 +123,12 @@ class NodeWatch:
 
     def _judge_resets(self) -> None:
         reset = {number: node.reset for number, node in self._nodes.items() if node.reset}
-        if not reset or self._is_over:
+        if not reset:
             return
+        for number in reset:
+            self._nodes[number].reset = ""
         silent_s = self._silent_s() | dict.fromkeys(reset, math.inf)
-        if node_silence.hears_enough(silent_s, self._seen_s):
+        if self._is_over or node_silence.hears_enough(silent_s, self._seen_s):
             for number, why in reset.items():
                 self._remove(number, why)
         else:

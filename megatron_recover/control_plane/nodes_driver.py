@@ -25,6 +25,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
+from megatron_recover.control_plane.fitting import mistake_of, numbered
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
@@ -295,7 +296,8 @@ class NodesDriver:
 
     def _meet(self, newcomer: _Agent) -> None:
         """Compare a newcomer with the others, and start the job with the last one."""
-        if mistake := self._mistake(newcomer):
+        others = [agent.hello for agent in self._agents if agent is not newcomer]
+        if mistake := mistake_of(newcomer.hello, others, owner=self._settings.owner):
             self._end_everywhere(ExitCode.BAD_INPUT, newcomer, mistake)
             return
         present = len(self._agents)
@@ -303,36 +305,6 @@ class NodesDriver:
             self._all_met()
         elif present == self._settings.least:
             self._loop.after(self._settings.last_call_s, self._last_call)
-
-    def _mistake(self, newcomer: _Agent) -> str:
-        """Return why a node cannot take part beside the others; empty if it can.
-
-        The others are alike, so that a comparison with one of them suffices.
-        """
-        mine = newcomer.hello
-        if mine.mistake:
-            return mine.mistake
-        others = [agent.hello for agent in self._agents if agent is not newcomer]
-        same = next((each for each in others if each.node_rank is not None and each.node_rank == mine.node_rank), None)
-        if same is not None:
-            return f"--node-rank {mine.node_rank} is also that of {same.name}; give each node its own"
-        if mine.run_dir and mine.identity != self._settings.owner:
-            return (
-                "it started a coordinator of its own; give --node-rank 0, or is_host of --rdzv-conf, to one node only, the one "
-                "whose address the endpoint is"
-            )
-        for theirs in others[:1]:
-            here, there = dict(mine.alike), dict(theirs.alike)
-            for name in [*here, *there]:
-                one, two = here.get(name, "not given"), there.get(name, "not given")
-                if one != two:
-                    return f"{name} is {one} here, and {two} on {theirs.name}; use the same on all nodes"
-            if (":" in mine.address) != (":" in theirs.address):
-                return (
-                    f"its address is {mine.address}, and that of {theirs.name} is {theirs.address}; nodes need addresses of "
-                    "one family, IPv4 or IPv6: give --interface or --local-addr"
-                )
-        return ""
 
     @property
     def _owner(self) -> _Agent | None:
@@ -355,10 +327,10 @@ class NodesDriver:
         """Give each node its number, and tell all agents. Nodes beyond the most idle."""
         owner = self._owner
         assert owner is not None
-        others, last = [each for each in self._agents if each is not owner], len(self._agents)
-        others, late = others[: self._settings.most - 1], others[self._settings.most - 1 :]
-        others.sort(key=lambda each: last if each.hello.node_rank is None else each.hello.node_rank)
-        used = [owner, *others]
+        order = numbered([each.hello for each in self._agents], owner=self._settings.owner, most=self._settings.most)
+        agents = {each.hello.identity: each for each in self._agents}
+        used = [agents.pop(identity) for identity in order]
+        late = list(agents.values())
         self._agents = [*used, *late]
         for number, agent in enumerate(used):
             agent.number = number
@@ -577,7 +549,9 @@ class NodesDriver:
 
     def _remove(self, number: int, why: str) -> None:
         """Remove a node that is silent, or whose link was reset."""
-        agent = next(each for each in self._agents if each.number == number and not each.is_lost)
+        agent = next((each for each in self._agents if each.number == number and not each.is_lost), None)
+        if agent is None:
+            return  # it has left since
         if self._stage is Stage.PREPARING:
             self._end_everywhere(ExitCode.FAILED, agent, f"{why} before training began")
         elif not self._loop.has(agent.link):

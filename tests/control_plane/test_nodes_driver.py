@@ -302,6 +302,18 @@ def test_a_node_whose_link_is_reset_is_lost_though_it_comes_back_at_once(make_to
     assert not town.nodes.is_done
 
 
+def test_a_coordinator_does_not_wait_for_a_node_whose_link_was_reset_just_before_the_end(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[1].reset()
+    agents[0].say(KillAsked(137, "killed on request"))
+    town.until(lambda: agents[2].of(JobEnds))
+    for agent in (agents[0], agents[2]):
+        agent.hang_up()
+    town.until(lambda: town.nodes.is_done)
+    assert not town.of(trace.NodeLost)
+
+
 @pytest.mark.parametrize("is_back", [True, False])
 def test_links_that_are_reset_at_once_cost_no_node_and_leave_the_job_without_a_coordinator(
     make_town: Make, is_back: bool
