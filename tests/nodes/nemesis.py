@@ -1,6 +1,6 @@
 """A nemesis: toy jobs on nodes that die, freeze, are cut off and come back, as a seed decides, and a judge of what they leave.
 
-    python -m tests.nodes.nemesis --runs 200 --seed 1 [--out docs/evidence/nemesis.md]
+    python -m tests.nodes.nemesis --runs 200 --seed 1 [--jobs 2] [--out docs/evidence/nemesis.md]
 
 Run k has seed SEED + k, which decides its job, its faults and the weather; `--runs 1 --seed S` repeats one. A run passes if
 
@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -337,12 +339,44 @@ def totals(rows: Sequence[tuple[bool, str]]) -> str:
     return f"{num_passed} passed, {len(rows) - num_passed} failed"
 
 
-def _seeds(first: int, num_runs: int, rows: Sequence[tuple[bool, str]]) -> Iterator[int]:
-    """Yield the seeds, until too many runs have failed."""
-    for seed in range(first, first + num_runs):
-        if sum(not passed for passed, _ in rows) >= MAX_FAILED:
-            return
-        yield seed
+class Series:
+    """Runs with one seed after another, several at a time, each in a network of its own."""
+
+    def __init__(self, first: int, num_runs: int, folder: Path, keep: Path, done: Callable[[Series], None]) -> None:
+        """`keep`: where the folders of failed runs go. `done` is called after every run."""
+        self.first, self._folder, self._keep, self._done = first, folder, keep, done
+        self._waiting = iter(range(first, first + num_runs))
+        self._lock = threading.Lock()
+        self._rows: dict[int, tuple[bool, str]] = {}
+        self.is_over = False
+
+    @property
+    def rows(self) -> list[tuple[bool, str]]:
+        """Return whether each run has passed, and its row, by seed."""
+        return [row for _, row in sorted(self._rows.items())]
+
+    def run(self, jobs: int) -> None:
+        """Run all, until too many have failed or Ctrl-C."""
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            try:
+                for each in [pool.submit(self._work) for _ in range(jobs)]:
+                    each.result()
+            finally:
+                self.is_over = True
+
+    def _work(self) -> None:
+        with nodes.cage() as cage:
+            while (seed := self._next()) is not None:
+                row = attempt(cage, self._folder, seed, self._keep)
+                with self._lock:
+                    self._rows[seed] = row
+                    self._done(self)
+                    print(row[1], flush=True)
+
+    def _next(self) -> int | None:
+        with self._lock:
+            num_failed = sum(not passed for passed, _ in self._rows.values())
+            return None if self.is_over or num_failed >= MAX_FAILED else next(self._waiting, None)
 
 
 def main() -> int:
@@ -350,6 +384,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.nodes.nemesis", description="Toy jobs on nodes with random faults.")
     parser.add_argument("--runs", type=int, default=200, help="so many (default: 200)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default: 1)")
     parser.add_argument("--out", type=Path, help="write the record to this file, after every run")
     parser.add_argument("--keep", type=Path, help="keep the folders of failed runs here (default: a temporary folder)")
     arguments = parser.parse_args()
@@ -358,17 +393,21 @@ def main() -> int:
     if reason := nodes.why_not():
         parser.error(reason)
     keep = arguments.keep or Path(tempfile.gettempdir()) / "megatron-recover-failed"
-    command = f"python -m tests.nodes.nemesis --runs {arguments.runs} --seed {arguments.seed} --out docs/evidence/nemesis.md"
-    rows: list[tuple[bool, str]] = []
+    jobs = f" --jobs {arguments.jobs}" if arguments.jobs > 1 else ""
+    what = f"--runs {arguments.runs} --seed {arguments.seed}{jobs}"
+    command = f"python -m tests.nodes.nemesis {what} --out docs/evidence/nemesis.md"
+
+    def done(series: Series) -> None:
+        if arguments.out:
+            arguments.out.write_text(document(series.rows, arguments.seed, command))
+
     print(COLUMNS, flush=True)
-    with contextlib.suppress(KeyboardInterrupt), nodes.cage() as cage, tempfile.TemporaryDirectory() as folder:
-        for seed in _seeds(arguments.seed, arguments.runs, rows):
-            rows.append(attempt(cage, Path(folder), seed, keep))
-            print(rows[-1][1], flush=True)
-            if arguments.out:
-                arguments.out.write_text(document(rows, arguments.seed, command))
-    print(totals(rows))
-    return int(len(rows) < arguments.runs or not all(passed for passed, _ in rows))
+    with tempfile.TemporaryDirectory() as folder:
+        series = Series(arguments.seed, arguments.runs, Path(folder), keep, done)
+        with contextlib.suppress(KeyboardInterrupt):
+            series.run(arguments.jobs)
+    print(totals(series.rows))
+    return int(len(series.rows) < arguments.runs or not all(passed for passed, _ in series.rows))
 
 
 if __name__ == "__main__":
