@@ -119,10 +119,10 @@ class Place:
             coordinator, events = self._own(hello.identity, key, level, clock_memory) or (None, None)
             if coordinator is not None:
                 hello = msgspec.structs.replace(hello, run_dir=str(run_dir()))
+                if self._file is not None:
+                    endpoint_file.publish(self._file, coordinator.address)
         except (ValueError, OSError) as error:  # raised below, once the other nodes are told
             failure, hello = error, msgspec.structs.replace(hello, mistake=hello.mistake or str(error))
-        if coordinator is not None and self._file is not None:
-            endpoint_file.publish(self._file, coordinator.address)
         where = format_address(self._endpoint[0], self._meeting.port)
         if coordinator is not None and self._is_here:  # else another node may own the endpoint, and refuses this one
             where = coordinator.address

@@ -287,7 +287,7 @@ class Launcher:
                 self._loop.forget_readable(self._node.fileno())
             for process in self._node.close():
                 self._fences.give_up(process)
-            if self._loss.why:
+            if self._loss.why and self._end.has_come and self._end.exit_code == ExitCode.NO_REPLICA_LEFT:
                 self._fences.end_alone()
             self._starting.close()
             if self._gathering is None:
@@ -358,6 +358,7 @@ class Launcher:
             case AskPart() | TellKnown() if self._others is not None:
                 self._others.handle(message)
             case JobEnds(exit_code, reason, at_once):
+                self._look_at_coordinator()  # it is heard again
                 self._end.begin(exit_code, reason, at_once=at_once)
             case DrainAnswer():
                 self._requests.answered(message)

@@ -5,12 +5,12 @@ Note [What shows that a node is lost]
       once; its driver handles that without this watch.
     - Nothing was heard of it for `--node-timeout`.
     - Its link was reset. That may also be the work of a machine in between. If it resets the links
-      of many nodes, all of them are well. So the watch waits for `Deadlines.reset_s`. Then it
-      removes the nodes if it hears enough of the others.
+      of many nodes, all of them are well. So the watch waits for `Deadlines.reset_s`. If those of
+      more than half were reset by then, it removes none and gives up: the ranks go on to the next
+      save point without a coordinator.
 
-    It removes nobody while it hears fewer than half (`core/node_silence.py`). If it then hears
-    nothing for long, the job ends. If it does not hear the others because their links were reset,
-    it gives up: the ranks go on to the next save point without a coordinator.
+    It removes nobody while it hears fewer than half (`core/node_silence.py`). Then a node whose
+    link was reset counts as silent. If it hears nothing for long, the job ends.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class NodeWatch:
         self._remove, self._changed, self._cut_off, self._give_up = remove, changed, cut_off, give_up
         self._nodes: dict[int, _Node] = {}
         self._is_over = False
-        self._patience_s = PREPARING_SILENCES * limit_s
-        """A node is removed after so long a silence at present."""
+        self._patience_s = math.inf
+        """A node is removed after so long a silence at present. Before `prepare` a node may measure
+        what a rank needs, for minutes."""
         loop.after(deadlines.beat_s, self._look)
 
     @property
@@ -89,6 +90,10 @@ class NodeWatch:
     def forget(self, number: int) -> None:
         """Watch a node no longer: it is lost or has left."""
         self._nodes.pop(number, None)
+
+    def prepare(self) -> None:
+        """Remove a node that is silent for long from now on: all have examined themselves."""
+        self._patience_s = PREPARING_SILENCES * self._limit_s
 
     def suspend(self) -> None:
         """Remove no node for its silence: agents start ranks, and wait for their fork servers."""
@@ -131,7 +136,7 @@ class NodeWatch:
         if self._is_over or node_silence.hears_enough(silent_s, self._seen_s):
             for number, why in reset.items():
                 self._remove(number, why)
-        else:
+        elif 2 * len(reset) > len(silent_s):
             self._is_over = True
             self._give_up(
                 f"the links of {len(reset)} of {len(silent_s)} nodes were reset at once, "

@@ -152,6 +152,7 @@ class NodesDriver:
         self._membership: CoordinatorDriver | None = None
         self._stage = Stage.MEETING
         self._exit_reason = ""
+        self._are_launched = False
         self.was_joined = False
         """True once the agent of the coordinator's own node has introduced itself."""
         self._seen: set[int] = set()
@@ -190,12 +191,13 @@ class NodesDriver:
         """
         if self._loop.time() < self._tells_until and len(self._seen) < self._settings.most:
             return False
-        awaited = [
-            each
-            for each in self._agents
-            if not (self.has_ended and (each.is_lost or each.number in self._watch.silent) and not each.link.wants_write)
-        ]
+        awaited = [each for each in self._agents if not (self.has_ended and self._is_beyond_reach(each))]
         return self._has_given_up or (self.was_joined and not awaited)
+
+    def _is_beyond_reach(self, agent: _Agent) -> bool:
+        if not self._loop.has(agent.link):  # it was reset
+            return True
+        return (agent.is_lost or agent.number in self._watch.silent) and not agent.link.wants_write
 
     @property
     def has_ended(self) -> bool:
@@ -275,7 +277,8 @@ class NodesDriver:
         """Keep the new link of an agent until the reset of the old one is judged."""
 
         def closed(link: Link, why: str) -> None:
-            self._held.pop(hello.identity, None)
+            if self._held.get(hello.identity) == (link, hello):
+                del self._held[hello.identity]
 
         self._held[hello.identity] = link, hello
         self._loop.watch(link, lambda link, message: None, closed)
@@ -351,6 +354,7 @@ class NodesDriver:
         sent = [each.shared for each in used if each.shared is not None and each.shared.round == newest.round]
         if self._stage is not Stage.PREPARING or len(sent) < len(used):
             return
+        self._watch.prepare()
         data = tuple(each.data for each in sent)
         for each in used:
             self._loop.send(each.link, NodesShared(newest.round, data if newest.is_for_all or each.number == 0 else ()))
@@ -396,15 +400,18 @@ class NodesDriver:
 
     def _launched(self, agent: _Agent) -> None:
         agent.is_launched = True
-        if self._membership is not None and self._are_launched:
-            self._watch.allow()
-            self._membership.launched()
-            if self._exit_reason:
-                self._membership.ask_exit(self._exit_reason)
+        self._look_at_launch()
 
-    @property
-    def _are_launched(self) -> bool:
-        return all(each.is_launched or each.is_lost for each in self._agents if each.number >= 0)
+    def _look_at_launch(self) -> None:
+        """Let the waits for ranks begin once all nodes that live have started theirs."""
+        living = [each for each in self._agents if each.number >= 0 and not each.is_lost]
+        if self._membership is None or self._are_launched or not all(each.is_launched for each in living):
+            return
+        self._are_launched = True
+        self._watch.allow()
+        self._membership.launched()
+        if self._exit_reason:
+            self._membership.ask_exit(self._exit_reason)
 
     # --- Running ----------------------------------------------------------------------------------
 
@@ -540,8 +547,11 @@ class NodesDriver:
         self._agent_gone(agent, why)
 
     def _link_ended(self, agent: _Agent, why: str) -> None:
-        """Handle the end of a link. Only the agent itself can have closed it."""
-        is_proof = agent.link.was_closed or len(self._nodes) == 1
+        """Handle the end of a link. Only the agent itself can have closed it.
+
+        Nothing between the coordinator and the agent of its own node could reset their link.
+        """
+        is_proof = agent.link.was_closed or agent is self._owner
         if self._stage is Stage.RUNNING and agent in self._agents and agent.number >= 0 and not (is_proof or agent.is_lost):
             self._watch.was_reset(agent.number, why)
         else:
@@ -573,6 +583,8 @@ class NodesDriver:
         self._has_given_up = True
         self._record(trace.CoordinatorLeft(reason=reason))
         self._send_to(self._agents, GivesUp(reason))
+        for link, _ in self._held.values():
+            self._loop.send(link, GivesUp(reason))
 
     def _agent_gone(self, agent: _Agent, why: str) -> None:
         """Handle the end of an agent: its ranks end with it."""
@@ -596,8 +608,6 @@ class NodesDriver:
             return
         agent.is_lost = True
         self._watch.forget(agent.number)
-        if self._are_launched:
-            self._watch.allow()
         self._tell_silence()
         replicas = self._replicas.get(agent.number, ())
         name = agent.hello.name
@@ -607,6 +617,7 @@ class NodesDriver:
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
         self._membership.node_lost(replicas, text)
+        self._look_at_launch()
 
     def _tell_state(self) -> None:
         """Send node 0 the state of the job, if it has changed."""

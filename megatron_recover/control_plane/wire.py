@@ -16,6 +16,7 @@ found valid, nothing of a body is decoded, and the stamp does not move the recei
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
@@ -353,6 +354,8 @@ class Link:
         except BlockingIOError:
             return
         except OSError as error:
+            with contextlib.suppress(OSError):  # the end of the stream may have come before
+                self.was_closed = self._socket.recv(1, socket.MSG_PEEK) == b""
             raise LinkClosed(str(error)) from error
 
     def _framed(self, body: bytes) -> bytes:

@@ -33,6 +33,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeHello,
     NodeLaunched,
     NodeReady,
+    NodeShares,
     ReplicaGone,
     Roster,
     TraceDone,
@@ -284,6 +285,10 @@ def test_a_silent_node_is_removed_by_its_own_time_alone_and_on_the_only_node_nob
 def test_a_node_that_falls_silent_while_it_prepares_ends_the_job_in_time_and_by_name(make_town: Make) -> None:
     town = make_town(node_silence_s=0.1)
     agents = town.meet()
+    town.run(0.1 * PREPARING_SILENCES + 0.3, *agents[:2])
+    assert not town.nodes.has_ended, "it may measure what a rank needs, for minutes"
+    for agent in agents:
+        agent.say(NodeShares(1, b"", is_for_all=False))
     town.run(0.1 * PREPARING_SILENCES - 0.1, *agents[:2])
     assert not town.nodes.has_ended
     town.run(0.3, *agents[:2])
@@ -329,6 +334,26 @@ def test_links_that_are_reset_at_once_cost_no_node_and_leave_the_job_without_a_c
     assert "2 of 3 nodes were reset at once" in last.reason
     assert [event.reason for event in town.of(trace.CoordinatorLeft)] == [last.reason]
     assert not any(agent.of(FenceReplica) for agent in back)
+
+
+def test_the_launcher_of_the_coordinators_node_dies_alone_however_its_link_ends(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[0].reset()
+    town.until(lambda: town.of(trace.NodeLost))
+    assert [event.node for event in town.of(trace.NodeLost)] == [0]
+    assert not town.nodes.is_done and not agents[1].of(GivesUp)
+
+
+def test_a_reset_while_others_are_silent_is_judged_like_their_silence(make_town: Make) -> None:
+    town = make_town(node_silence_s=5.0)
+    agents = town.start([[0], [1], [2]])
+    town.run(0.5, agents[1], agents[2])  # the agent of node 0 is stopped
+    agents[2].reset()
+    town.run(0.5, agents[1])
+    assert not town.of(trace.NodeLost) and not town.nodes.is_done
+    town.run(5.5, agents[0], agents[1])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2]
 
 
 def test_nodes_whose_agents_end_at_once_are_lost_however_many(make_town: Make) -> None:
@@ -616,6 +641,26 @@ def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_tow
     town.run(1.0, agents[0])
     assert [event.node for event in town.of(trace.NodeLost)] == [2, 1]
     assert town.announced(0)[-1].new.roster == (0,)
+
+
+def test_the_waits_for_ranks_begin_also_if_the_last_node_that_starts_some_dies(
+    make_town: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town = make_town()
+    agents = town.meet()
+    for number, agent in enumerate(agents):
+        agent.say(NodeReady(MembershipSettings(num_replicas=3), (number,), ((number, f"a:{number}"),)))
+    town.until(lambda: all(agent.of(Launch) for agent in agents))
+    begun: list[int] = []
+    assert town.nodes._membership is not None
+    monkeypatch.setattr(town.nodes._membership, "launched", lambda: begun.append(1))
+    for agent in agents[:2]:
+        agent.say(NodeLaunched())
+    town.run(0.05, *agents)
+    assert not begun
+    agents[2].hang_up()
+    town.until(lambda: town.of(trace.NodeLost))
+    assert begun == [1]
 
 
 @pytest.mark.parametrize("message", [FenceDone(7), ReplicaGone(Loss(7, LossKind.SUSPECTED))])
