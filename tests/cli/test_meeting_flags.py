@@ -9,7 +9,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
-from megatron_recover.cli import launch_line, run
+from megatron_recover.cli import launch_line, run_flags
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.config import RecoverConfig
 
@@ -18,7 +18,7 @@ ONE_NODE = "changes nothing here: all processes are on this node, and they meet 
 
 
 def read(line: str, **environment: str) -> launch_line.Choice:
-    return launch_line.read(run._parser().parse_args(line.split()), environment)
+    return launch_line.read(run_flags.parser().parse_args(line.split()), environment)
 
 
 def torchs(line: str, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> LaunchConfig:

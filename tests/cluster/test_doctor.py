@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_recover.cli import doctor, node_checks, run
+from megatron_recover.cli import doctor, node_checks, run_flags
 from megatron_recover.cluster import doctor as package
 from megatron_recover.cluster.doctor import gpus as gpu_check
 from megatron_recover.cluster.doctor import machine, slurm
@@ -380,7 +380,7 @@ def test_run_leaves_out_what_it_judges_by_itself() -> None:
     words = ["--save", "a", "--run-dir=b", "--load", "msc://c"]
     assert node_checks.folders_of(words, but=[Check.RUN_DIR]) == (Folder(Check.SAVE, os.path.abspath("a")),)
     assert {check.value for check in DEEDS} <= {flag for flag in Check if flag.startswith("--")}
-    assert doctor._parser()._option_string_actions.keys() == {*run._parser()._option_string_actions, "--json"}
+    assert doctor._parser()._option_string_actions.keys() == {*run_flags.parser()._option_string_actions, "--json"}
 
 
 # --- The page -------------------------------------------------------------------------------------
