@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_recover.cluster.run_end import RunEnd
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.core import policy
 from megatron_recover.core.request import MISCOUNTED, TOO_FEW, UNSAVED, exit_for
 from megatron_recover.core.values import ExitCode
@@ -66,7 +67,7 @@ def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_s: int | 
     now = 1000.0
     end = RunEnd(
         SimpleNamespace(shutdown_s=shutdown_s, signals=()), loop=loop, deadlines=deadlines, says=print, send=print,
-        has_begun=lambda: began,
+        has_begun=lambda: began, promise=lambda: "", request=EndRequest(()),
     )  # fmt: skip
     end.begin(code, "over")
     after_failure_s = deadlines.stop_s if shutdown_s is None else shutdown_s
