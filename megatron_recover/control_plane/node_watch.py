@@ -133,13 +133,16 @@ class NodeWatch:
         for number in reset:
             self._nodes[number].reset = ""
         silent_s = self._silent_s() | dict.fromkeys(reset, math.inf)
+        num_nodes = len(silent_s)
+        if node_silence.OWN in reset:  # nothing is between it and the coordinator: it has ended
+            del silent_s[node_silence.OWN]
         if self._is_over or node_silence.hears_enough(silent_s, self._seen_s):
             for number, why in reset.items():
                 self._remove(number, why)
-        elif 2 * len(reset) > len(silent_s):
+        elif 2 * len(reset) > num_nodes:
             self._is_over = True
             self._give_up(
-                f"the links of {len(reset)} of {len(silent_s)} nodes were reset at once, "
+                f"the links of {len(reset)} of {num_nodes} nodes were reset at once, "
                 "so too few are heard for the others to be called lost"
             )
 

@@ -547,11 +547,8 @@ class NodesDriver:
         self._agent_gone(agent, why)
 
     def _link_ended(self, agent: _Agent, why: str) -> None:
-        """Handle the end of a link. Only the agent itself can have closed it.
-
-        Nothing between the coordinator and the agent of its own node could reset their link.
-        """
-        is_proof = agent.link.was_closed or agent is self._owner
+        """Handle the end of a link. Only the agent itself can have closed it."""
+        is_proof = agent.link.was_closed or len(self._nodes) == 1
         if self._stage is Stage.RUNNING and agent in self._agents and agent.number >= 0 and not (is_proof or agent.is_lost):
             self._watch.was_reset(agent.number, why)
         else:

@@ -319,20 +319,20 @@ def test_a_coordinator_does_not_wait_for_a_node_whose_link_was_reset_just_before
     assert not town.of(trace.NodeLost)
 
 
-@pytest.mark.parametrize("is_back", [True, False])
+@pytest.mark.parametrize(("is_back", "is_own"), [(True, False), (False, False), (False, True)])
 def test_links_that_are_reset_at_once_cost_no_node_and_leave_the_job_without_a_coordinator(
-    make_town: Make, is_back: bool
+    make_town: Make, is_back: bool, is_own: bool
 ) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
-    for agent in agents[1:]:
+    for agent in agents[0 if is_own else 1 :]:
         agent.reset()
     back = [Agent(town, number) for number in (1, 2)] if is_back else []
     town.until(lambda: town.nodes.is_done)
     assert not town.of(trace.NodeLost) and len(town.of(trace.Generation)) == 1
-    [last] = agents[0].of(GivesUp)
-    assert "2 of 3 nodes were reset at once" in last.reason
-    assert [event.reason for event in town.of(trace.CoordinatorLeft)] == [last.reason]
+    [left] = town.of(trace.CoordinatorLeft)
+    assert f"{3 if is_own else 2} of 3 nodes were reset at once" in left.reason
+    assert [each.reason for each in agents[0].of(GivesUp)] == [left.reason] * (not is_own)
     assert not any(agent.of(FenceReplica) for agent in back)
 
 

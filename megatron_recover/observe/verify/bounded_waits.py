@@ -57,8 +57,8 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
 class EntersTheLast(Rule):
     """A rule: every member of the last generation enters it, unless the member had finished.
 
-    A run is not judged that has not ended, that was killed on request, or for which `stopping` was
-    recorded. A member whose entry a gap of the trace may hide is not judged.
+    A run is not judged that has not ended, that was killed on request, or for which `stopping` or
+    `coordinator_left` was recorded. A member whose entry a gap of the trace may hide is not judged.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
@@ -77,7 +77,7 @@ class EntersTheLast(Rule):
 
     def ended(self) -> Findings:
         history = self.history
-        has_failed = any(event.exit_code for _, event in history.of(trace.Stopping))
+        has_failed = any(event.exit_code for _, event in history.of(trace.Stopping)) or history.of(trace.CoordinatorLeft)
         finished = history.first(trace.RunFinished)
         if self._newest is None or finished is None or finished.exit_code > 128 or has_failed:
             return
