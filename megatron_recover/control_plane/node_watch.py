@@ -56,7 +56,7 @@ class NodeWatch:
         cut_off: Callable[[str], None],
         give_up: Callable[[str], None],
     ) -> None:
-        """Watch the nodes that `watch` adds, which prepare.
+        """Watch the nodes that `watch` adds. None is removed for its silence before `prepare`.
 
         - `limit_s`: a node that is silent for so long is removed, once `allow` was called.
         - `remove(number, why)` removes a node, which is then no longer watched.
