@@ -193,6 +193,8 @@ class Launcher:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
             if self._gathering is not None and self.is_recorded and leaves_files(exit_code, has_begun=self.has_begun):
                 self._loop.waited_elsewhere()
+                if self._joined is not None:
+                    self._joined.membership.listen_anew()
                 self.untraced = self._gathering.finish(self._has_nobody_to_wait_for)
         finally:
             self._hang_up()
@@ -210,9 +212,14 @@ class Launcher:
         return self._end.is_hurried()
 
     def _has_nobody_to_wait_for(self) -> bool:
-        """Return whether no traces can be gathered: no coordinator, or the end is hurried."""
-        has_coordinator = self._joined is not None and not self._joined.membership.is_lost and not self._loss.why
-        return self.is_hurried() or (self._job.node > 0 and not has_coordinator)
+        """Return whether no traces can be gathered: nobody answers, or the end is hurried."""
+        return self.is_hurried() or (self._job.node > 0 and not self._hears_coordinator())
+
+    def _hears_coordinator(self) -> bool:
+        if self._joined is None or self._loss.why:
+            return False
+        membership = self._joined.membership
+        return not membership.is_lost and membership.silent_s() < self._deadlines.node_s
 
     @property
     def reason(self) -> str:

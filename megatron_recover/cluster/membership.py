@@ -150,6 +150,10 @@ class Membership:
         """Return the seconds since the coordinator was heard last."""
         return self._loop.time() - self._heard_at
 
+    def listen_anew(self) -> None:
+        """Count the silence from now: the thread waited elsewhere, and has read nothing."""
+        self._heard_at = self._loop.time()
+
     def close(self) -> None:
         """Send what is queued, within `words_s`, and hang up."""
         until = self._loop.time() + self._deadlines.words_s

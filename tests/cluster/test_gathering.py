@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -172,28 +173,48 @@ launcher.Collector.finish = lambda *arguments: print(*(lines := finish(*argument
 RUNS = "import sys; sys.path.insert(0, '.'); from tests.cluster import jobs; sys.exit(jobs.main())"
 
 
-def test_nodes_without_a_shared_folder_leave_one_run_directory_on_node_0(tmp_path: Path) -> None:
-    """Nodes 1 and 2 have a disk of their own where the run directory is. The agent of node 2 dies before it has sent."""
-    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode:
-        pytest.skip("a disk of one node alone needs a mount namespace")
-    disk, key = tmp_path / "disk", tmp_path / "key"
-    disk.mkdir()
+FREEZES = """
+import psutil
+from megatron_recover.cluster import launcher
+def finish(*arguments):
+    for process in [*psutil.Process().children(), psutil.Process()]:
+        process.suspend()
+launcher.Collector.finish = finish
+"""
+"""Node 0: its agent and the coordinator freeze when its agent would wait for traces."""
+
+
+def lines(folder: Path, run_dir: Path, *patches: str, node_s: float = 10.0) -> Iterator[list[str]]:
+    """Yield the command lines of the nodes of one job, each with its patch."""
+    key = folder / "key"
     key.write_text("a key that only this test knows of\n")
     key.chmod(0o600)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    num_nodes = len(patches)
+    for node, patch in enumerate(patches):
+        meeting = Meeting(
+            least_nodes=num_nodes, most_nodes=num_nodes, node_rank=node, host="127.0.0.1", port=port, flag="--master-addr",
+            join_s=60, node_s=node_s,
+        )  # fmt: skip
+        spec = Spec(
+            run_dir=str(run_dir), replicas=num_nodes, ranks=1, steps=8, microbatches=6, meeting=meeting, slots=1,
+            key_file=str(key),
+        )  # fmt: skip
+        yield [sys.executable, "-c", patch + RUNS, command(spec)[-1]]
+
+
+def test_nodes_without_a_shared_folder_leave_one_run_directory_on_node_0(tmp_path: Path) -> None:
+    """Nodes 1 and 2 have a disk of their own where the run directory is. The agent of node 2 dies before it has sent."""
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode:
+        pytest.skip("a disk of one node alone needs a mount namespace")
+    disk = tmp_path / "disk"
+    disk.mkdir()
     nodes: list[forks.Program | subprocess.Popen[str]] = []
     with contextlib.ExitStack() as stack:
-        for node, patch in enumerate((NAMES, "", DIES)):
-            meeting = Meeting(
-                least_nodes=3, most_nodes=3, node_rank=node, host="127.0.0.1", port=port, flag="--master-addr", join_s=60
-            )  # fmt: skip
-            spec = Spec(
-                run_dir=str(disk / "run"), replicas=3, ranks=1, steps=8, microbatches=6, meeting=meeting, slots=1,
-                key_file=str(key),
-            )  # fmt: skip
-            line = shlex.join([sys.executable, "-c", patch + RUNS, command(spec)[-1]])
+        for node, words in enumerate(lines(tmp_path, disk / "run", NAMES, "", DIES)):
+            line = shlex.join(words)
             if node:
                 line = f"mount -t tmpfs none {shlex.quote(str(disk))} && exec {line}"
             program = [*(["unshare", "-rm"] if node else []), "sh", "-c", line]
@@ -211,3 +232,15 @@ def test_nodes_without_a_shared_folder_leave_one_run_directory_on_node_0(tmp_pat
     assert "the trace of node 2 (" in texts[0] and "its agent is gone (" in texts[0] and "of node 1" not in texts[0]
     verdict = check(disk / "run")
     assert not verdict.violations and not verdict.is_whole and "node 1" not in " ".join(verdict.not_judged), verdict
+
+
+def test_a_node_that_hears_nothing_of_node_0_at_the_end_does_not_offer_its_trace_for_long(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for node, words in enumerate(lines(tmp_path, tmp_path / "run", FREEZES, "", node_s=2.0)):
+            output = stack.enter_context(open(tmp_path / f"{node}.out", "wb"))
+            nodes.append(forks.start(words, cwd=ROOT, environment=os.environ, output=output.fileno()))
+            stack.callback(nodes[-1].kill)
+        stack.callback(lambda: [each.kill() for each in psutil.Process(nodes[0].pid).children()])  # the coordinator
+        assert nodes[1].wait(40.0) == 0, (tmp_path / "1.out").read_text()  # the offer alone would take `offer_s`, 90 s
+        assert psutil.Process(nodes[0].pid).status() == psutil.STATUS_STOPPED

@@ -43,6 +43,7 @@ class NodesJob:
         key_file.write_text(keys.make_key().hex())
         key_file.chmod(0o600)
         self.nodes = network.nodes[:num_nodes]
+        settings.setdefault("deadlines", {**Spec(run_dir="").deadlines, "blame_s": 15.0})
         self.spec = Spec(
             run_dir=str(network.shared / "run"), sums_dir=str(self.sums), key_file=str(key_file), script=str(TOY),
             slots=replicas * ranks // num_nodes, replicas=replicas, ranks=ranks, **settings,
