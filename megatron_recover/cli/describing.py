@@ -197,7 +197,10 @@ def _folders(line: launch_line.Choice, wanted: Path | None, joined: Joined | Non
     try:
         return None if line.log_dir is None else claim_log_links(line.log_dir, line.run_id), run_dir
     except ValueError:
-        run_dirs.remove(run_dir, existed=existed)
+        if joined is not None and joined.met is not None and joined.met.you:
+            run_dirs.remove_part(run_dir, existed=existed)
+        else:
+            run_dirs.remove(run_dir, existed=existed)
         raise
 
 

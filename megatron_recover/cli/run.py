@@ -202,8 +202,8 @@ def _discard(job: Job, *, existed: bool) -> None:
     run_dir = job.run_dir
     if job.log_links is not None:
         shutil.rmtree(job.log_links)
-    if job.node:  # a part of the run directory of node 0, which may remove it at the same time
-        shutil.rmtree(run_dir, ignore_errors=True)
+    if job.node:
+        run_dirs.remove_part(run_dir, existed=existed)
         return
     run_dirs.remove(run_dir, existed=existed)
     done = "emptied" if existed else "removed"

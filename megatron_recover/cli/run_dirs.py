@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -26,13 +27,35 @@ def exists(wanted: Path | None) -> bool:
 
 
 def remove(folder: Path, *, existed: bool) -> None:
-    """Empty a run directory, and remove it unless it existed before."""
+    """Empty a run directory, and remove it unless it existed before. It may be gone already.
+
+    Other nodes remove what is theirs (`remove_part`), before or after.
+    """
+    if not folder.exists():
+        return
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)  # other nodes remove theirs
+            shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
     if not existed:
+        _remove_if_empty(folder)
+
+
+def remove_part(folder: Path, *, existed: bool) -> None:
+    """Remove the part of another node than node 0, and the run directory with the last part.
+
+    Node 0 may have removed the run directory before this node made its part. It stays where it
+    existed before.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    _remove_if_empty(folder.parent)
+    if not existed:
+        _remove_if_empty(folder.parent.parent)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # others are in it, or have removed it
         folder.rmdir()
 
 

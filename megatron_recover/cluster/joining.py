@@ -18,7 +18,7 @@ from megatron_recover.cluster.meeting import Meeting, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import EndAsked, Idle, JobEnds, Met, NodeFailed, NodeHello
+from megatron_recover.control_plane.node_messages import EndAsked, GivesUp, Idle, JobEnds, Met, NodeFailed, NodeHello
 from megatron_recover.control_plane.nodes_driver import TELL_S, NodesSettings
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.core.values import ExitCode
@@ -204,6 +204,12 @@ class Place:
                 ExitCode.BAD_INPUT,
                 f"at {where}: {membership.refusal}; give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes",
             )
+        if heard.gives_up or (heard.is_idle and heard.lost):
+            return NotMet(
+                ExitCode.FAILED,
+                f"the coordinator is gone ({heard.gives_up or heard.lost}); the job did not use this node, and ends at its "
+                "next save point; start all nodes again then",
+            )
         if heard.lost:
             return NotMet(
                 ExitCode.TOO_FEW_REPLICAS,
@@ -227,6 +233,8 @@ class _Heard:
         self.end: NotMet | None = None
         self.lost = ""
         """The loss of the coordinator in words."""
+        self.gives_up = ""
+        """Why the coordinator has left the job to itself; empty: it has not."""
         self.is_idle = False
 
     def take(self, message: Message) -> None:
@@ -238,6 +246,8 @@ class _Heard:
             case Idle(reason):
                 self.is_idle = True
                 _say(f"{reason}: this node waits for the end of the job")
+            case GivesUp(reason):
+                self.gives_up = reason
 
     def lose(self, why: str) -> None:
         self.lost = why

@@ -26,6 +26,9 @@ from megatron_recover.deadlines import Deadlines
 
 SEEN_BEATS = 1.5
 """Beats without a message of an agent after which its node is reported as silent."""
+_LOOKS_A_BEAT = 8
+"""Looks at all nodes in a beat. A silence is on the console in less than 2 beats, so seeing it and
+telling it share half a beat."""
 PREPARING_SILENCES = 6
 """While nodes prepare, one is waited for as many times `--node-timeout` of silence: it may be busy
 with a slow disk."""
@@ -157,7 +160,7 @@ class NodeWatch:
     def _look(self) -> None:
         if self._is_over:
             return
-        self._loop.after(self._deadlines.beat_s / 4, self._look)
+        self._loop.after(self._deadlines.beat_s / _LOOKS_A_BEAT, self._look)
         silent_s, seen_s = self._silent_s(), self._seen_s
         for number, seconds in silent_s.items():
             if seconds >= seen_s and not self._nodes[number].is_silent:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from megatron_recover.authentication.key import key_of_several
-from megatron_recover.cli import several_nodes
+from megatron_recover.cli import run_dirs, several_nodes
 from megatron_recover.cluster import joining
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.signals import EndRequest
@@ -322,6 +322,46 @@ def test_an_idle_node_leaves_by_a_signal_alone_and_one_of_the_job_ends_it_for_al
         assert code == ExitCode.INTERRUPTED and "exit code 15 (interrupted)" in output, output
     assert f"{socket.gethostname()}: SIGTERM before training began" in nodes.outputs[0].read_text()
     nodes.assert_nothing_left()
+
+
+def test_an_idle_node_is_told_that_the_coordinator_is_gone_not_that_there_was_none(nodes: Nodes) -> None:
+    nodes.script.write_text("import time; time.sleep(600)\n")
+    for number in (0, 1):
+        nodes.start(number)
+    nodes.until_said(1, "importing torch")
+    nodes.start(1)
+    nodes.until_said(2, "this node waits for the end of the job")
+    [coordinator] = [each for each in psutil.Process(nodes.launchers[0].pid).children() if each.name() == "coordinator"]
+    coordinator.kill()
+    code, output = nodes.end_of(2)
+    assert code == ExitCode.FAILED and "the coordinator is gone" in output and "did not use this node" in output, output
+    for index in (0, 1):
+        assert nodes.end_of(index)[0] == ExitCode.FAILED
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_the_mistake_that_all_nodes_hear(nodes: Nodes) -> None:
+    nodes.start(0, f"--nnodes 2 --nproc-per-node 2 --log-dir {nodes.script}")
+    nodes.start(1)
+    for code, output in nodes.end():
+        assert code == ExitCode.BAD_INPUT and f"--log-dir {nodes.script}" in output, output
+    nodes.assert_nothing_left()
+
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("node_0_is_first", [False, True])
+def test_whichever_node_is_last_leaves_no_part_of_a_run_directory(tmp_path: Path, node_0_is_first: bool, existed: bool) -> None:
+    """Node 1 may also make its part after node 0 has removed all."""
+    run_dir = tmp_path / "run"
+    part = run_dir / "nodes" / "1"
+    (run_dir / "logs").mkdir(parents=True)
+    if node_0_is_first:
+        run_dirs.remove(run_dir, existed=existed)
+    (part / "logs").mkdir(parents=True)
+    run_dirs.remove_part(part, existed=existed)
+    if not node_0_is_first:
+        run_dirs.remove(run_dir, existed=existed)
+        run_dirs.remove(run_dir, existed=existed)
+    assert run_dir.exists() == existed and not list(tmp_path.rglob("run/*"))
 
 
 def test_several_nodes_without_a_key_are_refused_with_the_line_to_add(tmp_path: Path) -> None:
