@@ -41,6 +41,7 @@ from benchmarks.common import Row, row
 from megatron_recover.authentication.handshake import KEY_BYTES
 from megatron_recover.cluster.membership import CoordinatorProcess, Membership
 from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.node_messages import (
@@ -53,7 +54,6 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     NodeReady,
 )
-from megatron_recover.control_plane.nodes_driver import NodesSettings
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
 from megatron_recover.control_plane.wire import Enter, Link, Message, RankHello
 from megatron_recover.core.coordinator import MembershipSettings

@@ -27,8 +27,9 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.authentication.key import read_sealed
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL, set_process_name
+from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.nodes_driver import NodesDriver, NodesSettings
+from megatron_recover.control_plane.nodes_driver import NodesDriver
 from megatron_recover.trace.node_clock import COORDINATOR, NodeClock
 from megatron_recover.trace.ring import RingLog
 

@@ -17,9 +17,10 @@ from megatron_recover.cluster import endpoint_file
 from megatron_recover.cluster.meeting import Meeting, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
+from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import EndAsked, GivesUp, Idle, JobEnds, Met, NodeFailed, NodeHello
-from megatron_recover.control_plane.nodes_driver import TELL_S, NodesSettings
+from megatron_recover.control_plane.nodes_driver import TELL_S
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
@@ -234,7 +235,7 @@ class _Heard:
         self.lost = ""
         """The loss of the coordinator in words."""
         self.gives_up = ""
-        """Why the coordinator has left the job to itself; empty: it has not."""
+        """The reason for which the coordinator has left the job to itself; empty if it has not."""
         self.is_idle = False
 
     def take(self, message: Message) -> None:

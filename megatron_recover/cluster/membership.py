@@ -20,9 +20,10 @@ from megatron_recover.cluster.meeting import JOIN_S
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import inherited_environment, module_command
 from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
-from megatron_recover.control_plane.nodes_driver import TELL_S, NodesSettings
+from megatron_recover.control_plane.nodes_driver import TELL_S
 from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, Ports, address_of, host_name

@@ -300,7 +300,9 @@ class CoordinatorDriver:
     def _end(self, exit_code: int, reason: str) -> None:
         if exit_code != values.ExitCode.OK:
             self._record(trace.Stopping(exit_code=exit_code, reason=reason))
-        for link in self._links.values():
-            self._loop.send(link, values.Stop(exit_code, reason))
+        lost = {loss.replica for loss in self._state.losses}
+        for replica, link in self._links.items():
+            if replica not in lost:  # its node may be cut off, and would take this for the end of training there
+                self._loop.send(link, values.Stop(exit_code, reason))
         self._leaders.stop()
         self._on_end(exit_code, reason)

@@ -1,11 +1,11 @@
-"""The driver of a job's nodes: who takes part, when ranks are started, and which nodes are lost.
+"""The driver of a job's nodes: when ranks are started, what agents report, which nodes are lost.
 
 It runs in the coordinator's process beside `CoordinatorDriver`, on the one port of the coordinator:
 agents and leaders connect there. The stages of a job:
 
-1. *Meeting.* Agents send `NodeHello` until enough nodes are there. All get `Met`.
-2. *Preparing.* The nodes examine each other (`NodeShares`). Each node imports, makes its dry run
-   and sends `NodeReady`. All get `Launch`.
+1. *Meeting* (`job_start.py`). Agents send `NodeHello` until enough nodes are there. All get `Met`.
+2. *Preparing* (`job_start.py`). The nodes examine each other (`NodeShares`). Each node imports,
+   makes its dry run and sends `NodeReady`. All get `Launch`.
 3. *Running.* Agents report what happens to their ranks, and carry out fences.
 4. *Over.* All agents get `JobEnds`, and hang up.
 
@@ -20,13 +20,12 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
-import msgspec
-
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.control_plane.agents import Agent, Agents
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
-from megatron_recover.control_plane.fitting import mistake_of, numbered
 from megatron_recover.control_plane.gate import Gate
+from megatron_recover.control_plane.job_start import JobStart, NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     AskPart,
@@ -37,22 +36,18 @@ from megatron_recover.control_plane.node_messages import (
     FenceDone,
     FenceReplica,
     GivesUp,
-    Idle,
     JobEnds,
     JobState,
     KillAsked,
     Launch,
-    Met,
     NodeAtWork,
     NodeBeat,
     NodeFailed,
     NodeHello,
     NodeLaunched,
     NodePart,
-    NodePlace,
     NodeReady,
     NodeShares,
-    NodesShared,
     NodeState,
     NodeSuspects,
     ReplicaGone,
@@ -70,30 +65,10 @@ from megatron_recover.control_plane.wire import Link, Message, encode
 from megatron_recover.core import condemning, values
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
-from megatron_recover.deadlines import Deadlines
 from megatron_recover.trace.node_clock import NodeClock
 
 TELL_S = 5
 """Seconds for which nodes that still come are told that a job was refused while nodes met."""
-
-
-class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that a coordinator knows from its start."""
-
-    owner: int
-    """Identity of the agent of the coordinator's own node."""
-    least: int
-    most: int
-    """Number of nodes with which the job starts."""
-    join_s: float
-    """Longest wait for `least` nodes. Then the job ends."""
-    last_call_s: float
-    """Time for which more nodes are awaited once `least` are there."""
-    node_silence_s: float
-    """Silence after which a node is removed (`--node-timeout`)."""
-    deadlines: Deadlines
-    ignored: tuple[int, ...] = ()
-    """Signals that the agents handle, and the coordinator ignores."""
 
 
 class Stage(enum.Enum):
@@ -103,22 +78,6 @@ class Stage(enum.Enum):
     PREPARING = "preparing"
     RUNNING = "running"
     OVER = "over"
-
-
-class _Agent:
-    """The state of one agent, as the coordinator knows it."""
-
-    def __init__(self, link: Link, hello: NodeHello) -> None:
-        self.link, self.hello = link, hello
-        self.number = -1
-        """Number of the node; -1: the job does not use it."""
-        self.shared: NodeShares | None = None
-        """The findings that the node has sent in the newest round of the examination."""
-        self.ready: NodeReady | None = None
-        self.is_launched = False
-        self.is_lost = False
-        """True once the node's replicas were removed. The agent may live."""
-        self.at_work: tuple[int, ...] = ()
 
 
 class NodesDriver:
@@ -140,8 +99,7 @@ class NodesDriver:
         """
         self._settings, self._loop, self._record = settings, loop, record
         self._deadlines = settings.deadlines
-        self._agents: list[_Agent] = []
-        self._nodes: tuple[NodePlace, ...] = ()
+        self._agents = Agents(settings.owner)
         self._hosts: Mapping[int, tuple[int, ...]] = {}
         """Replica -> numbers of the nodes that have ranks of it."""
         self._replicas: Mapping[int, tuple[int, ...]] = {}
@@ -150,7 +108,6 @@ class NodesDriver:
         self._fenced: dict[int, set[int]] = {}
         """Replica -> numbers of the nodes that have confirmed its fence."""
         self._membership: CoordinatorDriver | None = None
-        self._stage = Stage.MEETING
         self._exit_reason = ""
         self._are_launched = False
         self.was_joined = False
@@ -167,7 +124,7 @@ class NodesDriver:
         """Identity of the agent of each removed node -> number of the node."""
         self._lost: dict[int, NodeState] = {}
         self._told: JobState | None = None
-        self._traces = Traces(lambda: {agent.number: agent.link for agent in self._agents if agent.number >= 0}, loop)
+        self._traces = Traces(self._agents.links, loop)
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
             expects=self._num_expected,
@@ -179,7 +136,10 @@ class NodesDriver:
             loop=loop, deadlines=self._deadlines, limit_s=settings.node_silence_s, record=record,
             remove=self._remove, changed=self._tell_silence, cut_off=self._cut_off, give_up=self._give_up,
         )  # fmt: skip
-        loop.after(settings.join_s, self._met_too_late)
+        self._start = JobStart(
+            settings, self._agents, loop=loop, watch=self._watch, end=self.end, all_ready=self._run,
+            refuse=lambda agent, mistake: self._end_everywhere(ExitCode.BAD_INPUT, agent, mistake),
+        )  # fmt: skip
         loop.after(self._deadlines.beat_s, self._tell_state)
 
     @property
@@ -194,7 +154,7 @@ class NodesDriver:
         awaited = [each for each in self._agents if not (self.has_ended and self._is_beyond_reach(each))]
         return self._has_given_up or (self.was_joined and not awaited)
 
-    def _is_beyond_reach(self, agent: _Agent) -> bool:
+    def _is_beyond_reach(self, agent: Agent) -> bool:
         if not self._loop.has(agent.link):  # it was reset
             return True
         return (agent.is_lost or agent.number in self._watch.silent) and not agent.link.wants_write
@@ -202,7 +162,15 @@ class NodesDriver:
     @property
     def has_ended(self) -> bool:
         """Return whether the agents were told that the job is over."""
-        return self._stage is Stage.OVER
+        return self._end is not None
+
+    @property
+    def _stage(self) -> Stage:
+        if self._end is not None:
+            return Stage.OVER
+        if self._membership is not None:
+            return Stage.RUNNING
+        return Stage.PREPARING if self._start.nodes else Stage.MEETING
 
     def close(self) -> None:
         """Stop listening. The links belong to the loop."""
@@ -210,12 +178,13 @@ class NodesDriver:
 
     def end(self, exit_code: int, reason: str, *, at_once: bool = False) -> None:
         """Tell all agents that the job is over. Only the first call has an effect."""
-        if self._stage is Stage.OVER:
+        if self.has_ended:
             return
         if self._stage is Stage.MEETING and exit_code == ExitCode.BAD_INPUT:
             self._tells_until = self._loop.time() + TELL_S
             self._loop.after(TELL_S, lambda: None)  # `is_done` changes then
-        self._stage, self._end = Stage.OVER, JobEnds(exit_code, reason, at_once)
+        self._end = JobEnds(exit_code, reason, at_once)
+        self._start.stop()
         self._watch.stop()
         self._send_to(self._agents, self._end)
 
@@ -252,7 +221,7 @@ class NodesDriver:
             if old in self._agents:
                 self._hold(link, message)
                 return
-        agent = _Agent(link, message)
+        agent = Agent(link, message)
         if (before := self._removed.get(message.identity)) is not None:
             self._returns(agent, before)
             return
@@ -261,14 +230,14 @@ class NodesDriver:
         self.was_joined = self.was_joined or message.identity == self._settings.owner
         self._loop.send(link, NodeBeat())
         if self._stage is Stage.MEETING:
-            self._meet(agent)
+            self._start.meet(agent)
         elif self._end is not None:
             self._loop.send(link, self._end)
         else:
-            self._have_idle(agent)
+            self._start.have_idle(agent)
 
-    def _add(self, agent: _Agent) -> None:
-        self._agents.append(agent)
+    def _add(self, agent: Agent) -> None:
+        self._agents.add(agent)
         self._loop.watch(
             agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._link_ended(agent, why)
         )
@@ -283,10 +252,7 @@ class NodesDriver:
         self._held[hello.identity] = link, hello
         self._loop.watch(link, lambda link, message: None, closed)
 
-    def _have_idle(self, agent: _Agent) -> None:
-        self._loop.send(agent.link, Idle(f"the job runs on {len(self._nodes)} nodes already, and uses no more"))
-
-    def _returns(self, agent: _Agent, number: int) -> None:
+    def _returns(self, agent: Agent, number: int) -> None:
         """Take the new link of an agent whose node was removed, and have it fence its ranks."""
         agent.number, agent.is_lost = number, True
         self._add(agent)
@@ -295,102 +261,29 @@ class NodesDriver:
         if self._end is not None:
             self._loop.send(agent.link, self._end)
 
-    # --- Meeting ----------------------------------------------------------------------------------
+    # --- Starting ranks ---------------------------------------------------------------------------
 
-    def _meet(self, newcomer: _Agent) -> None:
-        """Compare a newcomer with the others, and start the job with the last one."""
-        others = [agent.hello for agent in self._agents if agent is not newcomer]
-        if mistake := mistake_of(newcomer.hello, others, owner=self._settings.owner):
-            self._end_everywhere(ExitCode.BAD_INPUT, newcomer, mistake)
-            return
-        present = len(self._agents)
-        if present >= self._settings.most and self._owner is not None:
-            self._all_met()
-        elif present == self._settings.least:
-            self._loop.after(self._settings.last_call_s, self._last_call)
-
-    @property
-    def _owner(self) -> _Agent | None:
-        return next((each for each in self._agents if each.hello.identity == self._settings.owner), None)
-
-    def _last_call(self) -> None:
-        if self._stage is Stage.MEETING and len(self._agents) >= self._settings.least and self._owner is not None:
-            self._all_met()
-
-    def _met_too_late(self) -> None:
-        if self._stage is Stage.MEETING:
-            here = ", ".join(agent.hello.name for agent in self._agents)
-            self.end(
-                ExitCode.TOO_FEW_REPLICAS,
-                f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here}); "
-                "run the same command on every node, or give --nnodes MIN:MAX",
-            )
-
-    def _all_met(self) -> None:
-        """Give each node its number, and tell all agents. Nodes beyond the most idle."""
-        owner = self._owner
-        assert owner is not None
-        order = numbered([each.hello for each in self._agents], owner=self._settings.owner, most=self._settings.most)
-        agents = {each.hello.identity: each for each in self._agents}
-        used = [agents.pop(identity) for identity in order]
-        late = list(agents.values())
-        self._agents = [*used, *late]
-        for number, agent in enumerate(used):
-            agent.number = number
-            self._watch.watch(number, agent.hello.name)
-        self._nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in used)
-        self._stage = Stage.PREPARING
-        for agent in used:
-            self._loop.send(agent.link, Met(self._nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
-        for agent in late:
-            self._have_idle(agent)
-
-    # --- Preparing --------------------------------------------------------------------------------
-
-    def _share(self, agent: _Agent, newest: NodeShares) -> None:
-        """End a round of the examination once all nodes have sent theirs."""
-        agent.shared = newest
-        used = sorted((each for each in self._agents if each.number >= 0), key=lambda each: each.number)
-        sent = [each.shared for each in used if each.shared is not None and each.shared.round == newest.round]
-        if self._stage is not Stage.PREPARING or len(sent) < len(used):
-            return
-        self._watch.prepare()
-        data = tuple(each.data for each in sent)
-        for each in used:
-            self._loop.send(each.link, NodesShared(newest.round, data if newest.is_for_all or each.number == 0 else ()))
-
-    def _is_ready(self, agent: _Agent, ready: NodeReady) -> None:
-        agent.ready = ready
-        used = [each for each in self._agents if each.number >= 0]
-        if self._stage is not Stage.PREPARING or any(each.ready is None for each in used):
-            return
-        first = used[0].ready
-        assert first is not None
-        for each in used[1:]:
-            if each.ready is not None and each.ready.settings != first.settings:
-                self._end_everywhere(ExitCode.BAD_INPUT, each, "its flags make another job than those of node 0; use the same")
-                return
-        self._replicas = {each.number: each.ready.replicas for each in used if each.ready is not None}
+    def _run(self) -> None:
+        """Begin to watch over the members, and have all nodes start their ranks."""
+        used = self._agents.used
+        ready_nodes = [each.ready for each in used if each.ready is not None]
+        first = ready_nodes[0]
+        self._replicas = self._start.replicas
         hosts: dict[int, list[int]] = {replica: [] for replica in range(first.settings.num_replicas)}
         for number, replicas in self._replicas.items():
             for replica in replicas:
                 hosts[replica].append(number)
         self._hosts = {replica: tuple(numbers) for replica, numbers in hosts.items()}
+        self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
         self._membership = CoordinatorDriver(
             first.settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
             fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
-        self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
-        if len(self._nodes) > 1:  # not before: node 0 records since it has met the others
-            self._record(
-                trace.NodesMet(
-                    nodes=tuple(trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._nodes)
-                )
-            )
-        self._stage = Stage.RUNNING
+        if len(self._start.nodes) > 1:  # not before: node 0 records since it has met the others
+            places = (trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._start.nodes)
+            self._record(trace.NodesMet(nodes=tuple(places)))
         self._watch.suspend()
-        ready_nodes = [each.ready for each in used if each.ready is not None]
         leaders = dict(leader for one in ready_nodes for leader in one.leaders)
         stores = dict(store for one in ready_nodes for store in one.stores)
         for each in used:  # all addresses to all nodes would be gigabytes in a job of 12,500 nodes
@@ -398,14 +291,13 @@ class NodesDriver:
             own = (tuple((replica, known[replica]) for replica in mine if replica in known) for known in (leaders, stores))
             self._loop.send(each.link, Launch(*own))
 
-    def _launched(self, agent: _Agent) -> None:
+    def _launched(self, agent: Agent) -> None:
         agent.is_launched = True
         self._look_at_launch()
 
     def _look_at_launch(self) -> None:
         """Let the waits for ranks begin once all nodes that live have started theirs."""
-        living = [each for each in self._agents if each.number >= 0 and not each.is_lost]
-        if self._membership is None or self._are_launched or not all(each.is_launched for each in living):
+        if self._membership is None or self._are_launched or not all(each.is_launched for each in self._agents.living):
             return
         self._are_launched = True
         self._watch.allow()
@@ -415,7 +307,7 @@ class NodesDriver:
 
     # --- Running ----------------------------------------------------------------------------------
 
-    def _from_agent(self, agent: _Agent, message: Message) -> None:
+    def _from_agent(self, agent: Agent, message: Message) -> None:
         self._watch.heard_of(agent.number)
         match message:
             case NodeBeat():
@@ -437,10 +329,12 @@ class NodesDriver:
                 self._traces.carry(agent.number, message)
             case _ if agent.is_lost or self._stage is Stage.OVER or agent.number < 0:
                 pass  # sent before the agent knew
+            case NodeShares() | NodeReady() if self._stage is not Stage.PREPARING:
+                pass
             case NodeShares():
-                self._share(agent, message)
+                self._start.share(agent, message)
             case NodeReady():
-                self._is_ready(agent, message)
+                self._start.is_ready(agent, message)
             case NodeLaunched():
                 self._launched(agent)
             case ReplicaGone(loss, failing) if self._membership is not None:
@@ -467,39 +361,38 @@ class NodesDriver:
         """
         if self._membership is None:
             return
-        living = [agent for agent in self._agents if agent.number >= 0 and not agent.is_lost]
         silent = self._watch.silent
-        at_work = {replica for agent in living if agent.number not in silent for replica in agent.at_work}
+        at_work = {replica for agent in self._agents.living if agent.number not in silent for replica in agent.at_work}
         at_work -= condemning.accused(self._condemning)
-        if len(self._nodes) > 1:
+        if len(self._start.nodes) > 1:
             at_work |= {replica for replica, nodes in self._hosts.items() if silent.intersection(nodes)}
         self._membership.at_work(tuple(sorted(at_work)))
 
     def _judge(self, event: condemning.Input) -> None:
         """Feed the machine that decides on hangs, and send what it asks and tells."""
         self._condemning, effects = condemning.step(self._condemning, event)
-        agents = {agent.number: agent for agent in self._agents}
+        links = self._agents.links() if effects else {}
         for effect in effects:
-            if (agent := agents.get(effect.node)) is None:
+            if (link := links.get(effect.node)) is None:
                 continue  # its replicas are lost with it
             match effect:
                 case condemning.Ask(_, question, replica):
-                    self._loop.send(agent.link, AskPart(question, replica))
+                    self._loop.send(link, AskPart(question, replica))
                 case condemning.Tell(_, report, known):
-                    self._loop.send(agent.link, TellKnown(report, known))
+                    self._loop.send(link, TellKnown(report, known))
 
     def _tell_silence(self) -> None:
         """Feed the machines which nodes are heard at present."""
-        self._judge(condemning.Deaf(frozenset(node.number for node in self._nodes) - self._watch.heard))
+        self._judge(condemning.Deaf(frozenset(node.number for node in self._start.nodes) - self._watch.heard))
         self._tell_work()
 
-    def _fence_done(self, agent: _Agent, replica: int) -> None:
+    def _fence_done(self, agent: Agent, replica: int) -> None:
         """Confirm a fence once all nodes that have ranks of the replica have confirmed it."""
         self._fenced.setdefault(replica, set()).add(agent.number)
         if self._membership is not None and self._fenced[replica] >= set(self._hosts[replica]):
             self._membership.fence_confirmed(replica)
 
-    def _ask_exit(self, agent: _Agent, reason: str) -> None:
+    def _ask_exit(self, agent: Agent, reason: str) -> None:
         """Have the job end after a common step. Before the ranks are launched, end it now."""
         if self._membership is None:
             self._end_everywhere(ExitCode.INTERRUPTED, agent, f"{reason} before training began")
@@ -507,17 +400,17 @@ class NodesDriver:
             self._exit_reason = reason
             self._membership.ask_exit(reason)
 
-    def _failed(self, agent: _Agent, exit_code: int, reason: str) -> None:
-        others = [each for each in self._agents if each.number >= 0 and each is not agent and not each.is_lost]
+    def _failed(self, agent: Agent, exit_code: int, reason: str) -> None:
+        others = [each for each in self._agents.living if each is not agent]
         if self._stage is Stage.RUNNING and others and (self._membership is None or self._membership.generation):
             self._lose(agent, reason)
         else:
             self._end_everywhere(exit_code, agent, reason)
 
-    def _end_everywhere(self, exit_code: int, agent: _Agent, reason: str) -> None:
+    def _end_everywhere(self, exit_code: int, agent: Agent, reason: str) -> None:
         self.end(exit_code, self._named(agent, reason))
 
-    def _named(self, agent: _Agent, reason: str) -> str:
+    def _named(self, agent: Agent, reason: str) -> str:
         """Return the reason behind the name of the node, if the job has several nodes."""
         return reason if self._settings.most == 1 else f"{agent.hello.name}: {reason}"
 
@@ -532,23 +425,23 @@ class NodesDriver:
     def _dismiss(self, replica: int) -> None:
         self._send_to(self._hosts_of(replica), DismissReplica(replica))
 
-    def _hosts_of(self, replica: int) -> Iterable[_Agent]:
+    def _hosts_of(self, replica: int) -> Iterable[Agent]:
         return (each for each in self._agents if each.number in self._hosts[replica])
 
-    def _send_to(self, agents: Iterable[_Agent], message: Message) -> None:
+    def _send_to(self, agents: Iterable[Agent], message: Message) -> None:
         body = encode(message)
-        for agent in list(agents):
+        for agent in agents:
             self._loop.put(agent.link, body)
 
     # --- Losing nodes -----------------------------------------------------------------------------
 
-    def _drop(self, agent: _Agent, why: str) -> None:
+    def _drop(self, agent: Agent, why: str) -> None:
         self._loop.drop(agent.link)
         self._agent_gone(agent, why)
 
-    def _link_ended(self, agent: _Agent, why: str) -> None:
+    def _link_ended(self, agent: Agent, why: str) -> None:
         """Handle the end of a link. Only the agent itself can have closed it."""
-        is_proof = agent.link.was_closed or len(self._nodes) == 1
+        is_proof = agent.link.was_closed or len(self._start.nodes) == 1
         if self._stage is Stage.RUNNING and agent in self._agents and agent.number >= 0 and not (is_proof or agent.is_lost):
             self._watch.was_reset(agent.number, why)
         else:
@@ -556,7 +449,7 @@ class NodesDriver:
 
     def _remove(self, number: int, why: str) -> None:
         """Remove a node that is silent, or whose link was reset."""
-        agent = next((each for each in self._agents if each.number == number and not each.is_lost), None)
+        agent = next((each for each in self._agents.living if each.number == number), None)
         if agent is None:
             return  # it has left since
         if self._stage is Stage.PREPARING:
@@ -583,7 +476,7 @@ class NodesDriver:
         for link, _ in self._held.values():
             self._loop.send(link, GivesUp(reason))
 
-    def _agent_gone(self, agent: _Agent, why: str) -> None:
+    def _agent_gone(self, agent: Agent, why: str) -> None:
         """Handle the end of an agent: its ranks end with it."""
         if agent not in self._agents:
             return
@@ -599,7 +492,7 @@ class NodesDriver:
             return
         self._lose(agent, f"its agent is gone ({why})")
 
-    def _lose(self, agent: _Agent, detail: str) -> None:
+    def _lose(self, agent: Agent, detail: str) -> None:
         """Remove a node with all replicas that have ranks on it."""
         if agent.is_lost or self._membership is None:
             return
@@ -612,7 +505,7 @@ class NodesDriver:
         self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
         self._traces.left(agent.number, f"the node was lost: {detail}")
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
-        text = f"node {name}: {detail}" if len(self._nodes) > 1 else detail
+        text = f"node {name}: {detail}" if len(self._start.nodes) > 1 else detail
         self._membership.node_lost(replicas, text)
         self._look_at_launch()
 
@@ -621,7 +514,7 @@ class NodesDriver:
         if self._stage is Stage.OVER:
             return
         self._loop.after(self._deadlines.beat_s, self._tell_state)
-        owner = self._owner
+        owner = self._agents.owner
         if owner is None or self._membership is None:
             return
         state = JobState(*self._membership.progress, self._states())

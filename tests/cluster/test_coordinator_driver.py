@@ -18,7 +18,7 @@ from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, Peer
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import Hello, Loss, LossKind, ReplicaBlocked
+from megatron_recover.core.values import Hello, Loss, LossKind, ReplicaBlocked, Stop
 from tests.control_plane.partners import PATIENCE_S, call, gate_of
 
 pytestmark = pytest.mark.timeout(240)
@@ -100,6 +100,19 @@ def test_a_request_of_a_generation_that_is_over_does_not_start_the_clock_of_the_
     town.turn(lambda: len(town.announced()) == 6)
     *_, (_, last) = town.heard
     assert isinstance(last, Announcement) and last.noticed_s < 0.2
+
+
+def test_a_lost_replica_is_not_told_that_training_has_ended(town: Town) -> None:
+    """Its node may have been cut off: what comes through after the cut would end its ranks as if all steps were made."""
+    for replica in range(3):
+        town.call(Party(Role.LEADER, replica), Hello(replica, "f"))
+    town.turn(lambda: len(town.announced()) == 3)
+    town.membership.lost(Loss(2, LossKind.NODE_LOST))
+    town.membership.end(0, "training finished")
+    town.turn(lambda: sum(isinstance(message, Stop) for _, message in town.heard) == 2)
+    for _ in range(20):
+        town.loop.run_once(0.01)
+    assert {party.replica for party, message in town.heard if isinstance(message, Stop)} == {0, 1}
 
 
 def test_a_coordinator_rests_from_strangers_once_the_job_has_started(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:

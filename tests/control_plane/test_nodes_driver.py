@@ -14,6 +14,7 @@ from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.encoding import Peer
+from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     EndAsked,
@@ -43,7 +44,7 @@ from megatron_recover.control_plane.node_messages import (
     TracePart,
 )
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
-from megatron_recover.control_plane.nodes_driver import TELL_S, NodesDriver, NodesSettings
+from megatron_recover.control_plane.nodes_driver import TELL_S, NodesDriver
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
 from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings

@@ -21,9 +21,11 @@ _OF_ONE = ("run_started", "run_finished", "nodes_met")
 def merge(run_dir: Path, sums: Path, into: Path) -> Path:
     """Write the merged trace of all nodes to the new folder `into`, and return that.
 
-    A node whose file has no end lost its power: it may lack the newest events of its ranks, which the merged trace says.
+    A node whose file has no end lost its power, or its agent: it may lack the newest events of its ranks, which the merged
+    trace says. Node 0 may also lack those of the coordinator, which may have lived on.
     """
     at = _times(sums)
+    end = max(at.values())
     events: list[dict[str, Any]] = []
     for folder, of_node in on_one_clock(run_dir, sums):
         now = float("-inf")
@@ -34,6 +36,8 @@ def merge(run_dir: Path, sums: Path, into: Path) -> Path:
             places = {(event["replica"], event["rank"]) for event in applied}
             ended = max(when for (replica, rank, _), when in at.items() if (replica, rank) in places)
             of_node += [_gap(now, max(now, ended), *place) for place in sorted(places)]
+            if folder == run_dir:
+                of_node.append(_gap(now, max(now, end), -1, 0))
         events += [event for event in of_node if folder == run_dir or event["event"] not in _OF_ONE]
     into.mkdir()
     first = min(event["t"] for event in events)

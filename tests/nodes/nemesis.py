@@ -37,7 +37,7 @@ from tests.nodes.nodes import ROOT, Cage, Network, Node
 from tests.nodes.proxy import Weather
 
 DEADLINE_S = 60.0
-"""A job ends so long after its last step, or its last fault, at the latest."""
+"""A job ends so long after its last step, fault or loss, at the latest."""
 NODE_TIMEOUT_S = 2.0
 SHORT_S, LONG_S = (0.1, 1.0), (4.0, 6.0)
 """How long what ends again lasts: well below `NODE_TIMEOUT_S`, and well above."""
@@ -229,14 +229,18 @@ class Run:
         return "passed"
 
     def _end(self, living: Sequence[Node]) -> dict[str, int]:
-        """Wait for the ends of agents, in bad weather as long as steps are applied; return their codes."""
+        """Wait for the ends of agents, as long as steps are applied or replicas lost; return their codes."""
         while True:
-            before = self.job.steps()
+            before = self._progress()
             try:
                 return self.job.end(living, DEADLINE_S)
             except subprocess.TimeoutExpired:
-                if self.job.steps() == before:
+                if self._progress() == before:
                     raise
+
+    def _progress(self) -> tuple[object, int]:
+        """Return what changes with every step and loss. A broken link between two nodes costs one replica after another."""
+        return self.job.steps(), self.job.output().count(" lost: ")
 
     def _wrong_end(self, living: Sequence[Node]) -> str:
         """Return what is wrong with the exit codes and the number of steps; empty: nothing."""
@@ -316,7 +320,7 @@ weather between the nodes (`tests/nodes/proxy.py`), and how far their clocks are
 - what the ranks applied is one history: at most one side goes on, at most one names a checkpoint
   (`tests/nodes/history.py`, from files of the ranks alone, on the one monotonic clock of the machine);
 - what was applied is the sum of all microbatches, each once;
-- all agents that live end within {deadline_s:.0f} s of the last step or fault, with codes that the faults allow;
+- all agents that live end within {deadline_s:.0f} s of the last step, fault or loss, with codes that the faults allow;
 - `megatron-recover check` finds no violation;
 - nothing is left in any node: no process, no port, no file in /dev/shm or /tmp.
 

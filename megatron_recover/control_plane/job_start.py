@@ -1,0 +1,146 @@
+"""The start of a job in the coordinator: nodes meet, examine each other, and say what they have.
+
+The driver of the nodes takes over once all are ready (`control_plane/nodes_driver.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from megatron_recover.control_plane.agents import Agent, Agents
+from megatron_recover.control_plane.fitting import mistake_of, numbered
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.node_messages import Idle, Met, NodePlace, NodeReady, NodeShares, NodesShared
+from megatron_recover.control_plane.node_watch import NodeWatch
+from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
+
+
+class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that a coordinator knows from its start."""
+
+    owner: int
+    """Identity of the agent of the coordinator's own node."""
+    least: int
+    most: int
+    """Number of nodes with which the job starts."""
+    join_s: float
+    """Longest wait for `least` nodes. Then the job ends."""
+    last_call_s: float
+    """Time for which more nodes are awaited once `least` are there."""
+    node_silence_s: float
+    """Silence after which a node is removed (`--node-timeout`)."""
+    deadlines: Deadlines
+    ignored: tuple[int, ...] = ()
+    """Signals that the agents handle, and the coordinator ignores."""
+
+
+class JobStart:
+    """Starts one job. Everything runs in the loop's thread."""
+
+    def __init__(
+        self,
+        settings: NodesSettings,
+        agents: Agents,
+        *,
+        loop: Loop,
+        watch: NodeWatch,
+        end: Callable[[int, str], None],
+        refuse: Callable[[Agent, str], None],
+        all_ready: Callable[[], None],
+    ) -> None:
+        """Wait for `settings.least` nodes from now on.
+
+        - `end(exit_code, reason)` ends the job.
+        - `refuse(agent, mistake)` ends it because of a node that does not fit.
+        - `all_ready()` is called once, when every node that is used has sent `NodeReady`.
+        """
+        self._settings, self._agents, self._loop, self._watch = settings, agents, loop, watch
+        self._end, self._refuse, self._all_ready = end, refuse, all_ready
+        self.nodes: tuple[NodePlace, ...] = ()
+        """The nodes that the job uses; empty until they have met."""
+        self._is_over = False
+        loop.after(settings.join_s, self._met_too_late)
+
+    def stop(self) -> None:
+        """Wait for nobody any more: the job is over."""
+        self._is_over = True
+
+    # --- Meeting ----------------------------------------------------------------------------------
+
+    def meet(self, newcomer: Agent) -> None:
+        """Compare a newcomer with the others, and start the job with the last one."""
+        others = [agent.hello for agent in self._agents if agent is not newcomer]
+        if mistake := mistake_of(newcomer.hello, others, owner=self._settings.owner):
+            self._refuse(newcomer, mistake)
+        elif len(self._agents) >= self._settings.most:
+            self._meet_if_owner_is_here()
+        elif len(self._agents) == self._settings.least:
+            self._loop.after(self._settings.last_call_s, self._last_call)
+
+    def have_idle(self, agent: Agent) -> None:
+        """Tell an agent that the job does not use its node."""
+        self._loop.send(agent.link, Idle(f"the job runs on {len(self.nodes)} nodes already, and uses no more"))
+
+    def _last_call(self) -> None:
+        if len(self._agents) >= self._settings.least:
+            self._meet_if_owner_is_here()
+
+    def _met_too_late(self) -> None:
+        if self._is_over or self.nodes:
+            return
+        here = ", ".join(agent.hello.name for agent in self._agents)
+        self._end(
+            ExitCode.TOO_FEW_REPLICAS,
+            f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here}); "
+            "run the same command on every node, or give --nnodes MIN:MAX",
+        )
+
+    def _meet_if_owner_is_here(self) -> None:
+        """Give each node its number, and tell all agents. Nodes beyond the most idle."""
+        owner = self._agents.owner
+        if self._is_over or self.nodes or owner is None:
+            return
+        order = numbered([each.hello for each in self._agents], owner=self._settings.owner, most=self._settings.most)
+        self._agents.arrange(order)
+        for agent in self._agents.used:
+            self._watch.watch(agent.number, agent.hello.name)
+        self.nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents.used)
+        for agent in self._agents.used:
+            self._loop.send(agent.link, Met(self.nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
+        for agent in self._agents.idle:
+            self.have_idle(agent)
+
+    # --- Preparing --------------------------------------------------------------------------------
+
+    def share(self, agent: Agent, newest: NodeShares) -> None:
+        """End a round of the examination once all nodes have sent theirs."""
+        agent.shared = newest
+        used = self._agents.used
+        sent = [each.shared for each in used if each.shared is not None and each.shared.round == newest.round]
+        if len(sent) < len(used):
+            return
+        self._watch.prepare()
+        data = tuple(each.data for each in sent)
+        for each in used:
+            self._loop.send(each.link, NodesShared(newest.round, data if newest.is_for_all or each.number == 0 else ()))
+
+    def is_ready(self, agent: Agent, ready: NodeReady) -> None:
+        """Compare the jobs that all nodes have described once the last is ready."""
+        agent.ready = ready
+        used = self._agents.used
+        described = [each.ready for each in used if each.ready is not None]
+        if len(described) < len(used):
+            return
+        for each in used[1:]:
+            if each.ready is not None and each.ready.settings != described[0].settings:
+                self._refuse(each, "its flags make another job than those of node 0; use the same")
+                return
+        self._all_ready()
+
+    @property
+    def replicas(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the replicas that have ranks on each node, by its number."""
+        return {each.number: each.ready.replicas for each in self._agents.used if each.ready is not None}
