@@ -20,6 +20,8 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
+import msgspec
+
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.agents import Agent, Agents
@@ -275,12 +277,14 @@ class NodesDriver:
                 hosts[replica].append(number)
         self._hosts = {replica: tuple(numbers) for replica, numbers in hosts.items()}
         self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
+        is_of_several = len(self._start.nodes) > 1
+        settings = msgspec.structs.replace(first.settings, nodes=tuple(self._replicas.values()) if is_of_several else ())
         self._membership = CoordinatorDriver(
-            first.settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
+            settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
             fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
         )  # fmt: skip
-        if len(self._start.nodes) > 1:  # not before: node 0 records since it has met the others
+        if is_of_several:  # not before: node 0 records since it has met the others
             places = (trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._start.nodes)
             self._record(trace.NodesMet(nodes=tuple(places)))
         self._watch.suspend()

@@ -7,7 +7,8 @@ member at fault is read from the graph of all pairs.
 Note [Rule]
     The members at fault are the smallest set that contains an end of every pair: a bad network card
     explains all pairs of its owner, a bad link explains one pair. Only one member is named at a
-    time, because a fence is final and the evidence after it is better. In detail:
+    time, with those that share its network card, because a fence is final and the evidence after
+    it is better. In detail:
 
     1. A member that missed its own deadline (a pair with itself, from an overdue save) is named
        before all others; of several, the one with the most counterparts, then the highest id.
@@ -21,6 +22,9 @@ Note [Rule]
        early, or they are slow. Slow computing is not judged here.
     5. Of two members, unless rule 1 names one, only a silent one is named. If both are stuck,
        either of them may be at fault, or the link between them.
+    6. Members on the same node share its network card and its links. With a member that rule 3
+       names go those that have ranks on a node of it and are in each smallest set that it is in:
+       one bad card, or one bad link between two nodes, is one loss and not one for each replica.
 """
 
 from __future__ import annotations
@@ -69,19 +73,48 @@ def own_deadlines(evidence: Evidence) -> Evidence:
 
 def culprit(evidence: Evidence, roster: Sequence[ReplicaId]) -> ReplicaId | None:
     """Return the member that is at fault by Note [Rule], or None if the evidence names nobody."""
-    pairs = {pair for pair in evidence.pairs if pair[0] in roster and pair[1] in roster}
-    late = {one for one, other in pairs if one == other}
+    pairs = _among(evidence, roster)
+    late = _late(pairs)
     pairs = {pair for pair in pairs if pair[0] != pair[1]}
     if late:
         return max(late, key=lambda member: (_degree(member, pairs), member))
-    accusers = {accuser for accuser, _ in pairs}
     silent = {accused for _, accused in pairs} - set(evidence.stuck)
     if len(roster) <= 2:
         return min(silent, default=None)
-    counted = {pair for pair in pairs if pair[::-1] in pairs or pair[1] not in accusers} or pairs
-    candidates = {member for cover in _smallest_covers(counted) for member in cover}
+    candidates = {member for cover in _smallest_covers(_counted(pairs)) for member in cover}
     named = [member for member in candidates if not _only_waits(member, pairs, silent)]
     return max(named, key=lambda member: _weight(member, pairs, silent), default=None)
+
+
+def on_its_nodes(
+    named: ReplicaId, evidence: Evidence, roster: Sequence[ReplicaId], nodes: Iterable[Collection[ReplicaId]]
+) -> tuple[ReplicaId, ...]:
+    """Return the members that go with the one that `culprit` names (Note [Rule], 6), ascending.
+
+    `nodes` has the replicas with ranks on each node; empty if all are on one.
+    """
+    pairs = _among(evidence, roster)
+    if named in _late(pairs):
+        return ()
+    covers = [cover for cover in _smallest_covers(_counted(pairs)) if named in cover]
+    mates = {member for node in nodes if named in node for member in node} - {named}
+    return tuple(sorted(mates.intersection(*covers))) if covers else ()
+
+
+def _among(evidence: Evidence, roster: Sequence[ReplicaId]) -> set[Pair]:
+    """Return the pairs of members."""
+    return {pair for pair in evidence.pairs if pair[0] in roster and pair[1] in roster}
+
+
+def _late(pairs: Collection[Pair]) -> set[ReplicaId]:
+    """Return the members that missed their own deadlines."""
+    return {one for one, other in pairs if one == other}
+
+
+def _counted(pairs: Collection[Pair]) -> Collection[Pair]:
+    """Return the pairs that count (Note [Rule], 2)."""
+    accusers = {accuser for accuser, _ in pairs}
+    return {pair for pair in pairs if pair[::-1] in pairs or pair[1] not in accusers} or pairs
 
 
 def _only_waits(member: ReplicaId, pairs: Collection[Pair], silent: Collection[ReplicaId]) -> bool:

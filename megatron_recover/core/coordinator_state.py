@@ -31,6 +31,8 @@ class MembershipSettings(Value, frozen=True):
     min_replicas: int = 1
     samples: tuple[int, int] | None = None
     """Samples per training step and per microbatch, for messages. None: unknown, or they change."""
+    nodes: tuple[tuple[ReplicaId, ...], ...] = ()
+    """The replicas with ranks on each node of a job of several nodes; empty: all are on one."""
 
 
 class OpenSave(Value, frozen=True):

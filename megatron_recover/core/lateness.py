@@ -68,7 +68,7 @@ import functools
 from msgspec.structs import replace
 
 from megatron_recover.core import generations, grants
-from megatron_recover.core.blame import culprit, own_deadlines, with_missed_deadline, with_report
+from megatron_recover.core.blame import culprit, on_its_nodes, own_deadlines, with_missed_deadline, with_report
 from megatron_recover.core.coordinator_state import Arm, AtWork, CoordinatorState, OpenSave, Progressed, TimerFired, Waits
 from megatron_recover.core.excuses import (
     after_progress,
@@ -245,17 +245,19 @@ def _same_roster(state: CoordinatorState) -> Step:
 
 
 def _blame(state: CoordinatorState) -> Step:
-    """Remove the member that the evidence names, else one that works beyond `excuse`.
+    """Remove the member that the evidence names, with its node, else one beyond `excuse`.
 
     Never remove the only member. If neither of two is named, remove the higher id once `trouble`
     ran out twice. Otherwise make a generation of the same roster; the first one starts `undecided`.
     """
     how = f"in {state.fruitless} generations without a committed step; the last: {state.reason}"
     named = culprit(state.evidence, state.roster)
+    mates = () if named is None else on_its_nodes(named, state.evidence, state.roster, state.policy.nodes)
     named = at_work_for_too_long(state) if named is None else named
     if named is not None and len(state.roster) > 1:
         detail = f"at fault by what members reported of each other {how}"
-        return generations.remove(state, (Loss(named, LossKind.SUSPECTED, detail),), detail)
+        losses = tuple(Loss(each, LossKind.SUSPECTED, detail) for each in sorted({named, *mates}))
+        return generations.remove(state, losses, detail)
     if len(state.roster) == 2 and state.patience > 1:
         # Neither is known to be at fault. One alone needs no network; the lower id is the writer.
         stays, leaves = state.roster

@@ -6,6 +6,7 @@ follow from it in each generation, in any order, and is judged by whom it fences
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 
 import pytest
@@ -13,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recover.core import blame, coordinator, lateness
-from megatron_recover.core.blame import Evidence, culprit, with_missed_deadline, with_report
+from megatron_recover.core.blame import Evidence, culprit, on_its_nodes, with_missed_deadline, with_report
 from megatron_recover.core.coordinator import CoordinatorState, MembershipSettings, TimerFired
 from megatron_recover.core.values import Entered, Hello, Loss, LossKind, ReplicaBlocked
 from megatron_recover.sim.channels import Channels, card, link, stuck_in_a_sum
 
+Nodes = tuple[tuple[int, ...], ...]
 
-def started(num_replicas: int) -> CoordinatorState:
-    state = CoordinatorState(MembershipSettings(num_replicas))
+
+def started(num_replicas: int, nodes: Nodes = ()) -> CoordinatorState:
+    state = CoordinatorState(MembershipSettings(num_replicas, nodes=nodes))
     for number in range(num_replicas):
         state, _ = coordinator.step(state, Hello(number, "same"))
     return state
@@ -29,8 +32,8 @@ def started(num_replicas: int) -> CoordinatorState:
 class Net:
     """The coordinator, told in each generation what some members report."""
 
-    def __init__(self, num_replicas: int, broken: Channels, draw: st.DataObject) -> None:
-        self.state, self.broken, self.draw = started(num_replicas), broken, draw
+    def __init__(self, num_replicas: int, broken: Channels, draw: st.DataObject, nodes: Nodes = ()) -> None:
+        self.state, self.broken, self.draw = started(num_replicas, nodes), broken, draw
 
     def fenced(self) -> list[int]:
         return [loss.replica for loss in self.state.losses if loss.kind is LossKind.SUSPECTED]
@@ -72,7 +75,8 @@ WAYS = st.sampled_from(["in", "out", "both"])
 @given(st.integers(3, 6), WAYS, st.data())
 def test_a_bad_network_card_fences_its_owner_and_nobody_else(num_replicas: int, ways: str, data: st.DataObject) -> None:
     owner = data.draw(st.integers(0, num_replicas - 1))
-    assert Net(num_replicas, card(owner, range(num_replicas), ways), data).run() == [owner]
+    nodes = data.draw(st.sampled_from([(), (tuple(range(num_replicas)),), (tuple(range(2)), tuple(range(2, num_replicas)))]))
+    assert Net(num_replicas, card(owner, range(num_replicas), ways), data, nodes).run() == [owner]
 
 
 @given(st.integers(3, 6), WAYS, st.data())
@@ -110,6 +114,34 @@ def test_with_two_replicas_nobody_is_named_for_the_link_and_one_goes_on(ways: st
         net.feed(TimerFired(f"grace {net.state.generation}"))
     assert net.state.roster == (0,) and not net.state.over
     assert "the evidence does not show which of the two" in net.state.losses[0].detail
+
+
+def between(one: Iterable[int], others: Iterable[int], ways: str) -> Channels:
+    """What is broken where no replica of one node reaches, or is reached by, those of others."""
+    return frozenset().union(*(link(mine, other, ways) for mine in one for other in others))
+
+
+@given(st.integers(2, 4), st.integers(1, 6), WAYS, st.data())
+def test_what_parts_a_node_from_others_costs_that_node_at_once_and_a_link_one_of_its_ends(
+    num_nodes: int, num_mates: int, ways: str, data: st.DataObject
+) -> None:
+    """Once all have reported. Two nodes with one replica each are two replicas (below)."""
+    nodes = tuple(tuple(range(node * num_mates, (node + 1) * num_mates)) for node in range(num_nodes))
+    bad, other = data.draw(st.permutations(range(num_nodes)))[:2]
+    is_card = data.draw(st.booleans()) and num_nodes > 2
+    others = [replica for node in nodes if node != nodes[bad] for replica in node] if is_card else nodes[other]
+    net = Net(num_nodes * num_mates, between(nodes[bad], others, ways), data, nodes)
+    if num_nodes * num_mates == 2:
+        return
+    while not net.fenced():
+        net.generation(all_report=True)
+    assert tuple(net.fenced()) in ((nodes[bad],) if is_card else (nodes[bad], nodes[other]))
+    assert not stuck_in_a_sum(net.state.roster, net.broken)
+
+
+def test_a_save_that_is_overdue_costs_its_member_alone() -> None:
+    evidence = with_missed_deadline(with_report(with_report(Evidence(), 0, [2, 3]), 1, [2, 3]), 2)
+    assert culprit(evidence, range(4)) == 2 and not on_its_nodes(2, evidence, range(4), [(0, 1), (2, 3)])
 
 
 @pytest.mark.parametrize("names_from", [max, min])
