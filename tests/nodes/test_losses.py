@@ -107,6 +107,17 @@ def test_a_node_that_is_cut_off_stops_and_returns_after_its_fence(start: Start, 
     assert_survived(job, [0, 1], losses=1, alive=job.nodes[:2])
 
 
+def test_two_nodes_that_do_not_reach_each_other_cost_one_of_them_in_one_generation(start: Start) -> None:
+    """Both reach the coordinator, so neither is silent: their replicas report each other."""
+    job = start(replicas=6, ranks=1)
+    job.nodes[1].cut(job.nodes[2])
+    job.until(lambda: any(event.losses for event in job.outcome().of(trace.Generation)), "a loss", deadline_s=100.0)
+    [lost] = [tuple(loss.replica for loss in event.losses) for event in job.outcome().of(trace.Generation) if event.losses]
+    assert lost in ((2, 3), (4, 5)), job.output()
+    generations = len(job.outcome().of(trace.Generation))
+    assert_survived(job, [replica for replica in range(6) if replica not in lost], losses=generations - 1)
+
+
 def test_a_node_that_freezes_is_fenced_when_it_thaws(start: Start) -> None:
     job = start()
     job.nodes[1].freeze()
