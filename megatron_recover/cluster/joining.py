@@ -222,7 +222,7 @@ class Place:
     def _hang_up(self, joined: Joined) -> None:
         if joined.coordinator is not None and not self._is_here:
             joined.coordinator.process.kill()  # no node calls it: the endpoint is elsewhere
-        joined.close(self._deadlines)
+        joined.close(self._deadlines, tells_s=TELL_S)
         joined.loop.close()
 
 

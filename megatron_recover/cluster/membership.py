@@ -23,7 +23,6 @@ from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
-from megatron_recover.control_plane.nodes_driver import TELL_S
 from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, Ports, address_of, host_name
@@ -244,18 +243,15 @@ class Joined(NamedTuple):
     request: EndRequest | None = None
     """The request to end the job, with the signals that came while the nodes met."""
 
-    def close(self, deadlines: Deadlines) -> None:
+    def close(self, deadlines: Deadlines, *, tells_s: float = 0.0) -> None:
         """Hang up. Wait for a coordinator of this node that no other node needs.
 
-        It ends with its last agent, or `TELL_S` later if it has refused the job.
+        It ends with its last agent, or `tells_s` later if it has refused the job.
         """
         self.membership.close()
-        if self.coordinator is None:
-            return
-        if self.met is None:
-            self.coordinator.close(TELL_S + deadlines.words_s)
-        else:
-            self.coordinator.close(deadlines.words_s if len(self.met.nodes) == 1 else 0.0)
+        if self.coordinator is not None:
+            is_needed = self.met is not None and len(self.met.nodes) > 1
+            self.coordinator.close(0.0 if is_needed else tells_s + deadlines.words_s)
 
 
 def alone(
