@@ -26,6 +26,13 @@ DEADLINE_S = 20.0
 STOP = Strike(kind=StrikeKind.STOP, at=Fault(replica=0, rank=0, point=FaultPoint.OPTIMIZER), seconds=0.3)
 
 
+def ask(folder: Path, launcher: int) -> None:
+    """Ask for the strike, as a rank does: the file is whole when it has its name."""
+    begun = folder / "begun"
+    begun.write_text(str(launcher))
+    begun.rename(folder / NOW)
+
+
 def until(condition: Callable[[], object], what: str) -> None:
     end = time.monotonic() + DEADLINE_S
     while not condition():
@@ -87,7 +94,7 @@ def test_a_process_is_stopped_when_a_rank_asks_and_goes_on_after_its_time(tmp_pa
     try:
         with Nemesis(STOP, tmp_path, None) as nemesis:
             assert not nemesis.has_struck
-            (tmp_path / NOW).write_text(str(launcher.pid))
+            ask(tmp_path, launcher.pid)
             until((tmp_path / DONE).exists, "the strike")
             assert nemesis.has_struck
             # Returns when it goes on, also where that was before somebody looked; one that was not stopped does not go on.
@@ -124,7 +131,7 @@ def test_a_node_that_returns_has_to_end_its_ranks(
     node = Returning(num_looks)
     strike = Strike(kind=StrikeKind.CUT, at=STOP.at, seconds=0.1, one_way="in")
     with Nemesis(strike, tmp_path, node) as nemesis:
-        (tmp_path / NOW).write_text("1")
+        ask(tmp_path, 1)
         until((tmp_path / OVER).exists, "the end of the cut")
     assert node.ways == ["cut in", "healed"]
     assert nemesis.unfenced == ("" if is_fenced else psutil.Process().name())
