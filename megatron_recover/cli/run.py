@@ -39,6 +39,8 @@ from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.observe import ending, stop_mark, summary
 from megatron_recover.observe.report import plot
 
+_REFUSED = "the examination of the nodes found:"
+"""Heads the lines about all nodes, which a node may hear of another one before it has found them."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Errors of a folder that accepts no more data."""
 
@@ -64,7 +66,7 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
     wanted, job, chaos_text, joined = _described(parser, arguments, command)
     try:
         if refusals := node_checks.refusals(job, joined):
-            _withdraw(job, joined, "\n".join(refusals), existed=existed)
+            _withdraw(job, joined, "\n".join((_REFUSED, *refusals)), existed=existed)
             return ExitCode.BAD_INPUT
         link_logs(job)
         save_lock = _locked_save(job)

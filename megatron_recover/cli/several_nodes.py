@@ -149,6 +149,7 @@ def notes(job: Job) -> Iterator[str]:
         return
     here = f"node {job.node} of {len(job.nodes)} runs {job.num_ranks_here} ranks"
     yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
-    yield about_the_coordinator(job.nodes[0].name, saves="--save" in job.argv)
+    has_ranks = any(slot.node == 0 for slots in job.placement.replicas for slot in slots)
+    yield about_the_coordinator(job.nodes[0].name, saves="--save" in job.argv, has_ranks=has_ranks)
     if job.node == 0 and (line := left_over_line(job.placement, job.num_ranks)) is not None:
         yield line

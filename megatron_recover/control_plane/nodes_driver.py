@@ -185,6 +185,7 @@ class NodesDriver:
         if self._stage is Stage.MEETING and exit_code == ExitCode.BAD_INPUT:
             self._tells_until = self._loop.time() + TELL_S
             self._loop.after(TELL_S, lambda: None)  # `is_done` changes then
+        self._send_state()  # the last one
         self._end = JobEnds(exit_code, reason, at_once)
         self._start.stop()
         self._watch.stop()
@@ -422,6 +423,7 @@ class NodesDriver:
         self._watch.allow()
         self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
         self._judge(condemning.Rostered(new.roster))
+        self._send_state()
 
     def _fence(self, replica: int) -> None:
         self._send_to(self._hosts_of(replica), FenceReplica(replica))
@@ -514,10 +516,12 @@ class NodesDriver:
         self._look_at_launch()
 
     def _tell_state(self) -> None:
-        """Send node 0 the state of the job, if it has changed."""
-        if self._stage is Stage.OVER:
-            return
-        self._loop.after(self._deadlines.beat_s, self._tell_state)
+        """Send node 0 the state of the job every beat, if it has changed."""
+        if not self.has_ended:
+            self._loop.after(self._deadlines.beat_s, self._tell_state)
+            self._send_state()
+
+    def _send_state(self) -> None:
         owner = self._agents.owner
         if owner is None or self._membership is None:
             return

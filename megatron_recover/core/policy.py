@@ -25,14 +25,18 @@ def exit_code(requests: Sequence[str]) -> int:
     return ExitCode.INTERRUPTED if details(requests, RequestKind.EXIT) else ExitCode.OK
 
 
-def about_the_coordinator(node: str, *, saves: bool) -> str:
+def about_the_coordinator(node: str, *, saves: bool, has_ranks: bool) -> str:
     """Return what the loss of the coordinator means, for the user of a job of several nodes.
 
-    `node`: the name of the coordinator's node. `saves`: whether the job has `--save`.
+    `node`: the name of the coordinator's node. `saves`: whether the job has `--save`. `has_ranks`:
+    whether ranks run on that node. If so, its loss is also a failure without a coordinator.
     """
     where = "the next save point, and ends there" if saves else "the end of the step, and ends there without a checkpoint"
-    before = "; a failure before that ends the job with code 13 at the newest checkpoint" if saves else ""
-    return f"the coordinator is on node {node}: if that node is lost, training goes on to {where} with exit code 15{before}"
+    goes_on = f"training goes on to {where} with exit code 15"
+    ends = f"the job ends with exit code 13{' at the newest checkpoint' if saves else ', without a checkpoint'}"
+    if has_ranks:
+        return f"the coordinator is on node {node}: if that node is lost, {ends}; if only the coordinator is, {goes_on}"
+    return f"the coordinator is on node {node}: if that node is lost, {goes_on}; after a failure before that {ends}"
 
 
 ENDED_TOGETHER = frozenset({ExitCode.OK, ExitCode.TOO_FEW_REPLICAS, ExitCode.INTERRUPTED, ExitCode.UNSAVED})

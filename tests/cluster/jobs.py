@@ -198,21 +198,30 @@ class _Hasty(Launcher):
 
 
 class _Draining(Launcher):
-    """Asks replicas to leave at given steps."""
+    """Asks replicas to leave at given steps, or later: when those that were asked before have left."""
 
     drains: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def _spawn_all(self) -> None:
         super()._spawn_all()
         self._news = Tail(self._job.run_dir / trace.EVENTS_FILE)
+        self._is_asking, self._leaving = False, set[int]()
         self._look()
 
     def _look(self) -> None:
         for line in self._news.lines():
             event, _ = trace.parse(line)
-            while isinstance(event, trace.Plan) and self.drains and event.step >= self.drains[0][0]:
-                (_, replicas), *self.drains = self.drains
-                self._send(DrainAsked(replicas, "drain"))
+            match event:
+                case trace.LeaveAsked(replicas=replicas, refused=refused):
+                    self._is_asking = False
+                    self._leaving |= {*replicas} - {each.replica for each in refused}
+                case trace.Generation(left=left):
+                    self._leaving -= {*left}
+                case trace.Plan(step=step) if self.drains and step >= self.drains[0][0]:
+                    if not self._is_asking and not self._leaving:  # else all would leave together, on a busy machine
+                        (_, replicas), *self.drains = self.drains
+                        self._is_asking = True
+                        self._send(DrainAsked(replicas, "drain"))
         self._loop.after(0.01, self._look)
 
 

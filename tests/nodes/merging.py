@@ -39,6 +39,11 @@ def merge(run_dir: Path, sums: Path, into: Path) -> Path:
             if folder == run_dir:
                 of_node.append(_gap(now, max(now, end), -1, 0))
         events += [event for event in of_node if folder == run_dir or event["event"] not in _OF_ONE]
+    seen = {(event["replica"], event["rank"]) for event in events if event["event"] == "applied"}
+    for replica, rank in sorted({(replica, rank) for replica, rank, _ in at} - seen):  # of a node that has written nothing yet
+        events.append(
+            _gap(min(at.values()), max(when for key, when in at.items() if key[:2] == (replica, rank)), replica, rank)
+        )
     into.mkdir()
     first = min(event["t"] for event in events)
     with open(into / trace.EVENTS_FILE, "w") as file:

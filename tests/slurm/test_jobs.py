@@ -117,8 +117,8 @@ def test_a_signal_ends_a_start_the_job_comes_back_and_a_cancelled_one_does_not(m
     job = Job(machine, tmp_path, toy=msgspec.structs.replace(TOY, steps=FOR_EVER), requeues=2)
     try:
         job.until_training(f"{job.id}-0")
-        shown = machine.run(sys.executable, "-m", "megatron_recover", "status", "--jobid", job.id, cwd=ROOT)
-        assert shown.stdout.startswith("running, as of "), shown
+        status = (sys.executable, "-m", "megatron_recover", "status", "--jobid", job.id)
+        machine.until(lambda: machine.run(*status, cwd=ROOT).stdout.startswith("running, as of "), "a status")
         machine.run("scancel", "--signal=USR2", job.id)
         job.until_state("RUNNING", restarts="1")
         machine.until(lambda: machine.show(job.id)["Comment"].endswith(f"/{job.id}-1"), "the comment of the second start")
