@@ -40,7 +40,7 @@ from megatron_recover.observe import ending, stop_mark, summary
 from megatron_recover.observe.report import plot
 
 _REFUSED = "the examination of the nodes found:"
-"""Heads the lines about all nodes, which a node may hear of another one before it has found them."""
+"""Heads the lines about all nodes, which one may hear of another before it has found them."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Errors of a folder that accepts no more data."""
 

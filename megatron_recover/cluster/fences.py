@@ -59,18 +59,23 @@ class Fences:
         self._fencing.add(replica)
         self.gone.add(replica)
         self._node.fence(replica)
-        if self._job.nodes and self.gone.issuperset(self._job.replicas_here):
-            self._recording.says("all replicas with ranks on this node are lost: the node waits for the end of the job")
+        self._tell_if_empty("are lost")
 
     def dismiss(self, replica: int) -> None:
         """Expect that all ranks of a replica end with exit code 0: the replica leaves the job."""
         self.gone.add(replica)
         self.dismissed[replica] = self._loop.time() + self._deadlines.end_s
+        self._tell_if_empty("have left or are lost")
+
+    @property
+    def is_out_of_job(self) -> bool:
+        """Return whether the job goes on without this node; node 0 is in the job to the end."""
+        return self._job.node > 0 and self.gone.issuperset(self._job.replicas_here)
+
+    def _tell_if_empty(self, what: str) -> None:
         if self._job.nodes and self.gone.issuperset(self._job.replicas_here):
-            self._recording.says(
-                "all replicas with ranks on this node have left or are lost: the node waits for the end of the job"
-                + (f"; `kill -9 {os.getpid()}` gives it back at once" if self._job.node else "")
-            )
+            back = f"; `kill {os.getpid()}` gives it back at once, and the job goes on" if self._job.node else ""
+            self._recording.says(f"all replicas with ranks on this node {what}: the node waits for the end of the job{back}")
 
     def fence_late(self) -> None:
         """Report the end of replicas that leave; kill those whose ranks have not ended in time."""

@@ -20,6 +20,7 @@ from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import EndAsked, GivesUp, Idle, JobEnds, Met, NodeFailed, NodeHello
+from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import TELL_S
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.core.values import ExitCode
@@ -183,6 +184,7 @@ class Place:
             if kept and end is None and (heard.is_idle or not membership.is_calling or joined.loop.time() > until):
                 rest = "the job does not use this node, and goes on" if heard.is_idle else "the coordinator does not answer"
                 end = NotMet(ExitCode.INTERRUPTED, f"{kept} before training began on {host_name()}; {rest}")
+            end = end or self._silence(membership, where)
             if mistake and (heard.is_idle or joined.loop.time() > until):
                 end = end or NotMet(ExitCode.BAD_INPUT, mistake)
             if end is not None:
@@ -216,6 +218,26 @@ class Place:
                 ExitCode.TOO_FEW_REPLICAS,
                 f"no coordinator was at {where} for {self._meeting.join_s} s ({heard.lost}); give the same endpoint on all "
                 "nodes, and start the one that owns it",
+            )
+        return None
+
+    def _silence(self, membership: Membership, where: str) -> NotMet | None:
+        """Return why a coordinator that does not answer is awaited no longer; None while it is.
+
+        One that was heard is stopped, or its node is lost. At another address something else
+        listens.
+        """
+        silent_s, limit_s = membership.silent_s(), PREPARING_SILENCES * self._meeting.node_s
+        if membership.is_known and silent_s >= limit_s:
+            return NotMet(
+                ExitCode.FAILED,
+                f"nothing was heard of the coordinator at {where} for {silent_s:.0f} s; look at its node, and start all nodes "
+                "again",
+            )
+        if not membership.is_known and silent_s >= self._meeting.join_s + limit_s:
+            return NotMet(
+                ExitCode.TOO_FEW_REPLICAS,
+                f"what listens at {where} did not answer for {silent_s:.0f} s; give the endpoint of the job on all nodes",
             )
         return None
 

@@ -115,7 +115,7 @@ class Launcher:
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._end = RunEnd(
             job, loop=self._loop, deadlines=self._deadlines, says=lambda line: self._recording.says(line),
-            send=self._send_if_joined, has_begun=lambda: self.has_begun, promise=lambda: self._loss.promise(),
+            send=self._send_if_joined, has_begun=lambda: self.has_begun, promise=self._promise,
             request=(joined.request if joined is not None else None) or EndRequest(job.signals),
         )  # fmt: skip
         self._stood_still_s = 0.0
@@ -220,6 +220,10 @@ class Launcher:
             return False
         membership = self._joined.membership
         return not membership.is_lost and membership.silent_s() < self._deadlines.node_s
+
+    def _promise(self) -> str:
+        """Return what becomes of a signal in training, for the user who sent it."""
+        return "this node ends, and the job goes on" if self._fences.is_out_of_job else self._loss.promise()
 
     @property
     def reason(self) -> str:

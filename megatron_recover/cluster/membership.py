@@ -113,8 +113,8 @@ class Membership:
         self._heard_at = loop.time()
         self._hello, self._key, self._clock = hello, key, clock
         self._patience_s, self._give_up_at = patience_s, loop.time() + patience_s
-        self._is_known = False
-        """True once the coordinator has proven itself."""
+        self.is_known = False
+        """True once the coordinator has been heard: it has proven itself."""
         self._link: OutgoingLink | None = None
         self._connect()
         loop.after(deadlines.beat_s, self._beat)
@@ -172,7 +172,7 @@ class Membership:
                 clock=self._clock, patience_s=self._give_up_at - self._loop.time(),
             )  # fmt: skip
         except LinkClosed as closed:
-            if self._is_known:  # refused at once
+            if self.is_known:  # refused at once
                 self._lose(self._why)
             else:
                 self._connect_later(str(closed))
@@ -189,7 +189,7 @@ class Membership:
             self._lose(why)
 
     def _received(self, link: Link, message: Message) -> None:
-        self._heard_at = self._loop.time()
+        self._heard_at, self.is_known = self._loop.time(), True
         if isinstance(message, NodeBeat):
             return
         if self._is_handled:
@@ -206,9 +206,9 @@ class Membership:
         assert self._link is not None
         if self._link.proven:
             patience_s = min(self._patience_s, JOIN_S)  # a longer one is for jobs in a queue, not for this
-            self._why, self._give_up_at, self._is_known = why, self._loop.time() + patience_s, True
+            self._why, self._give_up_at, self.is_known = why, self._loop.time() + patience_s, True
             self._connect()
-        elif self._is_known and self._link.is_refused:
+        elif self.is_known and self._link.is_refused:
             self._lose(self._why)
         else:
             self._connect_later(why)

@@ -19,7 +19,9 @@ breaks, or after a silence of `node_s` if the process of the coordinator is not 
 host. A stopped process is not lost. Without a coordinator training goes on to its next save point
 (`megatron/checkpoint/boundary.py`). Where a replica needs the coordinator before that, it waits for
 `node_s` only. The wait counts anew with every committed step. A link that broke stays broken. A
-silent coordinator may be heard again; it then counts as lost no more.
+silent coordinator may be heard again; it then counts as lost no more, unless the replica has said
+in a vote that it has none. That binds the replica: it enters no newer generation, and ends at the
+next save point.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class CoordinatorWatch:
         answer: Callable[[], LeaderBeat],
         waits: Callable[[], str],
         lost: Callable[[bool], None],
+        is_bound: Callable[[], bool],
         record: Callable[[trace.Event], None],
         give_up: Callable[[str], None],
     ) -> None:
@@ -64,11 +67,13 @@ class CoordinatorWatch:
         - `waits()` returns what the leader needs the coordinator for; empty if nothing.
         - `lost(True)` is called when the coordinator counts as lost, `lost(False)` when it is heard
           again.
+        - `is_bound()` returns whether a vote of this replica has said that the coordinator is lost.
         - `give_up(reason)` is called once, when the leader has needed a silent coordinator for
           `Deadlines.deadline_s`, or a lost one for `Deadlines.node_s`.
         """
         self._replica, self._loop, self._deadlines = replica, loop, deadlines
         self._answer, self._waits, self._lost, self._record, self._give_up = answer, waits, lost, record, give_up
+        self._is_bound = is_bound
         self._is_lost = False
         self._step = 0
         """Newest step of this replica, which shows progress."""
@@ -91,7 +96,7 @@ class CoordinatorWatch:
         silent_s, self._heard_at = now - self._heard_at, now
         if beat is not None:
             self._host, self._pid = beat.host, beat.pid
-        if self._is_lost:
+        if self._is_lost and not self._is_bound():
             self._is_lost = False
             self._lost(False)
         if self._said is not None:
@@ -135,7 +140,7 @@ class CoordinatorWatch:
             self._tell("began", silent_s)
         if self._pid and silent_s >= self._deadlines.node_s and self._state() in _ENDED:
             self._take_for_lost(f"it was silent for {silent_s:.0f} s")
-        waited_s = now - max(self._heard_at, self._waiting_since)
+        waited_s = now - (self._waiting_since if self._is_lost else max(self._heard_at, self._waiting_since))
         is_silent = self._is_lost or silent_s >= self._deadlines.silence_s
         if waits_for and is_silent and waited_s >= (self._deadlines.node_s if self._is_lost else self._deadlines.deadline_s):
             self._is_over = True

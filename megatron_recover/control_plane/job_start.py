@@ -62,6 +62,7 @@ class JobStart:
         self.nodes: tuple[NodePlace, ...] = ()
         """The nodes that the job uses; empty until they have met."""
         self._is_over = False
+        self._is_last_call_over = False
         loop.after(settings.join_s, self._met_too_late)
 
     def stop(self) -> None:
@@ -75,7 +76,7 @@ class JobStart:
         others = [agent.hello for agent in self._agents if agent is not newcomer]
         if mistake := mistake_of(newcomer.hello, others, owner=self._settings.owner):
             self._refuse(newcomer, mistake)
-        elif len(self._agents) >= self._settings.most:
+        elif len(self._agents) >= self._settings.most or self._is_last_call_over:
             self._meet_if_owner_is_here()
         elif len(self._agents) == self._settings.least:
             self._loop.after(self._settings.last_call_s, self._last_call)
@@ -86,6 +87,7 @@ class JobStart:
 
     def _last_call(self) -> None:
         if len(self._agents) >= self._settings.least:
+            self._is_last_call_over = True  # the owner may come later than others
             self._meet_if_owner_is_here()
 
     def _met_too_late(self) -> None:

@@ -29,6 +29,8 @@ SEEN_BEATS = 1.5
 _LOOKS_A_BEAT = 8
 """Looks at all nodes in a beat. A silence is on the console in less than 2 beats, so seeing it and
 telling it share half a beat."""
+_TOGETHER_BEATS = 2
+"""Resets within so many beats may have one cause: each agent sends once a beat."""
 PREPARING_SILENCES = 6
 """While nodes prepare, one is waited for as many times `--node-timeout` of silence: it may be busy
 with a slow disk."""
@@ -70,7 +72,9 @@ class NodeWatch:
         self._loop, self._deadlines, self._limit_s, self._record = loop, deadlines, limit_s, record
         self._remove, self._changed, self._cut_off, self._give_up = remove, changed, cut_off, give_up
         self._nodes: dict[int, _Node] = {}
-        self._is_over = False
+        self._is_over = self._has_given_up = False
+        self._removed_at: list[float] = []
+        """When nodes were removed for a reset, of late."""
         self._patience_s = math.inf
         """A node is removed after so long a silence at present. Before `prepare` a node may measure
         what a rank needs, for minutes."""
@@ -107,7 +111,10 @@ class NodeWatch:
         self._patience_s = self._limit_s
 
     def stop(self) -> None:
-        """Watch no longer: the job is over."""
+        """Report and remove nobody any more: the job is over.
+
+        A node that sends nothing for `limit_s` and `traces_s` is silent: nobody waits for it.
+        """
         self._is_over = True
 
     def heard_of(self, number: int) -> None:
@@ -115,9 +122,9 @@ class NodeWatch:
         if (node := self._nodes.get(number)) is None:
             return
         now = self._loop.time()
-        silent_s, node.heard_at = now - node.heard_at, now
-        if node.is_silent:
-            node.is_silent = False
+        silent_s, node.heard_at, was_silent = now - node.heard_at, now, node.is_silent
+        node.is_silent = False
+        if was_silent and not self._is_over:
             self._tell(number, "over", silent_s)
             self._changed()
 
@@ -131,37 +138,51 @@ class NodeWatch:
 
     def _judge_resets(self) -> None:
         reset = {number: node.reset for number, node in self._nodes.items() if node.reset}
-        if not reset:
+        if not reset or self._has_given_up:
             return
-        for number in reset:
-            self._nodes[number].reset = ""
-        silent_s = self._silent_s() | dict.fromkeys(reset, math.inf)
-        num_nodes = len(silent_s)
-        if node_silence.OWN in reset:  # nothing is between it and the coordinator: it has ended
-            del silent_s[node_silence.OWN]
-        if self._is_over or node_silence.hears_enough(silent_s, self._seen_s):
-            for number, why in reset.items():
-                self._remove(number, why)
-        elif 2 * len(reset) > num_nodes:
-            self._is_over = True
+        since = self._loop.time() - _TOGETHER_BEATS * self._deadlines.beat_s
+        self._removed_at = [at for at in self._removed_at if at > since]
+        num_nodes, num_reset = len(self._nodes) + len(self._removed_at), len(reset) + len(self._removed_at)
+        silent_s = self._silent_s()
+        silent_s |= {number: math.inf for number in reset if number in silent_s}
+        if 2 * num_reset > num_nodes and not self._is_over:
+            self._is_over = self._has_given_up = True
             self._give_up(
-                f"the links of {len(reset)} of {num_nodes} nodes were reset at once, "
+                f"the links of {num_reset} of {num_nodes} nodes were reset at once, "
                 "so too few are heard for the others to be called lost"
             )
+        elif self._is_over or node_silence.hears_enough(silent_s, self._seen_s):
+            for number in reset:
+                self._nodes[number].reset = ""
+            for number, why in reset.items():
+                self._removed_at.append(self._loop.time())
+                self._remove(number, why)
+        else:  # until enough are heard again, or the job ends
+            self._loop.after(self._deadlines.beat_s, self._judge_resets)
 
     @property
     def _seen_s(self) -> float:
         return SEEN_BEATS * self._deadlines.beat_s
 
     def _silent_s(self) -> dict[int, float]:
+        """Return the silence of each node, but not of this one if the link to its agent was reset.
+
+        Nothing is between them, so that agent has ended.
+        """
         now = self._loop.time()
-        return {number: now - node.heard_at for number, node in self._nodes.items()}
+        return {
+            number: now - node.heard_at
+            for number, node in self._nodes.items()
+            if not (number == node_silence.OWN and node.reset)
+        }
 
     def _look(self) -> None:
-        if self._is_over:
-            return
         self._loop.after(self._deadlines.beat_s / _LOOKS_A_BEAT, self._look)
         silent_s, seen_s = self._silent_s(), self._seen_s
+        if self._is_over:
+            for number, seconds in silent_s.items():
+                self._nodes[number].is_silent |= seconds >= self._limit_s + self._deadlines.traces_s
+            return
         for number, seconds in silent_s.items():
             if seconds >= seen_s and not self._nodes[number].is_silent:
                 self._nodes[number].is_silent = True

@@ -220,6 +220,11 @@ class NodesDriver:
             return
         for old in [each for each in self._agents if each.hello.identity == message.identity]:
             self._loop.drop(old.link)
+            if self._end is not None:  # it may still have to hand over its trace
+                old.link = link
+                self._serve(old)
+                self._loop.send(link, self._end)
+                return
             self._link_ended(old, "its connection broke")  # only the agent has seen that
             if old in self._agents:
                 self._hold(link, message)
@@ -241,6 +246,9 @@ class NodesDriver:
 
     def _add(self, agent: Agent) -> None:
         self._agents.add(agent)
+        self._serve(agent)
+
+    def _serve(self, agent: Agent) -> None:
         self._loop.watch(
             agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._link_ended(agent, why)
         )
@@ -321,6 +329,9 @@ class NodesDriver:
                 self._drop(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
+            case EndAsked(reason) | KillAsked(_, reason) if self._is_out_of_job(agent):
+                self._loop.send(agent.link, JobEnds(ExitCode.INTERRUPTED, f"{reason}; the job goes on without this node"))
+                self._loop.send(agent.link, TraceDone(agent.number))  # node 0 gathers only at the end of the job
             case EndAsked(reason) if agent.number >= 0 or self._stage is Stage.MEETING:
                 self._ask_exit(agent, reason)
             case DrainAsked(replicas, reason, request) if self._membership is not None:
@@ -356,6 +367,15 @@ class NodesDriver:
                 self._judge(condemning.Answered(agent.number, question, part))
             case _:
                 self._drop(agent, f"sent a {type(message).__name__}")
+
+    def _is_out_of_job(self, agent: Agent) -> bool:
+        """Return whether the job goes on without a node: all its replicas are lost or have left.
+
+        The node of the coordinator is in the job to the end.
+        """
+        if self._membership is None or not self._membership.generation or agent.number <= 0:
+            return False
+        return not set(self._replicas.get(agent.number, ())).intersection(self._membership.progress[1])
 
     def _tell_work(self) -> None:
         """Feed the machine the replicas at work on all nodes, but none that a node accuses.

@@ -139,7 +139,8 @@ class ReplicaDriver:
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
             context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
-            lost=lambda is_lost: self._feed(machine.CoordinatorLost(is_over=not is_lost)), record=record,
+            lost=lambda is_lost: self._feed(machine.CoordinatorLost(is_over=not is_lost)),
+            is_bound=lambda: self._state.is_last, record=record,
             give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
         )  # fmt: skip
         self._join_when_complete()

@@ -56,4 +56,5 @@ class Traces:
             self._loop.send(links[0], NodeGone(node, why))
         elif node == 0:
             for number, link in links.items():
-                self._loop.send(link, TraceDone(number))
+                if number:  # its link may be left
+                    self._loop.send(link, TraceDone(number))

@@ -354,8 +354,9 @@ class Link:
         except BlockingIOError:
             return
         except OSError as error:
-            with contextlib.suppress(OSError):  # the end of the stream may have come before
-                self.was_closed = self._socket.recv(1, socket.MSG_PEEK) == b""
+            if error.errno == errno.EPIPE:  # the end of the stream may have come before
+                with contextlib.suppress(OSError):
+                    self.was_closed = self._socket.recv(1, socket.MSG_PEEK) == b""
             raise LinkClosed(str(error)) from error
 
     def _framed(self, body: bytes) -> bytes:

@@ -25,6 +25,7 @@ Note [Rule]
     6. Members on the same node share its network card and its links. With a member that rule 3
        names go those that have ranks on a node of it and are in each smallest set that it is in:
        one bad card, or one bad link between two nodes, is one loss and not one for each replica.
+       None goes along while there is a member that has not reported and is not accused.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def on_its_nodes(
     `nodes` has the replicas with ranks on each node; empty if all are on one.
     """
     pairs = _among(evidence, roster)
-    if named in _late(pairs):
+    told = {*evidence.stuck, *(accused for _, accused in pairs)}
+    if named in _late(pairs) or not told.issuperset(roster):
         return ()
     covers = [cover for cover in _smallest_covers(_counted(pairs)) if named in cover]
     mates = {member for node in nodes if named in node for member in node} - {named}
@@ -146,7 +148,7 @@ def _smallest_covers(pairs: Iterable[Pair]) -> list[frozenset[ReplicaId]]:
     chosen: set[ReplicaId] = set()
     while edges:
         ends = [end for edge in edges for end in edge]
-        chosen.add(max(sorted(set(ends)), key=ends.count))
+        chosen.add(max(set(ends), key=lambda end: (ends.count(end), end)))
         edges = [edge for edge in edges if not chosen.intersection(edge)]
     return [frozenset(chosen)]
 

@@ -15,6 +15,7 @@ from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import NodeHello
+from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import HOST, bind_free
 
@@ -41,3 +42,17 @@ def test_a_coordinator_that_a_file_names_has_a_port_of_the_range(tmp_path: Path,
     meeting = Meeting(least_nodes=2, most_nodes=2, endpoint_file=tmp_path / "e", ports=(port, port), local_addr=HOST)
     own = Place(meeting, Deadlines.of(60.0), EndRequest())._own(1, b"k" * 32, "faults", 0)
     assert own is not None and own[0].address == f"{HOST}:{port}"
+
+
+@pytest.mark.parametrize(
+    ("is_known", "limit_s", "code"), [(True, 60.0, ExitCode.FAILED), (False, 160.0, ExitCode.TOO_FEW_REPLICAS)]
+)
+def test_who_waits_for_others_does_not_wait_for_ever_on_what_accepts_and_says_nothing(
+    is_known: bool, limit_s: float, code: ExitCode
+) -> None:
+    place: Any = Place(
+        Meeting(least_nodes=2, most_nodes=2, host=HOST, join_s=100, node_s=10.0), Deadlines.of(60.0), EndRequest()
+    )
+    silences = [limit_s - 1.0, limit_s]
+    ends = [place._silence(SimpleNamespace(is_known=is_known, silent_s=lambda: s), "a:1") for s in silences]  # noqa: B023
+    assert ends[0] is None and ends[1].exit_code == code

@@ -65,10 +65,11 @@ class Watched(Clocked):
 
     def __init__(self, deadline_s: float = 20.0) -> None:
         super().__init__()
-        self.waits, self.given_up, self.lost, self.step = "", list[str](), list[bool](), 7
+        self.waits, self.given_up, self.lost, self.step, self.is_bound = "", list[str](), list[bool](), 7, False
         self.watch = CoordinatorWatch(
             0, loop=self.loop, deadlines=replace(DEADLINES, deadline_s=deadline_s),
             answer=lambda: LeaderBeat(0, 1, self.step, (2,)), waits=lambda: self.waits, lost=self.lost.append,
+            is_bound=lambda: self.is_bound,
             record=self.events.append, give_up=self.given_up.append,
         )  # fmt: skip
 
@@ -129,6 +130,20 @@ def test_a_silent_coordinator_that_is_not_seen_to_live_here_counts_as_lost_until
     ]
     watched.watch.heard()
     assert watched.lost == [True, False]
+
+
+def test_inv_8_who_has_voted_without_a_coordinator_waits_briefly_though_it_is_heard_again(watched: Watched) -> None:
+    """It enters no newer generation, so the coordinator has nothing for it; beats go on to come."""
+    watched.watch.heard(Beat(host_name(), NOWHERE, 1, 7, ()))
+    watched.run(DEADLINES.node_s + 5 * BEAT_S)
+    watched.is_bound = True
+    watched.waits = "a new generation"
+    for _ in range(round(DEADLINES.node_s / BEAT_S) + 2):
+        watched.watch.heard(Beat(host_name(), NOWHERE, 2, 7, ()))
+        watched.run(BEAT_S)
+    assert watched.lost == [True]
+    [reason] = watched.given_up
+    assert "was lost" in reason
 
 
 def test_a_stopped_coordinator_of_this_host_is_not_lost(watched: Watched) -> None:

@@ -337,6 +337,60 @@ def test_links_that_are_reset_at_once_cost_no_node_and_leave_the_job_without_a_c
     assert not any(agent.of(FenceReplica) for agent in back)
 
 
+def test_a_machine_that_resets_each_link_when_it_carries_the_next_beat_does_not_cost_all_nodes(make_town: Make) -> None:
+    town = make_town(least=5, most=5)
+    agents = town.start([[0], [1], [2], [3], [4]], 5)
+    for number in (1, 2, 3, 4):
+        agents[number].reset()
+        town.run(0.03, agents[0], *agents[number + 1 :])
+    assert len(town.of(trace.NodeLost)) == 2 and town.of(trace.CoordinatorLeft) and town.nodes.is_done
+
+
+def test_a_reset_that_could_not_be_judged_is_judged_when_enough_nodes_are_heard_again(make_town: Make) -> None:
+    """Else the silence of the coordinator's own agent would hide that of all others for ever."""
+    town = make_town(node_silence_s=5.0)
+    agents = town.start([[0], [1], [2]])
+    town.run(0.2, agents[0])
+    agents[0].reset()
+    town.run(0.3)
+    assert not town.of(trace.NodeLost)
+    town.run(0.3, *agents[1:])
+    assert [event.node for event in town.of(trace.NodeLost)] == [0]
+
+
+def test_a_node_without_replicas_leaves_alone_by_a_signal_and_node_0_ends_the_job(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    for node in (0, 1):
+        agents[node].say(ReplicaGone(Loss(node, LossKind.PROCESS_ENDED)))
+        town.until(lambda: town.of(trace.Generation)[-1].roster == tuple(range(node + 1, 3)))  # noqa: B023
+    agents[1].say(EndAsked("SIGTERM"))
+    town.until(lambda: agents[1].of(TraceDone))
+    [end] = agents[1].of(JobEnds)
+    assert (end.exit_code, end.reason) == (ExitCode.INTERRUPTED, "SIGTERM; the job goes on without this node")
+    assert not agents[2].of(JobEnds) and town.of(trace.Generation)[-1].reason != "SIGTERM"
+    agents[0].say(KillAsked(137, "killed on request"))
+    town.until(lambda: agents[2].of(JobEnds))
+
+
+def test_a_node_that_vanishes_or_breaks_off_after_the_end_is_not_awaited_for_long_and_keeps_its_trace(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[0].say(KillAsked(137, "killed on request"))
+    town.until(lambda: all(agent.of(JobEnds) for agent in agents))
+    back = Agent(town, 1)
+    town.until(lambda: back.of(JobEnds))
+    back.say(TraceOffer(1))
+    town.until(lambda: agents[0].of(TraceOffer))
+    assert not agents[0].of(NodeGone)
+    for agent in (agents[0], back):
+        agent.hang_up()
+    town.run(0.5 + DEADLINES.traces_s - 0.2)
+    assert not town.nodes.is_done
+    town.run(1.0)
+    assert town.nodes.is_done, "node 2 has sent nothing for so long"
+
+
 def test_the_launcher_of_the_coordinators_node_dies_alone_however_its_link_ends(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])

@@ -45,7 +45,7 @@ def test_a_leader_that_tells_of_its_silent_coordinator_goes_on(stalled_stderr: S
     stalled, loop = stalled_stderr(), Loop()
     watch = CoordinatorWatch(
         0, loop=loop, deadlines=Deadlines.of(), answer=lambda: LeaderBeat(0, 1, 7, (2,)), waits=lambda: "",
-        lost=lambda is_lost: None,
+        lost=lambda is_lost: None, is_bound=lambda: False,
         record=lambda event: None, give_up=lambda reason: None,
     )  # fmt: skip
     assert returns(lambda: watch._tell("began", 3.0))

@@ -136,7 +136,21 @@ def test_what_parts_a_node_from_others_costs_that_node_at_once_and_a_link_one_of
     while not net.fenced():
         net.generation(all_report=True)
     assert tuple(net.fenced()) in ((nodes[bad],) if is_card else (nodes[bad], nodes[other]))
+    if ways == "both" and not is_card:
+        assert tuple(net.fenced()) == max(nodes[bad], nodes[other]), "the writer has the lowest id"
     assert not stuck_in_a_sum(net.state.roster, net.broken)
+
+
+def test_nobody_goes_along_by_the_reports_of_some() -> None:
+    """What the third node sends is lost; of those that miss it three have reported."""
+    nodes = [tuple(range(low, low + 4)) for low in (0, 4, 8)]
+    evidence = Evidence()
+    for member in nodes[2]:
+        evidence = with_report(evidence, member, ())
+    for member in (0, 1, 2):
+        evidence = with_report(evidence, member, nodes[2])
+    named = culprit(evidence, range(12))
+    assert named is not None and not on_its_nodes(named, evidence, range(12), nodes)
 
 
 def test_a_save_that_is_overdue_costs_its_member_alone() -> None:

@@ -89,8 +89,11 @@ class Plan:
 
     @property
     def spares_node_0(self) -> bool:
-        """Whether nothing that lasts befalls the node with the coordinator."""
-        return all(strike.is_short or (strike.node != 0 and 0 not in strike.others) for strike in self.strikes)
+        """Whether nothing that lasts befalls the node with the coordinator, nor do resets make it give up."""
+        num_reset = len({strike.node for strike in self.strikes if strike.kind == "reset"})
+        return 2 * num_reset <= self.num_nodes and all(
+            strike.is_short or (strike.node != 0 and 0 not in strike.others) for strike in self.strikes
+        )
 
     @property
     def is_harmless(self) -> bool:
