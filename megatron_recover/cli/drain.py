@@ -9,7 +9,7 @@ import getpass
 import time
 from pathlib import Path
 
-from megatron_recover.cli.run_dirs import run_folder
+from megatron_recover.cli.run_dirs import of_slurm_job, run_folder
 from megatron_recover.cluster import status
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
@@ -29,15 +29,19 @@ def main(argv: list[str]) -> int:
         f"{ExitCode.UNFINISHED:d}: they have not left in time; they still will.",
     )
     parser.add_argument("target", metavar="REPLICA|NODE", help="number of a replica, or name of a node")
-    parser.add_argument("run_dir", type=run_folder, metavar="RUN_DIR", help="the folder of the job")
+    parser.add_argument("run_dir", nargs="?", type=run_folder, metavar="RUN_DIR", help="the folder of the job")
+    parser.add_argument("--jobid", metavar="J", help="number of a Slurm job that `megatron-recover sbatch` has made")
     parser.add_argument(
         "--wait", type=float, default=WAIT_S, metavar="S", help=f"longest wait for their end, in seconds (default: {WAIT_S:g})"
     )
     arguments = parser.parse_args(argv)
+    if (arguments.run_dir is None) == (arguments.jobid is None):
+        parser.error("give the folder of a job, or --jobid")
     try:
-        now = status.read(arguments.run_dir)
+        run_dir = arguments.run_dir if arguments.jobid is None else of_slurm_job(arguments.jobid)
+        now = status.read(run_dir)
         if now is None or now.exit_code is not None:
-            parser.error(f"no job trains in {arguments.run_dir}; `megatron-recover status {arguments.run_dir}` says more")
+            parser.error(f"no job trains in {run_dir}; `megatron-recover status {run_dir}` says more")
         leaving = targets(arguments.target, now)
         if not leaving:
             nodes = ", ".join(node.name for node in now.nodes)
@@ -45,8 +49,8 @@ def main(argv: list[str]) -> int:
                 f"{arguments.target} is no replica and no node of the job; replicas are {' '.join(map(str, now.roster))}, "
                 f"nodes are {nodes}"
             )
-        asked = status.ask(arguments.run_dir, arguments.target, f"{getpass.getuser()}@{host_name()}")
-        return _await(arguments.run_dir, asked, leaving, arguments.wait, parser)
+        asked = status.ask(run_dir, arguments.target, f"{getpass.getuser()}@{host_name()}")
+        return _await(run_dir, asked, leaving, arguments.wait, parser)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
+from megatron_recover.cluster.slurm.script import COMMENT
 from megatron_recover.trace import EVENTS_FILE
 
 _NAMED = 3
+_SLURM_S = 20.0
 
 
 def run_folder(path: str) -> Path:
@@ -57,6 +60,21 @@ def remove_part(folder: Path, *, existed: bool) -> None:
 def _remove_if_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):  # others are in it, or have removed it
         folder.rmdir()
+
+
+def of_slurm_job(job: str) -> Path:
+    """Return the folder of a Slurm job, from its comment. Raises ValueError with the remedy."""
+    remedy = "give the folder of the job instead"
+    commands = (["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"], ["sacct", "-n", "-P", "-X", "-j", job, "-o", "Comment"])
+    for command in commands:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ValueError(f"{command[0]} does not answer here ({error}); {remedy}") from error
+        for line in done.stdout.splitlines():
+            if line.strip().startswith(COMMENT):
+                return Path(line.strip().removeprefix(COMMENT))
+    raise ValueError(f"Slurm knows no job {job} whose comment has a run directory; {remedy}")
 
 
 def no_trace(path: Path) -> str:

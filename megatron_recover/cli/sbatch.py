@@ -47,7 +47,8 @@ def _parser() -> Parser:
         description="Print a batch script for Slurm in which each line has its reason.",
         usage="megatron-recover sbatch [options] -- LAUNCH LINE\n       megatron-recover sbatch --check FILE",
         epilog="LAUNCH LINE is what stands behind `megatron-recover run` or torchrun on one node: --nproc-per-node 8 "
-        "pretrain_gpt.py ... How nodes meet is added to it. With --save and --load in it, the job resumes by itself. "
+        "pretrain_gpt.py ... How nodes meet is added to it. With --save and --load in it, a job of --shape "
+        "allocation puts itself back into the queue; an array starts again only with --chain N. "
         "docs/how_to/slurm.md",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: those of --nodelist, or 1)")
@@ -70,7 +71,8 @@ def _parser() -> Parser:
     parser.add_argument("--chain", type=int, metavar="N", help="N jobs, one after the other; each resumes (default: 1)")
     parser.add_argument(
         "--requeues", type=int, metavar="N",
-        help=f"how often at most the job puts itself back into the queue; 0: never (default: {script.REQUEUES} with --save)",
+        help="with --shape allocation, without --chain: how often at most the job puts itself back into the queue; 0: never "
+        f"(default: {script.REQUEUES} with --save)",
     )  # fmt: skip
     parser.add_argument(
         "--signal-s", type=int, metavar="S",

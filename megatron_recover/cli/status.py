@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
 import msgspec
 
-from megatron_recover.cli.run_dirs import run_folder
+from megatron_recover.cli.run_dirs import of_slurm_job, run_folder
 from megatron_recover.cluster import status
-from megatron_recover.cluster.slurm.script import COMMENT
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 
-_SLURM_S = 20.0
 _OLD_S = 60.0
 """Age in seconds from which a state is called old."""
 
@@ -33,7 +30,7 @@ def main(argv: list[str]) -> int:
     if (arguments.run_dir is None) == (arguments.jobid is None):
         parser.error("give the folder of a job, or --jobid")
     try:
-        run_dir = arguments.run_dir if arguments.jobid is None else _run_dir_of(arguments.jobid)
+        run_dir = arguments.run_dir if arguments.jobid is None else of_slurm_job(arguments.jobid)
         found = status.read(run_dir)
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -41,26 +38,11 @@ def main(argv: list[str]) -> int:
         whole = run_dir.parent.parent if run_dir.parent.name == "nodes" else None
         what = "the --run-dir of a job that has begun to train" if whole is None else f"{whole}, the folder of the whole job"
         parser.error(f"{run_dir} has no {status.STATUS_FILE}; give {what}")
-    print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if arguments.json else _described(found))
+    print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if arguments.json else _described(found, run_dir))
     return ExitCode.OK
 
 
-def _run_dir_of(job: str) -> Path:
-    """Return the folder of a Slurm job, from its comment. Raises ValueError with the remedy."""
-    remedy = "give the folder of the job instead"
-    commands = (["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"], ["sacct", "-n", "-P", "-X", "-j", job, "-o", "Comment"])
-    for command in commands:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ValueError(f"{command[0]} does not answer here ({error}); {remedy}") from error
-        for line in done.stdout.splitlines():
-            if line.strip().startswith(COMMENT):
-                return Path(line.strip().removeprefix(COMMENT))
-    raise ValueError(f"Slurm knows no job {job} whose comment has a run directory; {remedy}")
-
-
-def _described(found: status.Status) -> str:
+def _described(found: status.Status, run_dir: Path) -> str:
     """Return the state in words."""
     age_s = max(0.0, time.time() - found.at)
     if found.exit_code is not None:
@@ -79,4 +61,5 @@ def _described(found: status.Status) -> str:
         replicas = f"replicas {' '.join(map(str, node.replicas))}" if node.replicas else "no replicas"
         number = f"node {node.number}" if node.number >= 0 else "spare node"
         lines.append(f"{number}  {node.name}  {node.state}  {replicas}")
+    lines.append(f"folder: {run_dir}")
     return "\n".join(lines)

@@ -51,7 +51,8 @@ ENDINGS: Mapping[int, Ending] = {
         "a defect; an error in the training script on every replica, in its dry run, or under `plan`; imports or a dry run "
         "that outlast `--recover-deadline-s`; replicas that do not start alike; no step committed for "
         "`--recover-deadline-s`, and no evidence which replica is at fault; a fork server that has ended or starts no process; "
-        "a `--run-dir` in which no file can be written at the start, such as on a full disk. Nothing is saved at the end",
+        "a `--run-dir` in which no file can be written at the start, such as on a full disk; "
+        "a node that was lost before training began. Nothing is saved at the end",
         "follow the message; where it names an error, find the error in the logs of `RUN_DIR` and correct its cause; then "
         "resume",
     ),
@@ -71,7 +72,7 @@ ENDINGS: Mapping[int, Ending] = {
     ),
     ExitCode.TOO_FEW_REPLICAS: Ending(
         "fewer than `--recover-min-replicas` are left, and a checkpoint was saved if any replica lived and `--save` is set; or "
-        "fewer have started, and nothing was trained",
+        "fewer have started, or fewer nodes than `--nnodes` asks for have met, and nothing was trained",
         "resume, with as many replicas as there is hardware for",
     ),
     ExitCode.POISONED_MICROBATCH: Ending(
@@ -86,9 +87,11 @@ ENDINGS: Mapping[int, Ending] = {
         "not deterministic (three replicas or more remove the one that differs)",
     ),
     ExitCode.NO_REPLICA_LEFT: Ending(
-        "all replicas died before any of them had finished; or the coordinator was lost, and a failure came before the next "
-        "save point: the newest checkpoint stands",
-        "correct what ended the last replicas, which the message names; then resume",
+        "all replicas died before any of them had finished; or the coordinator was lost, with its node or otherwise, and a "
+        "failure came before the next save point; or the coordinator heard fewer than half of the nodes: the newest checkpoint "
+        "stands. On one node alone also: it was cut off, and its replicas were lost; the job may go on without it",
+        "with several nodes look at `megatron-recover status RUN_DIR` first: the job may go on. Else correct what ended the "
+        "last replicas, which the message names; then resume",
     ),
     ExitCode.INVARIANT_VIOLATED: Ending(
         "of `check` and `demo`: an invariant is broken, two exact runs differ, the run ended without a step, the trace lacks "

@@ -92,3 +92,10 @@ def test_a_number_that_no_message_can_carry_is_refused(monkeypatch: pytest.Monke
     carrier.carry_out()
     assert answers == [("i", f"the job has no replica and no node {'9' * 30}")]
     assert [each.replicas for each in sent] == [(1,)]
+
+
+@pytest.mark.parametrize("words", [["3"], ["3", "RUN", "--jobid", "7"]])
+def test_drain_wants_either_the_folder_or_the_slurm_job(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        drain.main(words)
+    assert "give the folder of a job, or --jobid" in capsys.readouterr().err

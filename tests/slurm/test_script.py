@@ -39,6 +39,21 @@ def test_the_script_is_the_golden_one(name: str, request: pytest.FixtureRequest)
     assert script.text(SETTINGS[name]) == golden.read_text()
 
 
+@pytest.mark.parametrize(
+    ("given", "printed"),
+    [
+        (("--rdzv-conf", "last_call_timeout=60"), "--rdzv-conf last_call_timeout=60,join_timeout=604800"),
+        (("--rdzv-conf=last_call_timeout=60",), "--rdzv-conf=last_call_timeout=60,join_timeout=604800"),
+        (("--rdzv-conf", "join_timeout=9"), "--rdzv-conf join_timeout=9\n"),
+    ],
+)
+def test_jobs_of_an_array_wait_for_the_queue_whatever_else_the_launch_line_configures(
+    given: tuple[str, ...], printed: str
+) -> None:
+    text = script.text(script.Settings(**COMMON, launch=(*given, *LAUNCH), nodes=4, shape="array"))
+    assert printed in text and text.count("join_timeout") == 1
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_our_own_scripts_pass_the_judge(name: str) -> None:
     assert check.findings(script.text(SETTINGS[name])) == []

@@ -36,6 +36,7 @@ PORT = 29500
 QUEUE_S = 7 * 86400
 """Array: seconds that an agent waits for the jobs of other nodes, which may still be in the queue.
 Its own time limit ends the wait before."""
+_WAIT = f"join_timeout={QUEUE_S}"
 REQUEUES = 3
 """Default of `--requeues`."""
 _GRACE_S = 60
@@ -219,8 +220,21 @@ def _places(settings: Settings) -> Iterator[str]:
         )
         yield f"container=({' '.join(map(_quoted, settings.container))})"
     yield "launch=("
-    yield from (f"  {shlex.join(line)}" for line in _by_flag(settings.launch))
+    launch = list(_waiting_long(settings.launch)) if settings.shape == "array" else settings.launch
+    yield from (f"  {shlex.join(line)}" for line in _by_flag(launch))
     yield ")"
+
+
+def _waiting_long(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a launch line, with the wait of an array in a --rdzv-conf that gives none.
+
+    The flag of the launch line takes the place of the script's own.
+    """
+    is_next = False
+    for word in words:
+        is_value = is_next or word.startswith("--rdzv-conf=")
+        is_next = word == "--rdzv-conf"
+        yield f"{word},{_WAIT}" if is_value and "join_timeout=" not in word else word
 
 
 def _quoted(word: str) -> str:
@@ -269,9 +283,9 @@ def _start(settings: Settings) -> Iterator[str]:
     yield "trap : HUP INT TERM USR1 USR2"
     yield 'mkdir -p "$RUN"'
     if settings.shape == "array":
-        yield from _because("All jobs of the array are one run. A spare that starts after its end has nothing to do.")
+        yield from _because("All jobs of the array are one run. One that starts after its end has nothing to do.")
         yield 'start="$RUN/$SLURM_ARRAY_JOB_ID"'
-        yield 'if [ -e "$start" ] && [[ $(judge) != unknown* ]]; then exit 0; fi'
+        yield 'if [ -e "$start.over" ] || { [ -e "$start" ] && [[ $(judge) != unknown* ]]; }; then exit 0; fi'
     else:
         yield 'start="$RUN/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
     yield from _because("For megatron-recover status --jobid, on any node of the cluster.")
@@ -315,7 +329,7 @@ def _srun(settings: Settings, *, where: str, cpus: str, endpoint: str, indent: s
     if settings.meets:
         lines.append(f'  --nnodes {settings.nodes} --rdzv-backend c10d --rdzv-endpoint "{endpoint}" --key-file "$RUN/key"')
         if settings.shape == "array" and "--rdzv-conf" not in {word.partition("=")[0] for word in settings.launch}:
-            lines.append(f"  --rdzv-conf join_timeout={QUEUE_S}")
+            lines.append(f"  --rdzv-conf {_WAIT}")
     yield from (f"{indent}{line} \\" for line in lines)
     yield f'{indent}  "${{launch[@]}}" &'
 
@@ -357,6 +371,11 @@ def _array(settings: Settings) -> Iterator[str]:
     yield from _srun(settings, where="", cpus="$SLURM_CPUS_ON_NODE", endpoint="file:$start.endpoint")
     yield "step=$!"
     yield from _until_over("$step")
+    if settings.meets:
+        yield from _because(
+            "A run that ended while its nodes met has left no folder. Jobs that start later would wait for it in vain."
+        )
+        yield 'if [ -e "$start.endpoint" ] && [ ! -e "$start" ]; then : > "$start.over"; fi'
 
 
 def _until_over(step: str) -> Iterator[str]:
