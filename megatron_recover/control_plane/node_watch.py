@@ -74,7 +74,7 @@ class NodeWatch:
         self._nodes: dict[int, _Node] = {}
         self._is_over = self._has_given_up = False
         self._removed_at: list[float] = []
-        """When nodes were removed for a reset, of late."""
+        """Times of the loop's clock of the newest removals for a reset."""
         self._patience_s = math.inf
         """A node is removed after so long a silence at present. Before `prepare` a node may measure
         what a rank needs, for minutes."""

@@ -90,8 +90,8 @@ ENDINGS: Mapping[int, Ending] = {
         "all replicas died before any of them had finished; or the coordinator was lost, with its node or otherwise, and a "
         "failure came before the next save point; or the coordinator heard fewer than half of the nodes: the newest checkpoint "
         "stands. On one node alone also: it was cut off, and its replicas were lost; the job may go on without it",
-        "with several nodes look at `megatron-recover status RUN_DIR` first: the job may go on. Else correct what ended the "
-        "last replicas, which the message names; then resume",
+        "correct what ended the last replicas, which the message names; then resume. With several nodes look first at "
+        "`megatron-recover status RUN_DIR`: the job may go on without this node",
     ),
     ExitCode.INVARIANT_VIOLATED: Ending(
         "of `check` and `demo`: an invariant is broken, two exact runs differ, the run ended without a step, the trace lacks "
