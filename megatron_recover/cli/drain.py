@@ -9,7 +9,7 @@ import getpass
 import time
 from pathlib import Path
 
-from megatron_recover.cli.run_dirs import of_slurm_job, run_folder
+from megatron_recover.cli.run_dirs import add_job_arguments, folder_of_job
 from megatron_recover.cluster import status
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
@@ -29,16 +29,13 @@ def main(argv: list[str]) -> int:
         f"{ExitCode.UNFINISHED:d}: they have not left in time; they still will.",
     )
     parser.add_argument("target", metavar="REPLICA|NODE", help="number of a replica, or name of a node")
-    parser.add_argument("run_dir", nargs="?", type=run_folder, metavar="RUN_DIR", help="the folder of the job")
-    parser.add_argument("--jobid", metavar="J", help="number of a Slurm job that `megatron-recover sbatch` has made")
+    add_job_arguments(parser)
     parser.add_argument(
         "--wait", type=float, default=WAIT_S, metavar="S", help=f"longest wait for their end, in seconds (default: {WAIT_S:g})"
     )
     arguments = parser.parse_args(argv)
-    if (arguments.run_dir is None) == (arguments.jobid is None):
-        parser.error("give the folder of a job, or --jobid")
     try:
-        run_dir = arguments.run_dir if arguments.jobid is None else of_slurm_job(arguments.jobid)
+        run_dir = folder_of_job(arguments)
         now = status.read(run_dir)
         if now is None or now.exit_code is not None:
             parser.error(f"no job trains in {run_dir}; `megatron-recover status {run_dir}` says more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -62,7 +63,20 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def of_slurm_job(job: str) -> Path:
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the two ways to name a job: its folder, or its number in Slurm."""
+    parser.add_argument("run_dir", nargs="?", type=run_folder, metavar="RUN_DIR", help="the folder of the job")
+    parser.add_argument("--jobid", metavar="J", help="number of a Slurm job that `megatron-recover sbatch` has made")
+
+
+def folder_of_job(arguments: argparse.Namespace) -> Path:
+    """Return the folder that the arguments of `add_job_arguments` name. Raises ValueError."""
+    if (arguments.run_dir is None) == (arguments.jobid is None):
+        raise ValueError("give the folder of a job, or --jobid")
+    return arguments.run_dir if arguments.jobid is None else _of_slurm_job(arguments.jobid)
+
+
+def _of_slurm_job(job: str) -> Path:
     """Return the folder of a Slurm job, from its comment. Raises ValueError with the remedy."""
     remedy = "give the folder of the job instead"
     commands = (["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"], ["sacct", "-n", "-P", "-X", "-j", job, "-o", "Comment"])

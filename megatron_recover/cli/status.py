@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_recover.cli.run_dirs import of_slurm_job, run_folder
+from megatron_recover.cli.run_dirs import add_job_arguments, folder_of_job
 from megatron_recover.cluster import status
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
@@ -23,14 +23,11 @@ def main(argv: list[str]) -> int:
         description="Print the state of a job: its nodes, replicas, committed steps, losses, newest checkpoint.",
         epilog=f"Exit code {ExitCode.OK:d}: there is a state. {ExitCode.BAD_INPUT:d}: there is none.",
     )
-    parser.add_argument("run_dir", nargs="?", type=run_folder, metavar="RUN_DIR", help="the folder of the job")
-    parser.add_argument("--jobid", metavar="J", help="number of a Slurm job that `megatron-recover sbatch` has made")
+    add_job_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the state as JSON")
     arguments = parser.parse_args(argv)
-    if (arguments.run_dir is None) == (arguments.jobid is None):
-        parser.error("give the folder of a job, or --jobid")
     try:
-        run_dir = arguments.run_dir if arguments.jobid is None else of_slurm_job(arguments.jobid)
+        run_dir = folder_of_job(arguments)
         found = status.read(run_dir)
     except (OSError, ValueError) as error:
         parser.error(str(error))

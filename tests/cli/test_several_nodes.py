@@ -64,6 +64,15 @@ class Nodes:
         with self.outputs[-1].open("w") as output:
             self.launchers.append(forks.start(command, cwd=ROOT, environment=os.environ, output=output.fileno()))
 
+    def start_two_and_one_that_idles(self) -> None:
+        """The last one comes when the others prepare."""
+        self.script.write_text("import time; time.sleep(600)\n")
+        for number in (0, 1):
+            self.start(number)
+        self.until_said(1, "importing torch")
+        self.start(1)
+        self.until_said(2, "this node waits for the end of the job")
+
     def where(self, number: int | None) -> list[str]:
         """The flags that say where a node meets the others; without a number it finds them through a file."""
         if number is None:
@@ -306,12 +315,7 @@ def test_a_signal_to_a_node_that_waits_for_its_coordinator_or_an_endpoint_ends_i
 
 
 def test_an_idle_node_leaves_by_a_signal_alone_and_one_of_the_job_ends_it_for_all(nodes: Nodes) -> None:
-    nodes.script.write_text("import time; time.sleep(600)\n")
-    for number in (0, 1):
-        nodes.start(number)
-    nodes.until_said(1, "importing torch")
-    nodes.start(1)
-    nodes.until_said(2, "this node waits for the end of the job")
+    nodes.start_two_and_one_that_idles()
     nodes.launchers[2].send_signal(signal.SIGTERM)
     code, output = nodes.end_of(2)
     assert code == ExitCode.INTERRUPTED and "the job does not use this node, and goes on" in output, output
@@ -325,12 +329,7 @@ def test_an_idle_node_leaves_by_a_signal_alone_and_one_of_the_job_ends_it_for_al
 
 
 def test_an_idle_node_is_told_that_the_coordinator_is_gone_not_that_there_was_none(nodes: Nodes) -> None:
-    nodes.script.write_text("import time; time.sleep(600)\n")
-    for number in (0, 1):
-        nodes.start(number)
-    nodes.until_said(1, "importing torch")
-    nodes.start(1)
-    nodes.until_said(2, "this node waits for the end of the job")
+    nodes.start_two_and_one_that_idles()
     [coordinator] = [each for each in psutil.Process(nodes.launchers[0].pid).children() if each.name() == "coordinator"]
     coordinator.kill()
     code, output = nodes.end_of(2)
