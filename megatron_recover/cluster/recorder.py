@@ -411,20 +411,25 @@ _LOSSES = (
     "what was printed in the instant before is missing; let it append (>>)",
 )
 """Reports of loss: events, output, output on the console, and output that somebody has emptied."""
+_TOLD_LINES = 12
+"""Lines of a log that the console shows when the job has failed."""
 
 
 def _telling(ends: Iterable[tuple[Path, str]], order: Mapping[Path, int]) -> Iterator[str]:
     """Yield the last lines of logs that explain a failure, so that nobody has to look for them.
 
     Those of failed ranks come first, in the `order` of their failures. The last lines of the rank
-    that failed first are told whatever they are, all others if they have an error.
+    that failed first are told whatever they are, all others if they have an error. After a crash in
+    native code a stack follows, with the newest call first: the lines around its beginning are told.
     """
     for path, text in sorted(ends, key=lambda end: order.get(end[0], len(order))):
         lines = text.strip().splitlines()
-        has_error = any("Error" in line or "Traceback" in line or "Exception" in line for line in lines[-40:])
+        crashes = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+        has_error = bool(crashes) or any("Error" in line or "Traceback" in line or "Exception" in line for line in lines[-40:])
         if has_error or (lines and order.get(path) == 0):
             yield f"--- end of {path}"
-            yield from (f"    {line}" for line in lines[-12:])
+            begin = max(0, crashes[-1] - 2) if crashes else -_TOLD_LINES
+            yield from (f"    {line}" for line in lines[begin:][:_TOLD_LINES])
 
 
 def _trouble(writer: Keeper | LogWriter, now: float, slow_disk_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_a_rank_waits_for_threads_and_exit_handlers_only_where_all_end_together(
         [sys.executable, "-c", RUN, tmp_path / "script.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout.split("\n")) == (code, ["deleted", "exit handler", ""] if waits else [""]), done.stderr
+
+
+def test_a_crash_in_native_code_leaves_its_stack_and_ends_by_its_signal(tmp_path: Path) -> None:
+    """As glibc's abort after a broken heap: the log has the line of Python under which it happened."""
+    (tmp_path / "script.py").write_text("import os\ndef breaks():\n    os.abort()\nbreaks()\n")
+    become = "import os, sys; from megatron_recover.cluster import rank_process as it; from types import SimpleNamespace as S; "
+    become += "it.become_rank(S(replica=0, rank=0, descriptors=(), environment={}, argv=(sys.argv[1],)), os.dup(2), ())"
+    done = subprocess.run(
+        [sys.executable, "-c", become, tmp_path / "script.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    assert "Fatal Python error: Aborted" in done.stderr and 'script.py", line 3 in breaks' in done.stderr
 
 
 def test_codes_of_an_agreed_end_are_known() -> None:

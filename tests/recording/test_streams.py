@@ -151,12 +151,17 @@ def test_what_a_teed_rank_printed_is_kept_until_the_console_has_had_it(tmp_path:
 def test_the_rank_that_failed_first_has_the_first_word_at_the_end(
     record: Callable[..., Run], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank whose loss was survived comes after those whose loss ended the job, whatever its number is."""
+    """A rank whose loss was survived comes after those whose loss ended the job, whatever its number is.
+
+    After a crash in native code the beginning of its stack is told.
+    """
     run = record(num_replicas=4)
     outputs = [run.output(replica) for replica in range(4)]
     ring = run.rank(3)
     run.until_it_records()
-    for replica, said in enumerate(("Error: survived", "Error: a consequence", "killed in silence", "chat")):
+    stack = "".join(f"  File \"a.py\", line {number}\n" for number in range(20))
+    crash = f"chat\nmore chat\ndouble free\nFatal Python error: Aborted\n\n{stack}"
+    for replica, said in enumerate((crash, "Error: a consequence", "killed in silence", "chat")):
         os.write(outputs[replica].descriptor, f"{said}\n".encode())
     run.recording.record(trace.Failure(replica=0, rank=0, cause="exit code 1"))
     ring.record(trace.Recovery(replica=3, generation=2, step=1, phase="commit", seconds=0.1))
@@ -168,7 +173,8 @@ def test_the_rank_that_failed_first_has_the_first_word_at_the_end(
     assert told == [
         f"--- end of {name.format(2)}", "    killed in silence",
         f"--- end of {name.format(1)}", "    Error: a consequence",
-        f"--- end of {name.format(0)}", "    Error: survived",
+        f"--- end of {name.format(0)}", "    more chat", "    double free", "    Fatal Python error: Aborted", "    ",
+        *(f'      File "a.py", line {number}' for number in range(8)),
     ]  # fmt: skip
 
 
