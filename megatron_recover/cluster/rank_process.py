@@ -134,8 +134,8 @@ def become_rank(spawn: Spawn, output: int, handed_down: Sequence[int]) -> NoRetu
         os.dup2(output, 2)
         for descriptor in {stdout, output}:
             os.close(descriptor)
-        # A crash in native code names the line of Python that it happened under. Other threads still
-        # run then, so writing their stacks could hide which signal ended the process.
+        # A crash in native code names the line of Python under which it happened. Other threads
+        # still run, and writing their stacks could end the process by another signal.
         faulthandler.enable(file=2, all_threads=False)
         faulthandler.register(STACK_SIGNAL, file=2, all_threads=False, chain=False)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)

@@ -419,8 +419,8 @@ def _telling(ends: Iterable[tuple[Path, str]], order: Mapping[Path, int]) -> Ite
     """Yield the last lines of logs that explain a failure, so that nobody has to look for them.
 
     Those of failed ranks come first, in the `order` of their failures. The last lines of the rank
-    that failed first are told whatever they are, all others if they have an error. After a crash in
-    native code a stack follows, with the newest call first: the lines around its beginning are told.
+    that failed first are told whatever they are, all others if they have an error. A crash in
+    native code leaves a stack that begins with the newest call, so its first lines are told.
     """
     for path, text in sorted(ends, key=lambda end: order.get(end[0], len(order))):
         lines = text.strip().splitlines()

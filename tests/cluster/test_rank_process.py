@@ -59,7 +59,12 @@ def test_a_crash_in_native_code_leaves_its_stack_and_ends_by_its_signal(tmp_path
     become = "import os, sys; from megatron_recover.cluster import rank_process as it; from types import SimpleNamespace as S; "
     become += "it.become_rank(S(replica=0, rank=0, descriptors=(), environment={}, argv=(sys.argv[1],)), os.dup(2), ())"
     done = subprocess.run(
-        [sys.executable, "-c", become, tmp_path / "script.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", become, tmp_path / "script.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == -signal.SIGABRT, done.stderr
     assert "Fatal Python error: Aborted" in done.stderr and 'script.py", line 3 in breaks' in done.stderr

@@ -159,7 +159,7 @@ def test_the_rank_that_failed_first_has_the_first_word_at_the_end(
     outputs = [run.output(replica) for replica in range(4)]
     ring = run.rank(3)
     run.until_it_records()
-    stack = "".join(f"  File \"a.py\", line {number}\n" for number in range(20))
+    stack = "".join(f'  File "a.py", line {number}\n' for number in range(20))
     crash = f"chat\nmore chat\ndouble free\nFatal Python error: Aborted\n\n{stack}"
     for replica, said in enumerate((crash, "Error: a consequence", "killed in silence", "chat")):
         os.write(outputs[replica].descriptor, f"{said}\n".encode())
