@@ -31,7 +31,10 @@ _OURS = ("--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv
 _SET = ("--nodes", "--ntasks", "--ntasks-per-node", "--exclusive", "--mem", "--no-kill", "--array", "--requeue", "--no-requeue",
         "--signal", "--open-mode", "--output", "--error", "--propagate", "--comment")  # fmt: skip
 """Options of sbatch that the script gives, and --error, which would split the output."""
-_LAUNCHERS = (("megatron-recover", "run"), ("torchrun",))
+_LAUNCHER = re.compile(
+    r"(\S*/)?(torchrun|megatron-recover run|python[\d.]* (-u )?-m (torch\.distributed\.run|megatron_recover run)) "
+)
+"""Words that a launch line may begin with, each with a space behind it."""
 _PLAIN = re.compile(r"[\w./+@=-]+")
 SCRIPT_NAME = "job.sbatch"
 """Name of the script that `--submit` leaves in the folder of the series."""
@@ -183,10 +186,8 @@ def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], st
 
     Raises ValueError with the remedy. Ends the process with code 2 where `run` would refuse them.
     """
-    words = [*launch]
-    for launcher in _LAUNCHERS:
-        if tuple(words[: len(launcher)]) == launcher:
-            words = words[len(launcher) :]
+    begin = _LAUNCHER.match(f"{shlex.join(launch)} ")
+    words = [*launch][begin[0].count(" ") if begin else 0 :]
     parser = run_flags.parser()
     flags, training = split(words, parser)
     if not training:

@@ -38,9 +38,15 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return said.err.splitlines()
 
 
-@pytest.mark.parametrize("launcher", [[], ["torchrun"], ["megatron-recover", "run"]])
-def test_the_launch_line_may_keep_its_launcher(launcher: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = _printed(capsys, "--nodes", "2", "--chain", "2", "--", *launcher, *SAVING)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "", "torchrun", "/opt/env/bin/torchrun", "megatron-recover run", "python -m torch.distributed.run",
+        "/usr/bin/python3.12 -u -m torch.distributed.run", "python3 -m megatron_recover run",
+    ],
+)  # fmt: skip
+def test_the_launch_line_may_keep_its_launcher(launcher: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _printed(capsys, "--nodes", "2", "--chain", "2", "--", *launcher.split(), *SAVING)
     assert "launch=(\n  --nproc-per-node 2 train.py\n  --save ckpt\n  --load ckpt\n)\n" in text
     assert f"RUN={folder}/runs/train\n" in text and f"MARK={folder}/ckpt/STOP\n" in text
     assert "#SBATCH --job-name=train\n#SBATCH --nodes=1\n" in text and "--nnodes 2 --rdzv-backend c10d" in text
