@@ -50,6 +50,7 @@ from megatron_recover.cluster.recorder_messages import (
     CheckpointNews,
     Drained,
     FinishRecording,
+    InFile,
     LinesTold,
     OutputAdded,
     Reply,
@@ -65,6 +66,7 @@ from megatron_recover.cluster.recorder_messages import (
 from megatron_recover.cluster.status import Request, StatusKeeper
 from megatron_recover.cluster.streams import Tee
 from megatron_recover.core.values import ExitCode
+from megatron_recover.host import memory_file
 from megatron_recover.host.process_stat import state_of
 from megatron_recover.observe.files import LOGS, log_name, stdout_log_name
 
@@ -244,6 +246,11 @@ class Recorder:
                     self._status.take(status)
             case FinishRecording():
                 self._finish = told
+            case InFile():
+                [descriptor] = descriptors
+                content = memory_file.read(descriptor)
+                os.close(descriptor)
+                self._heard(self._decode(content), [])
 
     def _send(self, reply: Reply) -> None:
         self._unsent.append(msgspec.json.encode(reply))

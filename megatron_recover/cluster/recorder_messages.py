@@ -14,6 +14,7 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
 
 MAX_PACKET_BYTES = 2**16
+"""A longer message to the recorder travels in a file (`InFile`)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +97,10 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
 
 
 class StatusNews(msgspec.Struct, frozen=True, tag=True):
-    """A message to the recorder of node 0: the state of the job, for its file."""
+    """A message to the recorder of node 0: the state of the job, for its file.
+
+    Every later recorder gets the newest one again.
+    """
 
     status: Status
 
@@ -111,7 +115,14 @@ class FinishRecording(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToRecorder = Ring | OutputAdded | RingEnded | Says | Announced | StatusNews | FinishRecording
+class InFile(msgspec.Struct, frozen=True, tag=True):
+    """A message to the recorder, with the descriptor of a file in memory that has the real message.
+
+    The state of a job and a generation grow with the job, and a packet has a limit.
+    """
+
+
+ToRecorder = Ring | OutputAdded | RingEnded | Says | Announced | StatusNews | FinishRecording | InFile
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ deadline. The recorder's fate never changes the run's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from megatron_recover.cluster.streams import Stream, Tee
 from megatron_recover.core import hybrid_clock
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
+from megatron_recover.host import memory_file
 from megatron_recover.host.process_stat import cause_of
 from megatron_recover.host.speaker import Speaker
 from megatron_recover.observe.ending import Account
@@ -105,6 +107,11 @@ class Recording:
         self._outbox: deque[messages.ToRecorder] = deque()
         self._untold: deque[messages.Says] = deque()
         """Lines that were sent and perhaps not shown; the next recorder gets them again."""
+        self._status: messages.StatusNews | None = None
+        """Newest state of the job. It is not in `_outbox`: a recorder that is stopped would let one
+        wait there for each beat."""
+        self._is_status_sent = True
+        """False while this recorder has not got `_status`."""
         self._requests: list[Request] = []
         self._shown: messages.Shown | None = None
         self._finish: messages.FinishRecording | None = None
@@ -184,8 +191,11 @@ class Recording:
         return msgspec.structs.replace(of(job.log_of(replica, rank), Stream.ERR), stdout=out)
 
     def keep(self, status: Status) -> None:
-        """Have the state of the job written to its folder, on node 0."""
-        self._outbox.append(messages.StatusNews(status))
+        """Have the state of the job written to its folder, on node 0.
+
+        The recorder gets the newest state only, and every later recorder gets it again.
+        """
+        self._status, self._is_status_sent = messages.StatusNews(status), False
 
     def requests(self) -> list[Request]:
         """Return the requests for the job that were left in its folder since the last call."""
@@ -312,7 +322,7 @@ class Recording:
         while self._process is not None and self._process.poll() is None and time.monotonic() < end:
             if self._control is not None:
                 self._send()  # a new recorder has no messages yet
-                if not self._outbox:
+                if self._next is None:
                     self._hang_up()
             time.sleep(_LOOK_S)
         if self._process is None or self._process.returncode != 0:
@@ -344,6 +354,7 @@ class Recording:
         others = [*self._untold, *(each for each in self._outbox if isinstance(each, messages.Says))]
         self._untold.clear()
         self._outbox.clear()
+        self._is_status_sent = self._status is None
         for number, each in self._rings.items():
             self._outbox.append(messages.Ring(number, *each.place))
             if each.has_ended:
@@ -391,23 +402,53 @@ class Recording:
             self._control.close()
             self._control = None
 
+    @property
+    def _next(self) -> messages.ToRecorder | None:
+        """Return the next message for the recorder; None if there is none.
+
+        The state comes first: the recorder reads nothing behind `FinishRecording`.
+        """
+        if not self._is_status_sent:
+            return self._status
+        return self._outbox[0] if self._outbox else None
+
     def _send(self) -> None:
-        while self._outbox and self._control is not None:
-            told = self._outbox[0]
-            handed = []
-            if isinstance(told, messages.Ring):
-                handed = [self._rings[told.number].descriptor]
-            elif isinstance(told, messages.OutputAdded):
-                handed = [self._outputs[told.number].descriptor]
+        while self._control is not None and (told := self._next) is not None:
             try:
-                socket.send_fds(self._control, [msgspec.json.encode(told)], handed)
-            except BlockingIOError:
-                return  # the recorder is busy or stopped
-            except OSError:
-                return  # the recorder has died: `poll` sees that
+                self._hand_over(self._control, told)
+            except OSError as error:
+                # EMSGSIZE: no later try would send this message, and all others would wait behind
+                # it. Otherwise the recorder is busy, stopped or dead (`poll` sees that), or there
+                # is no memory or descriptor for a file.
+                if error.errno != errno.EMSGSIZE:
+                    return
+            if told is self._status:
+                self._is_status_sent = True
+                continue
             self._outbox.popleft()
             if isinstance(told, messages.Says):
                 self._untold.append(told)
+
+    def _hand_over(self, control: socket.socket, told: messages.ToRecorder) -> None:
+        """Send one message, in a file if it is too long for a packet.
+
+        Raises BlockingIOError while the recorder takes nothing, and other OSError if it is dead, if
+        the message is too long for the socket, or if no file can be created.
+        """
+        packet = msgspec.json.encode(told)
+        match told:
+            case messages.Ring(number):
+                socket.send_fds(control, [packet], [self._rings[number].descriptor])
+            case messages.OutputAdded(number):
+                socket.send_fds(control, [packet], [self._outputs[number].descriptor])
+            case _ if len(packet) > messages.MAX_PACKET_BYTES:
+                descriptor = memory_file.create_with("message", packet)
+                try:
+                    socket.send_fds(control, [msgspec.json.encode(messages.InFile())], [descriptor])
+                finally:
+                    os.close(descriptor)
+            case _:
+                control.send(packet)
 
     def _receive(self) -> None:
         while self._control is not None:

@@ -56,6 +56,27 @@ def create_sized(name: str, num_bytes: int, *, is_sparse: bool = False) -> int:
     return descriptor
 
 
+def create_with(name: str, content: bytes) -> int:
+    """Create a file with this content, and return its descriptor. Raises OSError."""
+    descriptor = create(name)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read(descriptor: int) -> bytes:
+    """Return the whole content of a file, whatever its offset is. Raises OSError."""
+    size, content = os.fstat(descriptor).st_size, b""
+    while part := os.pread(descriptor, size - len(content), len(content)):
+        content += part
+    return content
+
+
 def free(descriptor: int, end: int) -> None:
     """Release the memory of all whole pages before `end`, which then read as zeros.
 
