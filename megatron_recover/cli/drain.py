@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         description="Have a replica, or all replicas with ranks on a node, leave a running job after a common step. No "
         "microbatch is lost. The job goes on with the others.",
         epilog=f"Exit code {ExitCode.OK:d}: they have left. {ExitCode.BAD_INPUT:d}: the job refuses, or there is none. "
-        f"{ExitCode.UNFINISHED:d}: they have not left in time; they still will.",
+        f"{ExitCode.UNFINISHED:d}: they have not left in time, or the job has not answered.",
     )
     parser.add_argument("target", metavar="REPLICA|NODE", help="number of a replica, or name of a node")
     add_job_arguments(parser)
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
                 f"{arguments.target} is no replica and no node of the job; replicas are {' '.join(map(str, now.roster))}, "
                 f"nodes are {nodes}"
             )
-        asked = status.ask(run_dir, arguments.target, f"{getpass.getuser()}@{host_name()}")
+        asked = _ask(run_dir, arguments.target, parser)
         return _await(run_dir, asked, leaving, arguments.wait, parser)
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -59,20 +59,37 @@ def targets(target: str, now: status.Status) -> tuple[int, ...]:
     return status.members_on(target, now.nodes, now.roster)
 
 
+def _ask(run_dir: Path, target: str, parser: Parser) -> str:
+    try:
+        return status.ask(run_dir, target, f"{getpass.getuser()}@{host_name()}")
+    except PermissionError as error:
+        parser.error(f"{error.filename}: {error.strerror}; only the owner of the folder, who runs the job, and root may ask")
+
+
 def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, parser: Parser) -> int:
     """Wait until the replicas have left, and say so; return the exit code."""
-    until = time.monotonic() + wait_s
+    until, is_accepted = time.monotonic() + wait_s, False
     while time.monotonic() < until:
         now = status.read(run_dir)
         if now is not None:
-            refused = next((answer.refused for answer in now.answers if answer.id == asked), "")
-            if refused:
-                parser.error(refused)
+            for answer in now.answers:
+                if answer.id == asked and answer.refused:
+                    parser.error(answer.refused)
+                is_accepted = is_accepted or answer.id == asked
             if not set(leaving) & set(now.roster):
                 print(f"replicas {' '.join(map(str, leaving))} have left; {len(now.roster)} go on")
                 return ExitCode.OK
             if now.exit_code is not None:
                 parser.error(f"the job has ended with exit code {now.exit_code}: {now.reason}")
         time.sleep(_LOOK_S)
-    print(f"replicas {' '.join(map(str, leaving))} have not left within {wait_s:g} s; they leave after the next common step")
+    if is_accepted:
+        text = (
+            f"replicas {' '.join(map(str, leaving))} have not left within {wait_s:g} s; they leave after the next common step"
+        )
+    else:
+        text = (
+            f"the job has not answered within {wait_s:g} s; the request stays in {run_dir / status.REQUESTS}, and "
+            f"`megatron-recover status {run_dir}` says when the job has last written its state"
+        )
+    print(text)
     return ExitCode.UNFINISHED

@@ -14,8 +14,10 @@ from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.control_plane.node_messages import DrainAnswer, DrainAsked, JobState
 
-_ANSWERS = 16
-"""Number of answers to requests that are kept for who asked."""
+_LONGEST_NAME = 100
+"""Characters of a target, and of who asks, that an answer or a reason repeats."""
+_LONGEST_ANSWER = 1000
+"""Characters of an answer."""
 
 
 class Requests:
@@ -26,6 +28,11 @@ class Requests:
         self._job, self._recording, self._send = job, recording, send
         self._answers: tuple[status.Answer, ...] = ()
         """Answers to the newest requests."""
+        self._known: dict[str, str | None] = {}
+        """Request -> why it is refused, empty if it is not; None while there is no answer. A new
+        recorder passes requests again, and none is carried out twice."""
+        self._early: list[status.Request] = []
+        """Requests that came before the first state of the job."""
         self._state: JobState | None = None
         """Newest state of the job that the coordinator has sent."""
 
@@ -52,15 +59,35 @@ class Requests:
 
     def carry_out(self) -> None:
         """Give the coordinator the requests that were left in the run directory of node 0."""
-        for request in self._recording.requests():
-            named = tuple(replica for replica in range(self._job.num_replicas) if str(replica) == request.drain)
-            state = self._state
-            replicas = named or (status.members_on(request.drain, state.nodes, state.roster) if state is not None else ())
-            if replicas:
-                self._send(DrainAsked(replicas, f"drain {request.drain} of {request.by}", request.id))
+        self._early += self._recording.requests()
+        if self._state is None:
+            return
+        found, self._early = self._early, []
+        for request in found:
+            if request.id in self._known:
+                self._repeat(request.id)
             else:
-                self._answer(request.id, f"the job has no replica and no node {request.drain}")
+                self._known[request.id] = None
+                self._give(request, self._state)
+
+    def _give(self, request: status.Request, state: JobState) -> None:
+        target, by = request.drain[:_LONGEST_NAME], request.by[:_LONGEST_NAME]
+        named = tuple(replica for replica in range(self._job.num_replicas) if str(replica) == request.drain)
+        replicas = named or status.members_on(request.drain, state.nodes, state.roster)
+        if replicas:
+            self._send(DrainAsked(replicas, f"drain {target} of {by}", request.id))
+        else:
+            self._answer(request.id, f"the job has no replica and no node {target}")
+
+    def _repeat(self, request: str) -> None:
+        """Give the answer to a request again, if newer answers have displaced it."""
+        refused = self._known[request]
+        if refused is not None and all(answer.id != request for answer in self._answers):
+            self._answer(request, refused)
 
     def _answer(self, request: str, refused: str) -> None:
-        self._answers = (*self._answers, status.Answer(request, refused))[-_ANSWERS:]
+        if len(refused) > _LONGEST_ANSWER:
+            refused = f"{refused[:_LONGEST_ANSWER]} ..."
+        self._known[request] = refused
+        self._answers = (*self._answers, status.Answer(request, refused))[-status.ANSWERS :]
         self.keep(None)

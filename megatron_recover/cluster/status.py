@@ -3,7 +3,12 @@
 The recorder of node 0 writes `status.json` while the job runs, and reads the folder `requests`, in
 a thread of its own: no disk that stalls holds up anything else. So `status` and
 `drain` work from every host that sees the run directory, without the key and without a connection.
-Whoever may write into the folder may ask the job to give replicas back.
+
+Note [Who may ask]. Only the user of the job and root may ask it to give replicas back. Node 0 makes
+the folder of requests for its user alone, and follows only regular files of that user or of root.
+Others may write into a run directory (umask 002), and may have put anything at its name before.
+A request stays in the folder until the launcher has answered it, since a recorder may die with one
+that the launcher has not got. The next recorder passes it again, and the launcher knows its id.
 """
 
 from __future__ import annotations
@@ -11,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -27,6 +34,11 @@ _INTERVAL_S = 1.0
 """Seconds between two looks for requests, and between two writes of the state."""
 _LONGEST = 4096
 """Bytes of a request; a longer file is none."""
+ANSWERS = 16
+"""Number of answers to requests that are kept for who asked."""
+_AT_ONCE = ANSWERS // 2
+"""Number of requests that wait for an answer of the launcher at the same time. Newer answers cannot
+then displace an answer before the thread of the state has seen it."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -108,6 +120,13 @@ class StatusKeeper:
         self._run_dir, self._on_request = run_dir, on_request
         self._newest: Status | None = None
         self._written: Status | None = None
+        self._waiting: set[str] = set()
+        """Requests that the launcher has got and not answered."""
+        self._refused: tuple[Answer, ...] = ()
+        """Refusals of requests that the launcher does not get."""
+        self._owner: int | None = None
+        """User whose requests are followed; None while none are, which `_why_closed` explains."""
+        self._why_closed = ""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
         self._thread.start()
@@ -125,11 +144,37 @@ class StatusKeeper:
         is_last = False
         while not is_last:
             is_last = self._is_over.wait(_INTERVAL_S)
-            if (newest := self._newest) is not self._written and newest is not None:
-                self._written = newest
-                write(self._run_dir, newest)
-            for request in requests(self._run_dir):
-                self._on_request(request)
+            newest = self._newest
+            if self._owner is None:
+                try:
+                    self._owner = open_folder(self._run_dir)
+                except ValueError as error:
+                    self._why_closed = str(error)
+            self._look({answer.id for answer in newest.answers} if newest is not None else set(), is_last=is_last)
+            if newest is not None:
+                told = msgspec.structs.replace(newest, answers=(*newest.answers, *self._refused))
+                if told != self._written:
+                    self._written = told
+                    write(self._run_dir, told)
+
+    def _look(self, answered: set[str], *, is_last: bool) -> None:
+        """Pass new requests to the launcher, and remove those that it has answered.
+
+        At the end of the job all are removed.
+        """
+        self._waiting -= answered
+        refused = {answer.id for answer in self._refused}
+        for place in _places(self._run_dir):
+            name = place.stem
+            if is_last or name in answered:
+                _remove(place)
+            elif name not in self._waiting and name not in refused and len(self._waiting) < _AT_ONCE:
+                request = take(place, self._owner)
+                if request is not None and self._owner is None:
+                    self._refused = (*self._refused, Answer(name, self._why_closed))[-ANSWERS:]
+                elif request is not None:
+                    self._waiting.add(name)
+                    self._on_request(request)
 
 
 def write(run_dir: Path, status: Status) -> None:
@@ -149,29 +194,81 @@ def read(run_dir: Path) -> Status | None:
         return None
 
 
+def made_now(folder: Path) -> os.stat_result:
+    """Return the state of a file that is made in a folder now, and does not stay there.
+
+    It has the time by the clock of the file system, and the owner that this process is there (NFS
+    may take root for somebody else). Raises OSError.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno())
+
+
+def open_folder(run_dir: Path) -> int:
+    """Make the folder of requests for this user alone, on node 0; return the number of the user.
+
+    Raises ValueError with the reason if no request in the folder can be followed.
+    """
+    folder = run_dir / REQUESTS
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            owner, own = os.fstat(descriptor).st_uid, made_now(run_dir).st_uid
+            if owner == own:
+                os.fchmod(descriptor, 0o700)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ValueError(f"the job cannot use {folder} ({error.strerror})") from error
+    if owner != own:
+        raise ValueError(f"{folder} belongs to user {owner}, and the job to user {own}: remove the folder, and ask again")
+    return own
+
+
 def ask(run_dir: Path, drain: str, by: str) -> str:
     """Leave a request for the job in its run directory; return its id. Raises OSError.
 
-    The job removes the file once it has read it.
+    The job removes the file once it has answered.
     """
     folder, name = run_dir / REQUESTS, f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}"
-    folder.mkdir(exist_ok=True)
     with replacing(folder / f"{name}.json") as file:
         file.write(msgspec.json.encode(Request(id=name, drain=drain, by=by)))
     return name
 
 
-def requests(run_dir: Path) -> Iterator[Request]:
-    """Yield the requests that were left for the job, oldest first, and remove them.
+def take(place: Path, owner: int | None) -> Request | None:
+    """Return the request in a file; None if there is none.
 
-    What is no request is removed, too. A file that cannot be read or removed hides no other.
+    A file that is no request of this owner or of root is removed (None: of anybody). A file that
+    cannot be read stays.
     """
-    places: list[Path] = []
+    try:
+        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            is_request = stat.S_ISREG(found.st_mode) and (owner is None or found.st_uid in (0, owner))
+            text = os.read(descriptor, _LONGEST) if is_request else b""
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    with contextlib.suppress(ValueError):
+        if (request := msgspec.json.decode(text, type=Request)).id == place.stem:
+            return request
+    _remove(place)
+    return None
+
+
+def _places(run_dir: Path) -> list[Path]:
+    """Return the files that may be requests, oldest first."""
+    try:
+        return sorted((run_dir / REQUESTS).glob("[0-9]*.json"))
+    except OSError:
+        return []
+
+
+def _remove(place: Path) -> None:
     with contextlib.suppress(OSError):
-        places = sorted((run_dir / REQUESTS).glob("[0-9]*.json"))
-    for place in places:
-        with contextlib.suppress(OSError, ValueError):
-            with open(place, "rb") as file:
-                text = file.read(_LONGEST)
-            place.unlink()
-            yield msgspec.json.decode(text, type=Request)
+        place.unlink()

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import drain, status
 from megatron_recover.cluster.requests import Requests
-from megatron_recover.cluster.status import REQUESTS, Request, ask, read, requests
+from megatron_recover.cluster.status import (
+    ANSWERS,
+    REQUESTS,
+    Answer,
+    NodeStatus,
+    Request,
+    Status,
+    StatusKeeper,
+    ask,
+    read,
+    write,
+)
+from megatron_recover.control_plane.node_messages import DrainAnswer, JobState, NodeState
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.addresses import host_name
 from megatron_recover.observe.verify.check import check, describe
@@ -69,29 +84,171 @@ def test_a_folder_without_a_job_has_no_state(tmp_path: Path, capsys: pytest.Capt
     assert "no job trains in" in refusal(["1", str(tmp_path)], capsys)
 
 
-def test_requests_come_in_their_order_once_and_what_is_none_is_removed(tmp_path: Path) -> None:
-    first, second = ask(tmp_path, "1", "a@b"), ask(tmp_path, "2", "a@b")
-    (tmp_path / REQUESTS / "0-no-request.json").write_text("{")
-    (tmp_path / REQUESTS / "1-partial").write_text("{")
-    (tmp_path / REQUESTS / "1-long.json").write_text(json.dumps({"id": "x" * 5000, "drain": "1", "by": "a@b"}))
-    (tmp_path / REQUESTS / "1-unreadable.json").mkdir()
-    found = list(requests(tmp_path))
-    assert found == [Request(id=first, drain="1", by="a@b"), Request(id=second, drain="2", by="a@b")]
-    assert list(requests(tmp_path)) == []
-    assert sorted(os.listdir(tmp_path / REQUESTS)) == ["1-partial", "1-unreadable.json"]
+def running(**changes: Any) -> Status:
+    """The state of a job with two replicas on one node."""
+    state = Status(
+        at=1.0, replicas=2, roster=(0, 1), generation=1, step=1, losses=0, saved=None,
+        nodes=(NodeStatus(0, "n0", "here", (0, 1)),),
+    )  # fmt: skip
+    return msgspec.structs.replace(state, **changes)
 
 
-def test_a_number_that_no_message_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[tuple[str, str]] = []
-    wanted = [Request(id="i", drain="9" * 30, by="a@b"), Request(id="k", drain="1", by="a@b")]
+class Folder:
+    """A run directory, and the requests in it that a recorder's thread has passed."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("megatron_recover.cluster.status._INTERVAL_S", 0.01)
+        self.run_dir, self.passed, self.keepers = run_dir, list[Request](), list[StatusKeeper]()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the thread, in the place of one before."""
+        self.keeper = StatusKeeper(self.run_dir, self.passed.append)
+        self.keepers.append(self.keeper)
+        self.keeper.take(running())
+        self.until(lambda: (now := read(self.run_dir)) and now.exit_code is None)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def die(self) -> None:
+        """End the thread as a kill does: nothing is passed, written or removed any more."""
+        self.keeper._look = lambda answered, is_last: None  # type: ignore[method-assign,misc,assignment]
+        self.keeper._newest = None
+        self.keeper.finish(30)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.run_dir / REQUESTS))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
+    made = Folder(tmp_path, monkeypatch)
+    yield made
+    for keeper in made.keepers:
+        keeper.finish(30)
+
+
+def test_requests_come_in_their_order_once_and_what_is_none_is_removed(folder: Folder) -> None:
+    place = folder.run_dir / REQUESTS
+    assert place.stat().st_mode & 0o777 == 0o700
+    (place / "0-no-request.json").write_text("{")
+    (place / "1-partial").write_text("{")
+    (place / "1-long.json").write_text(json.dumps({"id": "1-long", "drain": "1" * 5000, "by": "a@b"}))
+    (place / "1-other.json").write_text(json.dumps({"id": "1-another", "drain": "1", "by": "a@b"}))
+    (place / "1-unreadable.json").mkdir()
+    first, second = ask(folder.run_dir, "1", "a@b"), ask(folder.run_dir, "2", "a@b")
+    folder.until(lambda: len(folder.passed) == 2)
+    assert folder.passed == [Request(id=first, drain="1", by="a@b"), Request(id=second, drain="2", by="a@b")]
+    folder.until(lambda: folder.names == sorted(["1-partial", "1-unreadable.json", f"{first}.json", f"{second}.json"]))
+    folder.keeper.take(running(answers=(Answer(first, ""),)))
+    folder.until(lambda: f"{first}.json" not in folder.names)
+    folder.keeper.finish(30)
+    assert len(folder.passed) == 2 and folder.names == ["1-partial", "1-unreadable.json"]
+
+
+def test_a_request_that_a_recorder_dies_with_is_passed_by_the_next(folder: Folder) -> None:
+    asked = ask(folder.run_dir, "1", "a@b")
+    folder.until(lambda: folder.passed)
+    folder.die()
+    folder.begin()
+    folder.until(lambda: len(folder.passed) == 2)
+    assert {each.id for each in folder.passed} == {asked}
+
+
+def test_a_fifo_a_link_or_a_file_of_somebody_else_holds_up_and_asks_for_nothing(folder: Folder, tmp_path: Path) -> None:
+    place = folder.run_dir / REQUESTS
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"id": "1-link", "drain": "1", "by": "a@b"}))
+    os.mkfifo(place / "0.json")
+    (place / "1-link.json").symlink_to(other)
+    foreign = tmp_path / "2-foreign.json"
+    foreign.write_text(json.dumps({"id": "2-foreign", "drain": "1", "by": "a@b"}))
+    if os.geteuid() == 0:
+        os.chown(foreign, 12345, 12345)
+        os.rename(foreign, place / "2-foreign.json")
+    asked = ask(folder.run_dir, "1", "a@b")
+    folder.until(lambda: folder.passed)
+    assert [each.id for each in folder.passed] == [asked]
+    folder.until(lambda: folder.names == ["1-link.json", f"{asked}.json"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of somebody else")
+def test_a_folder_of_somebody_else_has_requests_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / REQUESTS).mkdir()
+    os.chown(tmp_path / REQUESTS, 12345, 12345)
+    folder = Folder(tmp_path, monkeypatch)
+    asked = ask(tmp_path, "1", "a@b")
+    folder.until(lambda: (now := read(tmp_path)) and now.answers)
+    folder.keeper.take(running(step=2))
+    folder.until(lambda: (now := read(tmp_path)) and now.step == 2)
+    now = read(tmp_path)
+    assert now is not None and [each.id for each in now.answers] == [asked]
+    assert "belongs to user 12345, and the job to user 0: remove the folder" in now.answers[0].refused
+    assert not folder.passed
+    folder.keeper.finish(30)
+
+
+def carrier(found: list[Request]) -> tuple[Requests, list[Any], list[Status]]:
+    """The launcher's side of a job with two replicas, the messages that it sends and the states that it has written."""
     sent: list[Any] = []
-    recording: Any = SimpleNamespace(requests=lambda: wanted)
-    job: Any = SimpleNamespace(num_replicas=2)
-    carrier = Requests(job, recording, sent.append)
-    monkeypatch.setattr(carrier, "_answer", lambda *answer: answers.append(answer))
-    carrier.carry_out()
-    assert answers == [("i", f"the job has no replica and no node {'9' * 30}")]
-    assert [each.replicas for each in sent] == [(1,)]
+    kept: list[Status] = []
+
+    def take() -> list[Request]:
+        taken = found[:]
+        found.clear()
+        return taken
+
+    account = SimpleNamespace(lost={1}, saved=None, is_complete=True)
+    recording: Any = SimpleNamespace(requests=take, account=account, keep=kept.append)
+    job: Any = SimpleNamespace(num_replicas=2, node=0)
+    return Requests(job, recording, sent.append), sent, kept
+
+
+STATE = JobState(1, (0, 1), 1, (NodeState(0, "n0", "here", (0, 1)),))
+
+
+def test_a_request_is_carried_out_once_when_the_state_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Request(id="i", drain="9" * 3000, by="a@b"), Request(id="k", drain="n0", by="b" * 4000)]
+    made, sent, kept = carrier(found)
+    made.carry_out()
+    assert not sent and not kept
+    made.keep(STATE)
+    made.carry_out()
+    assert [(each.replicas, each.id) for each in sent] == [((0, 1), "k")] and len(sent[0].reason) < 250
+    assert kept[-1].answers == (Answer("i", f"the job has no replica and no node {'9' * 100}"),)
+    found += [Request(id="k", drain="n0", by="b"), Request(id="i", drain="9", by="b")]
+    made.carry_out()
+    assert len(sent) == 1 and len(kept[-1].answers) == 1
+    made.answered(DrainAnswer("k", tuple((each, "no replica would stay") for each in range(1000))))
+    assert len(kept[-1].answers[1].refused) < 1100
+    for number in range(ANSWERS):
+        found.append(Request(id=str(number), drain="none", by="a@b"))
+    made.carry_out()
+    assert "i" not in {each.id for each in kept[-1].answers}
+    found.append(Request(id="i", drain="none", by="a@b"))
+    made.carry_out()
+    assert kept[-1].answers[-1] == Answer("i", f"the job has no replica and no node {'9' * 100}"), (
+        "a recorder asks for it again"
+    )
+
+
+def test_drain_says_whether_the_job_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / REQUESTS).mkdir()
+    write(tmp_path, running())
+    monkeypatch.setattr(drain, "_LOOK_S", 0.01)
+    assert drain.main(["1", str(tmp_path), "--wait", "0.1"]) == ExitCode.UNFINISHED
+    assert "the job has not answered within 0.1 s; the request stays in" in capsys.readouterr().out
+    monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
+    write(tmp_path, running(answers=(Answer("i", ""),)))
+    assert drain.main(["1", str(tmp_path), "--wait", "0.1"]) == ExitCode.UNFINISHED
+    assert "replicas 1 have not left within 0.1 s; they leave after the next common step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["3"], ["3", "RUN", "--jobid", "7"]])
