@@ -25,7 +25,8 @@ def main(argv: list[str]) -> int:
         prog="megatron-recover drain",
         description="Have a replica, or all replicas with ranks on a node, leave a running job after a common step. No "
         "microbatch is lost. The job goes on with the others.",
-        epilog=f"Exit code {ExitCode.OK:d}: they have left. {ExitCode.BAD_INPUT:d}: the job refuses, or there is none. "
+        epilog=f"Exit code {ExitCode.OK:d}: they have left. {ExitCode.FAILED:d}: one was lost before. "
+        f"{ExitCode.BAD_INPUT:d}: the job refuses, or there is none. "
         f"{ExitCode.UNFINISHED:d}: they have not left in time, or the job has not answered.",
     )
     parser.add_argument("target", metavar="REPLICA|NODE", help="number of a replica, or name of a node")
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         now = status.read(run_dir)
         if now is None or now.exit_code is not None:
             parser.error(f"no job trains in {run_dir}; `megatron-recover status {run_dir}` says more")
-        leaving = targets(arguments.target, now)
+        leaving = status.targets(arguments.target, now.replicas, now.nodes, now.roster)
         if not leaving:
             nodes = ", ".join(node.name for node in now.nodes)
             parser.error(
@@ -50,13 +51,6 @@ def main(argv: list[str]) -> int:
         return _await(run_dir, asked, leaving, arguments.wait, parser)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-
-
-def targets(target: str, now: status.Status) -> tuple[int, ...]:
-    """Return the members that a target names: a replica by its number, or those on a node."""
-    if target.isdecimal():
-        return (int(target),) if int(target) in now.roster else ()
-    return status.members_on(target, now.nodes, now.roster)
 
 
 def _ask(run_dir: Path, target: str, parser: Parser) -> str:
@@ -76,6 +70,10 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
                 if answer.id == asked and answer.refused:
                     parser.error(answer.refused)
                 is_accepted = is_accepted or answer.id == asked
+            if set(leaving) & set(now.lost):
+                lost = " ".join(map(str, sorted(set(leaving) & set(now.lost))))
+                print(f"replicas {lost} were lost before they left; {len(now.roster)} replicas are in the job")
+                return ExitCode.FAILED
             if not set(leaving) & set(now.roster):
                 print(f"replicas {' '.join(map(str, leaving))} have left; {len(now.roster)} go on")
                 return ExitCode.OK

@@ -50,7 +50,8 @@ class Requests:
         self._recording.keep(
             status.Status(
                 at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
-                step=state.step, losses=len(account.lost), saved=account.saved, knows_saved=account.is_complete,
+                step=state.step, losses=len(account.lost), lost=tuple(sorted(account.lost)),
+                saved=account.saved, knows_saved=account.is_complete,
                 exit_code=exit_code, reason=reason,
                 answers=self._answers,
                 nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
@@ -72,12 +73,11 @@ class Requests:
 
     def _give(self, request: status.Request, state: JobState) -> None:
         target, by = request.drain[:_LONGEST_NAME], request.by[:_LONGEST_NAME]
-        named = tuple(replica for replica in range(self._job.num_replicas) if str(replica) == request.drain)
-        replicas = named or status.members_on(request.drain, state.nodes, state.roster)
+        replicas = status.targets(request.drain, self._job.num_replicas, state.nodes, state.roster)
         if replicas:
             self._send(DrainAsked(replicas, f"drain {target} of {by}", request.id))
         else:
-            self._answer(request.id, f"the job has no replica and no node {target}")
+            self._answer(request.id, f"the job has no replica {target} and no node of that name with replicas")
 
     def _repeat(self, request: str) -> None:
         """Give the answer to a request again, if newer answers have displaced it."""

@@ -71,6 +71,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Number of committed steps, evaluation and saves included."""
     losses: int
     """Number of lost replicas."""
+    lost: tuple[int, ...] = ()
+    """The lost replicas."""
     saved: int | None
     """Newest iteration that the job has saved, as far as node 0 knows."""
     knows_saved: bool = True
@@ -99,6 +101,17 @@ def members_on(name: str, nodes: Iterable[HasReplicas], roster: Sequence[int]) -
     """Return the members of the roster that have ranks on the nodes of this name."""
     on_node = {replica for node in nodes if node.name == name for replica in node.replicas}
     return tuple(replica for replica in roster if replica in on_node)
+
+
+def targets(name: str, num_replicas: int, nodes: Iterable[HasReplicas], roster: Sequence[int]) -> tuple[int, ...]:
+    """Return the members of the roster that a target of `drain` names.
+
+    The target is the shortest form of the number of a replica, below `num_replicas`,
+    or else the name of a node.
+    """
+    if any(name == str(replica) for replica in range(num_replicas)):
+        return tuple(replica for replica in roster if str(replica) == name)
+    return members_on(name, nodes, roster)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from megatron_recover.cluster.status import (
     StatusKeeper,
     ask,
     read,
+    targets,
     write,
 )
 from megatron_recover.control_plane.node_messages import DrainAnswer, JobState, NodeState
@@ -219,8 +220,9 @@ def test_a_request_is_carried_out_once_when_the_state_is_known(monkeypatch: pyte
     assert not sent and not kept
     made.keep(STATE)
     made.carry_out()
+    assert kept[0].lost == (1,)
     assert [(each.replicas, each.id) for each in sent] == [((0, 1), "k")] and len(sent[0].reason) < 250
-    assert kept[-1].answers == (Answer("i", f"the job has no replica and no node {'9' * 100}"),)
+    assert kept[-1].answers == (Answer("i", f"the job has no replica {'9' * 100} and no node of that name with replicas"),)
     found += [Request(id="k", drain="n0", by="b"), Request(id="i", drain="9", by="b")]
     made.carry_out()
     assert len(sent) == 1 and len(kept[-1].answers) == 1
@@ -232,7 +234,7 @@ def test_a_request_is_carried_out_once_when_the_state_is_known(monkeypatch: pyte
     assert "i" not in {each.id for each in kept[-1].answers}
     found.append(Request(id="i", drain="none", by="a@b"))
     made.carry_out()
-    assert kept[-1].answers[-1] == Answer("i", f"the job has no replica and no node {'9' * 100}"), (
+    assert kept[-1].answers[-1] == Answer("i", f"the job has no replica {'9' * 100} and no node of that name with replicas"), (
         "a recorder asks for it again"
     )
 
@@ -249,6 +251,23 @@ def test_drain_says_whether_the_job_has_answered(
     write(tmp_path, running(answers=(Answer("i", ""),)))
     assert drain.main(["1", str(tmp_path), "--wait", "0.1"]) == ExitCode.UNFINISHED
     assert "replicas 1 have not left within 0.1 s; they leave after the next common step" in capsys.readouterr().out
+
+
+def test_a_target_means_the_same_to_drain_and_to_the_job() -> None:
+    nodes = (NodeStatus(0, "42", "here", (0, 1)), NodeStatus(1, "1", "here", (2,)), NodeStatus(2, "07", "here", (2, 3)))
+    for target, members in {"1": (1,), "3": (), "07": (2,), "42": (0, 1), "7": (), "n": (), "9" * 5000: ()}.items():
+        assert targets(target, 4, nodes, (0, 1, 2)) == members, target
+
+
+def test_a_replica_that_is_lost_before_it_leaves_has_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = [running(), running(), running(roster=(0,), losses=1, lost=(1,))]
+    monkeypatch.setattr("megatron_recover.cluster.status.read", lambda run_dir: states.pop(0))
+    monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
+    monkeypatch.setattr(drain, "_LOOK_S", 0.01)
+    assert drain.main(["1", str(tmp_path)]) == ExitCode.FAILED
+    assert "replicas 1 were lost before they left; 1 replicas are in the job" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["3"], ["3", "RUN", "--jobid", "7"]])
