@@ -266,7 +266,7 @@ class _Heard:
                 self.met = message
             case JobEnds(exit_code, reason):
                 self.end = NotMet(exit_code, reason)
-            case Idle(reason):
+            case Idle(reason=reason):
                 self.is_idle = True
                 _say(f"{reason}: this node waits for the end of the job")
             case GivesUp(reason):

@@ -381,7 +381,7 @@ class Launcher:
                 self._requests.keep(message)
             case GivesUp(reason):
                 self._why_lost = reason
-            case Idle(reason):
+            case Idle(reason=reason):
                 self._recording.says(f"{reason}: this node waits for the end of the job")
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")

@@ -22,7 +22,7 @@ from megatron_recover.config import inherited_environment, module_command
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Met, NodeBeat, NodeHello
+from megatron_recover.control_plane.node_messages import Idle, Met, NodeBeat, NodeHello, OtherJob
 from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, Ports, address_of, host_name
@@ -190,8 +190,16 @@ class Membership:
 
     def _received(self, link: Link, message: Message) -> None:
         self._heard_at, self.is_known = self._loop.time(), True
-        if isinstance(message, NodeBeat):
-            return
+        match message:
+            case NodeBeat():
+                return
+            case OtherJob():
+                self._loop.drop(link)
+                self._link = None
+                self._lose("another job has begun at its address")
+                return
+            case Met() | Idle():
+                self._hello = msgspec.structs.replace(self._hello, job=message.job)
         if self._is_handled:
             self._on_message(message)
         else:

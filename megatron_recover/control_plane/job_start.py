@@ -5,6 +5,7 @@ The driver of the nodes takes over once all are ready (`control_plane/nodes_driv
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from megatron_recover.control_plane.agents import Agent, Agents
 from megatron_recover.control_plane.fitting import mistake_of, numbered
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Idle, Met, NodePlace, NodeReady, NodeShares, NodesShared
+from megatron_recover.control_plane.node_messages import Idle, Met, NodeHello, NodePlace, NodeReady, NodeShares, NodesShared
 from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
@@ -61,6 +62,8 @@ class JobStart:
         self._end, self._refuse, self._all_ready = end, refuse, all_ready
         self.nodes: tuple[NodePlace, ...] = ()
         """The nodes that the job uses; empty until they have met."""
+        self._job = secrets.randbits(63)
+        """A random number that tells this job from other starts at the same endpoint."""
         self._is_over = False
         self._is_last_call_over = False
         loop.after(settings.join_s, self._met_too_late)
@@ -81,9 +84,13 @@ class JobStart:
         elif len(self._agents) == self._settings.least:
             self._loop.after(self._settings.last_call_s, self._last_call)
 
+    def is_of_other_job(self, hello: NodeHello) -> bool:
+        """Return whether an agent belongs to another start, whose coordinator it has lost."""
+        return hello.job not in (0, self._job)
+
     def have_idle(self, agent: Agent) -> None:
         """Tell an agent that the job does not use its node."""
-        self._loop.send(agent.link, Idle(f"the job runs on {len(self.nodes)} nodes already, and uses no more"))
+        self._loop.send(agent.link, Idle(f"the job runs on {len(self.nodes)} nodes already, and uses no more", self._job))
 
     def _last_call(self) -> None:
         if len(self._agents) >= self._settings.least:
@@ -111,7 +118,7 @@ class JobStart:
             self._watch.watch(agent.number, agent.hello.name)
         self.nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents.used)
         for agent in self._agents.used:
-            self._loop.send(agent.link, Met(self.nodes, agent.number, owner.hello.run_dir, owner.hello.run_id))
+            self._loop.send(agent.link, Met(self.nodes, agent.number, owner.hello.run_dir, owner.hello.run_id, self._job))
         for agent in self._agents.idle:
             self.have_idle(agent)
 

@@ -26,7 +26,7 @@ class NodeHello(Value, frozen=True):
     run_dir: str = ""
     """Run directory; empty unless the node has started a coordinator."""
     run_id: str = ""
-    """TORCHELASTIC_RUN_ID of the ranks; that of node 0 counts."""
+    """TORCHELASTIC_RUN_ID of the ranks, the same on all nodes."""
     alike: tuple[tuple[str, str], ...] = ()
     """Named values that have to be equal on all nodes, as (name, value) pairs."""
     address: str = ""
@@ -34,6 +34,9 @@ class NodeHello(Value, frozen=True):
     mistake: str = ""
     """Reason why the node can take no part; empty: it can. With a reason, a job that has not begun
     ends on all nodes."""
+    job: int = 0
+    """The job that the agent belongs to, from `Met` or `Idle`; 0: none yet. Another start may have the
+    same key and endpoint."""
 
 
 class NodeShares(Value, frozen=True):
@@ -189,6 +192,8 @@ class Met(Value, frozen=True):
     you: int
     run_dir: str
     run_id: str
+    job: int = 0
+    """A random number by which this job is known from other starts."""
 
 
 class NodesShared(Value, frozen=True):
@@ -295,6 +300,12 @@ class Idle(Value, frozen=True):
     """The job does not use this node. The node waits for the end of the job."""
 
     reason: str
+    job: int = 0
+    """The number of the job, as in `Met`."""
+
+
+class OtherJob(Value, frozen=True):
+    """The answer to the hello of an agent that belongs to another job than this coordinator."""
 
 
 class GivesUp(Value, frozen=True):
@@ -336,6 +347,7 @@ ToAgent = (
     | TellKnown
     | JobEnds
     | Idle
+    | OtherJob
     | GivesUp
     | JobState
     | NodeGone

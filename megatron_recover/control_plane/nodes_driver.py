@@ -52,6 +52,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeShares,
     NodeState,
     NodeSuspects,
+    OtherJob,
     ReplicaGone,
     Roster,
     TellKnown,
@@ -217,6 +218,10 @@ class NodesDriver:
     def _introduced(self, link: Link, message: Message) -> None:
         if not isinstance(message, NodeHello):
             self._loop.drop(link)
+            return
+        if self._start.is_of_other_job(message):
+            self._loop.watch(link, lambda link, message: None, lambda link, why: None)
+            self._loop.send(link, OtherJob())
             return
         for old in [each for each in self._agents if each.hello.identity == message.identity]:
             self._loop.drop(old.link)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,16 @@ from megatron_recover.cluster.joining import Place
 from megatron_recover.cluster.meeting import JOIN_S, Meeting
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
+from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import NodeHello
+from megatron_recover.control_plane.nodes_driver import NodesDriver
+from megatron_recover.control_plane.wire import Message, listen
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import HOST, bind_free
+from megatron_recover.host.addresses import HOST, address_of, bind_free
+from megatron_recover.trace.node_clock import NodeClock
+from tests.control_plane.partners import KEY
 
 
 def test_a_long_wait_for_other_nodes_is_no_long_wait_for_a_lost_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +39,41 @@ def test_a_long_wait_for_other_nodes_is_no_long_wait_for_a_lost_coordinator(monk
     membership._link = SimpleNamespace(proven=True)
     membership._ended(membership._link, "broken")
     assert membership._give_up_at - loop.time() == pytest.approx(JOIN_S, abs=1.0)
+    loop.close()
+
+
+def test_an_agent_that_meets_the_coordinator_of_another_start_knows_that_its_own_is_lost() -> None:
+    loop, heard, why = Loop(), list[Message](), list[str]()
+    with bind_free(HOST) as free:
+        address = address_of(free)
+
+    def coordinate(owner: int) -> NodesDriver:
+        listener = listen(address)
+        settings = NodesSettings(
+            owner=owner, least=1, most=1, join_s=60.0, last_call_s=0.0, node_silence_s=60.0, deadlines=Deadlines.of(60.0)
+        )
+        return NodesDriver(settings, listener, key=KEY, clock=NodeClock(None), loop=loop, record=lambda event: None)
+
+    def until(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 30.0
+        while not condition():
+            assert time.monotonic() < end
+            loop.run_once(0.05)
+
+    first = coordinate(1)
+    membership = Membership(
+        address, NodeHello(1, "a", 1), key=KEY, clock=NodeClock(None), loop=loop, deadlines=Deadlines.of(60.0),
+        patience_s=60.0,
+    )  # fmt: skip
+    membership.handle(heard.append, why.append)
+    until(lambda: heard)
+    first.close()
+    for agent in first._agents:
+        loop.drop(agent.link)
+    second = coordinate(2)
+    until(lambda: why)
+    assert why == ["another job has begun at its address"] and membership.is_lost and not second.was_joined
+    second.close()
     loop.close()
 
 

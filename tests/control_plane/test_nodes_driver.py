@@ -35,6 +35,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     NodeReady,
     NodeShares,
+    OtherJob,
     ReplicaGone,
     Roster,
     TraceDone,
@@ -449,14 +450,15 @@ def test_an_agent_of_node_0_that_is_stopped_ends_nothing(make_town: Make) -> Non
          "node only, the one whose address the endpoint is"),
         ({"address": "::1"}, "n1: its address is ::1, and that of n0 is 10.0.0.1; nodes need addresses of one family, IPv4 or "
          "IPv6: give --interface or --local-addr"),
+        ({"run_id": "b"}, "n1: --rdzv-id is b here, and a on n0; use the same on all nodes"),
     ],
-    ids=["other flags", "a mistake", "a flag less", "the same rank", "two coordinators", "IPv6 and IPv4"],
+    ids=["other flags", "a mistake", "a flag less", "the same rank", "two coordinators", "IPv6 and IPv4", "another id"],
 )  # fmt: skip
 def test_nodes_that_do_not_fit_together_are_refused_on_all_with_the_name_of_one(
     make_town: Make, hello: dict[str, object], why: str
 ) -> None:
     town = make_town()
-    alike: dict[str, object] = {"alike": (("--lr", "1"),), "address": "10.0.0.1"}
+    alike: dict[str, object] = {"alike": (("--lr", "1"),), "address": "10.0.0.1", "run_id": "a"}
     first = Agent(town, 0, node_rank=0, **alike)
     town.until(lambda: first.received)
     second = Agent(town, 1, **{**alike, **hello})
@@ -499,6 +501,25 @@ def test_a_mistake_of_a_node_that_the_job_does_not_use_ends_nothing(make_town: M
     town.until(lambda: late.of(Idle))
     town.run(0.1, *agents)
     assert not any(agent.of(JobEnds) for agent in (*agents, late))
+
+
+def test_an_agent_of_an_earlier_start_takes_no_place_in_a_new_one_and_ends_nothing(make_town: Make) -> None:
+    earlier = make_town(most=3)
+    agents, late = earlier.meet(), Agent(earlier, 5)
+    earlier.until(lambda: late.of(Idle))
+    jobs = [agents[1].of(Met)[0].job, late.of(Idle)[0].job]
+    town = make_town()
+    owner = Agent(town, 10, identity=OWNER, run_dir="/run1")
+    town.until(lambda: owner.received)
+    stale = [Agent(town, number, job=job) for number, job in zip((1, 5), jobs, strict=True)]
+    town.until(lambda: all(agent.of(OtherJob) for agent in stale))
+    others = [Agent(town, number) for number in (11, 12)]
+    town.until(lambda: all(agent.of(Met) for agent in (owner, *others)))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n10", "n11", "n12"]
+    again = Agent(town, 1, job=jobs[0])
+    town.until(lambda: again.of(OtherJob))
+    town.run(0.1, owner, *others)
+    assert not owner.of(JobEnds) and not any(agent.of(Met) or agent.of(Idle) for agent in (*stale, again))
 
 
 def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> None:
