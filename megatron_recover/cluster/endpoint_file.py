@@ -1,7 +1,7 @@
 """The file through which nodes find their endpoint where no node is known before (Slurm arrays).
 
 The first node to create `FILE.owner` owns the endpoint. It starts the coordinator, and writes the
-address into FILE, which the others wait for. Both files are for one job, and stay: a node that
+address into FILE, which the others wait for; or why it cannot, and they end. Both files are for one job, and stay: a node that
 comes after the end of the job must not begin another one. A job that finds the owner's file of
 another job waits in vain, and names it.
 """
@@ -17,6 +17,8 @@ from megatron_recover.host.addresses import host_name, parse_address
 from megatron_recover.host.whole_file import replacing
 
 _LOOK_S = 0.2
+_REFUSED = "refused: "
+"""First word of the file where its owner could not start the coordinator; the reason follows."""
 
 
 def owner_file(file: Path) -> Path:
@@ -48,19 +50,29 @@ def publish(file: Path, address: str) -> None:
         opened.write(f"{address}\n".encode())
 
 
+def refuse(file: Path, reason: str) -> None:
+    """Write why this node, which has claimed the endpoint, cannot own it. Raises OSError."""
+    publish(file, f"{_REFUSED}{host_name()}: {reason}")
+
+
 def await_address(file: Path, patience_s: float, is_ended: Callable[[], object]) -> tuple[str, int] | None:
     """Return host and port of the endpoint once its owner has written them.
 
     None if `is_ended()` is truthy before. Raises ValueError with the remedy after `patience_s`
-    seconds.
+    seconds, and at once if the owner has refused.
     """
     until = time.monotonic() + patience_s
     while not is_ended():
+        text = ""
         try:
-            return parse_address(file.read_text().strip())
+            text = file.read_text().strip()
+            if not text.startswith(_REFUSED):
+                return parse_address(text)
         except (OSError, ValueError):
             if time.monotonic() > until:
                 raise _nobody_wrote(file, patience_s) from None
+        if text.startswith(_REFUSED):
+            raise ValueError(f"--rdzv-endpoint file:{file}: no job begins here, as {text.removeprefix(_REFUSED)}")
         time.sleep(_LOOK_S)
     return None
 

@@ -5,8 +5,10 @@ The node that owns the endpoint starts the coordinator. `cluster/meeting.py` has
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,8 +57,8 @@ class Place:
         """
         self._meeting, self._deadlines, self._request = meeting, deadlines.with_node(meeting.node_s), request
         self._file = meeting.endpoint_file
-        if self._file is not None and may_claim and endpoint_file.claim(self._file):
-            self.address = self._bound = reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr)
+        if may_claim and (mine := self._claim()):
+            self.address = self._bound = mine
             self._endpoint: tuple[str, ...] = (self.address,)
             self._is_here = True
             self.may_own = True
@@ -73,13 +75,23 @@ class Place:
             (meeting.host, meeting.port), flag=meeting.flag, interface=meeting.interface, local_addr=meeting.local_addr
         )
         """Address at which the processes of this node listen."""
-        mine = {self.address, *(each for addresses in reachable.interfaces().values() for each in addresses)}
-        self.may_own = owns_endpoint(meeting, endpoint_addresses=self._endpoint, my_addresses=mine, my_host_name=host_name())
+        ours = {self.address, *(each for addresses in reachable.interfaces().values() for each in addresses)}
+        self.may_own = owns_endpoint(meeting, endpoint_addresses=self._endpoint, my_addresses=ours, my_host_name=host_name())
         """True if this node owns the endpoint, unless another one listens there already."""
-        here = [each for each in self._endpoint if each in mine or reachable.is_loopback(each)]
+        here = [each for each in self._endpoint if each in ours or reachable.is_loopback(each)]
         self._is_here = bool(here)
         """True if the endpoint is an address of this node."""
         self._bound = here[0] if here else self.address
+
+    def _claim(self) -> str:
+        """Return the address of this node if it owns the endpoint of a file from now on; else "".
+
+        The address comes first. Without one this node could never write it, and others would wait.
+        """
+        if self._file is None or os.path.lexists(endpoint_file.owner_file(self._file)):
+            return ""
+        address = reachable.own_address(interface=self._meeting.interface, local_addr=self._meeting.local_addr)
+        return address if endpoint_file.claim(self._file) else ""
 
     def join(
         self,
@@ -116,14 +128,18 @@ class Place:
         loop = Loop()
         clock_memory = node_clock.create(hello.slots)
         clock = NodeClock(clock_memory)
-        coordinator, events, failure = None, None, None
+        coordinator, events, failure, is_published = None, None, None, False
         try:
             coordinator, events = self._own(hello.identity, key, level, clock_memory) or (None, None)
             if coordinator is not None:
-                hello = msgspec.structs.replace(hello, run_dir=str(run_dir()))
-                if self._file is not None:
+                if self._file is not None:  # first: what fails from here on is told to the others there
                     endpoint_file.publish(self._file, coordinator.address)
+                    is_published = True
+                hello = msgspec.structs.replace(hello, run_dir=str(run_dir()))
         except (ValueError, OSError) as error:  # raised below, once the other nodes are told
+            if self._file is not None and self.may_own and not is_published:
+                with contextlib.suppress(OSError):
+                    endpoint_file.refuse(self._file, str(error))
             failure, hello = error, msgspec.structs.replace(hello, mistake=hello.mistake or str(error))
         where = format_address(self._endpoint[0], self._meeting.port)
         if coordinator is not None and self._is_here:  # else another node may own the endpoint, and refuses this one
@@ -156,7 +172,8 @@ class Place:
             process = CoordinatorProcess(settings, key, events=events, clock=clock, address=address, ports=meeting.ports)
             return process, events
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and meeting.node_rank is None and reachable.is_loopback(self._bound):
+            may_be_other = self._file is None and meeting.node_rank is None and reachable.is_loopback(self._bound)
+            if error.errno == errno.EADDRINUSE and may_be_other:
                 return None  # all nodes are on this machine, and another one was first
             raise ValueError(
                 f"{meeting.flag}: nothing can listen at {address} on node {host_name()} ({error.strerror}); give another port, "

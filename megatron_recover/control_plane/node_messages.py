@@ -35,8 +35,8 @@ class NodeHello(Value, frozen=True):
     """Reason why the node can take no part; empty: it can. With a reason, a job that has not begun
     ends on all nodes."""
     job: int = 0
-    """The job that the agent belongs to, from `Met` or `Idle`; 0: none yet. Another start may have the
-    same key and endpoint."""
+    """The job that the agent belongs to, from `Met` or `Idle`; 0: none yet. Another start may have
+    the same key and endpoint."""
 
 
 class NodeShares(Value, frozen=True):

@@ -196,6 +196,13 @@ def a_run_directory_of_another_job(nodes: Nodes) -> None:
     nodes.start(1)
 
 
+def a_run_directory_of_another_job_by_a_file(nodes: Nodes) -> None:
+    nodes.run_dir.mkdir()
+    (nodes.run_dir / "events.jsonl").touch()
+    nodes.start(None)
+    nodes.start(None)
+
+
 def too_few_nodes(nodes: Nodes) -> None:
     nodes.start(0, "--nnodes 2:3 --nproc-per-node 2 --rdzv-conf join_timeout=1")
 
@@ -213,6 +220,7 @@ def too_few_nodes(nodes: Nodes) -> None:
         (no_script_on_one_of_a_file, "there is no training script"),
         (two_first_nodes, "give another port, the same on all nodes, and each node its own --node-rank"),
         (a_run_directory_of_another_job, "is not empty"),
+        (a_run_directory_of_another_job_by_a_file, "is not empty"),
         (too_few_nodes, "1 of 2 nodes were there after 1 s"),
     ],
 )
@@ -224,7 +232,7 @@ def test_what_does_not_fit_together_is_refused_on_all_nodes_before_anything_star
         expected = ExitCode.TOO_FEW_REPLICAS if start is too_few_nodes else ExitCode.BAD_INPUT
         assert code == expected and why in output, output
         assert "Traceback" not in output and "it must not run" not in output
-    if start is a_run_directory_of_another_job:
+    if start in (a_run_directory_of_another_job, a_run_directory_of_another_job_by_a_file):
         (nodes.run_dir / "events.jsonl").unlink()  # it is as it was
         nodes.run_dir.rmdir()
     nodes.assert_nothing_left()

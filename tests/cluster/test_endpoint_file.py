@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recover.cluster.endpoint_file import await_address, claim, owner_file, publish
+from megatron_recover.cluster.endpoint_file import await_address, claim, owner_file, publish, refuse
 from megatron_recover.host.addresses import host_name
 
 
@@ -33,6 +33,16 @@ def test_an_owner_that_never_writes_is_named(tmp_path: Path) -> None:
     assert claim(file) and not claim(file)
     with pytest.raises(ValueError, match=rf"had no address after 0.1 s; {host_name()} was to write it, as {owner_file(file)}"):
         await_address(file, 0.1, bool)
+
+
+def test_an_owner_that_cannot_start_a_coordinator_ends_the_wait_of_the_others_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "endpoint"
+    assert claim(file)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(await_address, file, 60.0, bool)
+        refuse(file, "no port is free")
+        with pytest.raises(ValueError, match=f"no job begins here, as {host_name()}: no port is free"):
+            waiting.result(10.0)
 
 
 def test_a_folder_in_which_no_file_can_be_made_is_refused(tmp_path: Path) -> None:

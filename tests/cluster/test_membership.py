@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from megatron_recover.cluster import joining
 from megatron_recover.cluster import membership as members
 from megatron_recover.cluster.joining import Place
 from megatron_recover.cluster.meeting import JOIN_S, Meeting
@@ -84,6 +87,32 @@ def test_a_coordinator_that_a_file_names_has_a_port_of_the_range(tmp_path: Path,
     meeting = Meeting(least_nodes=2, most_nodes=2, endpoint_file=tmp_path / "e", ports=(port, port), local_addr=HOST)
     own = Place(meeting, Deadlines.of(60.0), EndRequest())._own(1, b"k" * 32, "faults", 0)
     assert own is not None and own[0].address == f"{HOST}:{port}"
+
+
+def _file_meeting(folder: Path, **given: Any) -> Meeting:
+    return Meeting(least_nodes=2, most_nodes=2, join_s=30, endpoint_file=folder / "endpoint", **{"local_addr": HOST, **given})
+
+
+def test_a_node_without_an_address_claims_no_endpoint_that_others_would_wait_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--interface"):
+        Place(_file_meeting(tmp_path, local_addr=None, interface="none9"), Deadlines.of(60.0), EndRequest())
+    assert not list(tmp_path.iterdir())
+    assert Place(_file_meeting(tmp_path), Deadlines.of(60.0), EndRequest()).may_own
+
+
+def test_an_owner_that_can_start_no_coordinator_ends_the_others_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "TELL_S", 0.3)
+    owner = Place(_file_meeting(tmp_path), Deadlines.of(60.0), EndRequest())
+    with bind_free(HOST) as taken, ThreadPoolExecutor(1) as pool:
+        taken.listen()
+        waiting = pool.submit(Place, _file_meeting(tmp_path), Deadlines.of(60.0), EndRequest())
+        monkeypatch.setattr(owner, "_meeting", replace(owner._meeting, ports=(taken.getsockname()[1],) * 2))
+        with pytest.raises((ValueError, OSError)):
+            owner.join(key=KEY, level="faults", slots=1, run_dir=Path, run_id="", alike=())
+        with pytest.raises(ValueError, match="no job begins here, as .*nothing can listen"):
+            waiting.result(10.0)
 
 
 @pytest.mark.parametrize(
