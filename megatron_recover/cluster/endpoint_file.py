@@ -1,9 +1,9 @@
 """The file through which nodes find their endpoint where no node is known before (Slurm arrays).
 
 The first node to create `FILE.owner` owns the endpoint. It starts the coordinator, and writes the
-address into FILE, which the others wait for; or why it cannot, and they end. Both files are for one job, and stay: a node that
-comes after the end of the job must not begin another one. A job that finds the owner's file of
-another job waits in vain, and names it.
+address into FILE, which the others wait for. If it cannot, it writes the reason, and they end. Both
+files are for one job, and stay: a node that comes after the end of the job must not begin another
+one. A job that finds the owner's file of another job waits in vain, and names it.
 """
 
 from __future__ import annotations

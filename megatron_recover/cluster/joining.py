@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover.cluster import endpoint_file
-from megatron_recover.cluster.meeting import Meeting, owns_endpoint
+from megatron_recover.cluster.meeting import JOIN_S, Meeting, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -57,6 +57,8 @@ class Place:
         """
         self._meeting, self._deadlines, self._request = meeting, deadlines.with_node(meeting.node_s), request
         self._file = meeting.endpoint_file
+        self._dial_s = meeting.join_s
+        """Seconds for which this node tries to reach a coordinator."""
         if may_claim and (mine := self._claim()):
             self.address = self._bound = mine
             self._endpoint: tuple[str, ...] = (self.address,)
@@ -68,6 +70,7 @@ class Place:
             found = endpoint_file.await_address(self._file, meeting.join_s, lambda: request.kept)
             if found is None:
                 raise NotMet(ExitCode.INTERRUPTED, f"{request.kept} before training began; no other node knows of this one")
+            self._dial_s = min(meeting.join_s, JOIN_S)  # it listened before the file had its address
             host, port = found
             meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
         self._endpoint = reachable.resolve(meeting.host, meeting.flag)
@@ -146,7 +149,7 @@ class Place:
             where = coordinator.address
         membership = Membership(
             where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
-            patience_s=self._meeting.join_s,
+            patience_s=self._dial_s,
         )  # fmt: skip
         joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events, request=self._request)
         try:
@@ -233,7 +236,7 @@ class Place:
         if heard.lost:
             return NotMet(
                 ExitCode.TOO_FEW_REPLICAS,
-                f"no coordinator was at {where} for {self._meeting.join_s} s ({heard.lost}); give the same endpoint on all "
+                f"no coordinator was at {where} for {self._dial_s} s ({heard.lost}); give the same endpoint on all "
                 "nodes, and start the one that owns it",
             )
         return None
@@ -251,7 +254,7 @@ class Place:
                 f"nothing was heard of the coordinator at {where} for {silent_s:.0f} s; look at its node, and start all nodes "
                 "again",
             )
-        if not membership.is_known and silent_s >= self._meeting.join_s + limit_s:
+        if not membership.is_known and silent_s >= self._dial_s + limit_s:
             return NotMet(
                 ExitCode.TOO_FEW_REPLICAS,
                 f"what listens at {where} did not answer for {silent_s:.0f} s; give the endpoint of the job on all nodes",

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from megatron_recover.cluster import joining
 from megatron_recover.cluster import membership as members
+from megatron_recover.cluster.endpoint_file import publish
 from megatron_recover.cluster.joining import Place
 from megatron_recover.cluster.meeting import JOIN_S, Meeting
 from megatron_recover.cluster.membership import Membership
@@ -21,6 +22,7 @@ from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import NodeHello
+from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver
 from megatron_recover.control_plane.wire import Message, listen
 from megatron_recover.core.values import ExitCode
@@ -90,7 +92,8 @@ def test_a_coordinator_that_a_file_names_has_a_port_of_the_range(tmp_path: Path,
 
 
 def _file_meeting(folder: Path, **given: Any) -> Meeting:
-    return Meeting(least_nodes=2, most_nodes=2, join_s=30, endpoint_file=folder / "endpoint", **{"local_addr": HOST, **given})
+    fields = {"local_addr": HOST, "join_s": 30, **given}
+    return Meeting(least_nodes=2, most_nodes=2, endpoint_file=folder / "endpoint", **fields)
 
 
 def test_a_node_without_an_address_claims_no_endpoint_that_others_would_wait_for(tmp_path: Path) -> None:
@@ -113,6 +116,16 @@ def test_an_owner_that_can_start_no_coordinator_ends_the_others_that_wait(
             owner.join(key=KEY, level="faults", slots=1, run_dir=Path, run_id="", alike=())
         with pytest.raises(ValueError, match="no job begins here, as .*nothing can listen"):
             waiting.result(10.0)
+
+
+def test_an_address_that_was_read_from_a_file_is_dialled_for_no_week(tmp_path: Path) -> None:
+    publish(tmp_path / "endpoint", f"{HOST}:1")
+    (tmp_path / "endpoint.owner").touch()
+    place: Any = Place(_file_meeting(tmp_path, join_s=7 * 86400), Deadlines.of(60.0), EndRequest())
+    assert place._dial_s == JOIN_S
+    known_s = JOIN_S + PREPARING_SILENCES * place._meeting.node_s
+    silent: Any = SimpleNamespace(is_known=False, silent_s=lambda: known_s)
+    assert place._silence(silent, "a:1").exit_code == ExitCode.TOO_FEW_REPLICAS
 
 
 @pytest.mark.parametrize(

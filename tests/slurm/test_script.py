@@ -108,6 +108,35 @@ def test_a_slurmctld_or_a_judge_that_fails_ends_no_run(tmp_path: Path) -> None:
     assert len((tmp_path / "squeue.calls").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    ("status", "verdict", "running", "is_over"),
+    [
+        (10, "unknown", "echo n2", True),
+        (10, "unknown", "echo n2; echo n1", False),  # this node alone does not reach the other
+        (10, "unknown", "exit 1", False),
+        (1, "unknown", "echo n2", False),
+        (10, "requeue 13", "echo n2", False),
+    ],
+)
+def test_a_job_of_an_array_that_finds_no_coordinator_spares_the_later_ones_its_wait(
+    tmp_path: Path, status: int, verdict: str, running: str, is_over: bool
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\n{running}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    start = tmp_path / "7"
+    start.mkdir()
+    (tmp_path / "7.endpoint").write_text("10.0.0.1:29400\n")
+    (tmp_path / "7.endpoint.owner").write_text("n1.cluster")
+    text = script.text(SETTINGS["array"])
+    end = text[text.index("# A run that ended while") : text.index("# The trace says how")]
+    begin = f'SLURM_ARRAY_JOB_ID=7 start={start} verdict="{verdict}"; (exit {status}) & step=$!; wait "$step"'
+    done = subprocess.run(
+        ["bash", "-c", f"{begin}\n{end}"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert (tmp_path / "7.over").exists() == is_over
+
+
 def test_a_real_slurmctld_accepts_the_scripts(machine: Machine, tmp_path: Path) -> None:
     """64 nodes that nobody has: slurmctld judges all options of the script, and says when it could start."""
     for name, settings in SETTINGS.items():

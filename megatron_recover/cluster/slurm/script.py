@@ -376,6 +376,16 @@ def _array(settings: Settings) -> Iterator[str]:
             "A run that ended while its nodes met has left no folder. Jobs that start later would wait for it in vain."
         )
         yield 'if [ -e "$start.endpoint" ] && [ ! -e "$start" ]; then : > "$start.over"; fi'
+        yield from _because(
+            "The same if no coordinator was at the address in that file, and Slurm knows no job on its node any more: the node "
+            "was lost, so the trace has no end."
+        )
+        yield 'wait "$step"'
+        yield f'if [ $? = {ExitCode.TOO_FEW_REPLICAS:d} ] && [[ $verdict == unknown* ]] && [ -e "$start.endpoint.owner" ]; then'
+        yield '  owner=$(< "$start.endpoint.owner")'
+        yield '  nodes=$(squeue --noheader --states=RUNNING --format=%N --jobs="$SLURM_ARRAY_JOB_ID") &&'
+        yield '    ! grep -qxF -- "${owner%%.*}" <<< "$nodes" && : > "$start.over"'
+        yield "fi"
 
 
 def _until_over(step: str) -> Iterator[str]:
