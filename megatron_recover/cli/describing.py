@@ -87,7 +87,8 @@ def _job_of_several(
     existed = run_dirs.exists(arguments.run_dir)
     joined, address = several_nodes.join(arguments, line, wanted, request)
     try:
-        return *_described(arguments, line, words, flags, rank_start, joined, address), joined
+        with joined.membership.kept():  # what a rank needs may be measured, for minutes
+            return *_described(arguments, line, words, flags, rank_start, joined, address), joined
     except (ValueError, OSError) as error:
         refuse(joined, several_nodes.mistake_of(error), wanted.deadlines)
         if joined.met is not None and joined.met.you == 0:

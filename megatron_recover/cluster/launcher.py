@@ -268,7 +268,7 @@ class Launcher:
         )  # fmt: skip
         self._starting = Starting(
             job, self._node, self._recording, coordinator=self._address,
-            started=self._ranks.watches, started_at=self._started_at,
+            started=self._rank_started, started_at=self._started_at,
             handed_down={keys.DESCRIPTOR: self._sealed_key, node_clock.DESCRIPTOR: self._clock_memory},
         )  # fmt: skip
         self._fences = Fences(
@@ -402,6 +402,11 @@ class Launcher:
         self._starting.ranks(self._fences.gone)  # another node may be lost since `Launch`, with ranks of these replicas
         self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
         self._send(NodeLaunched())
+
+    def _rank_started(self, replica: int, rank: int) -> None:
+        self._ranks.watches(replica, rank)
+        if self._joined is not None:  # the loop does not run until the last rank is started
+            self._joined.membership.beat()
 
     # --- Watching ---------------------------------------------------------------------------------
 

@@ -6,10 +6,13 @@ the next save point and end there by themselves.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
@@ -154,6 +157,35 @@ class Membership:
         """Count the silence from now: the thread waited elsewhere, and has read nothing."""
         self._heard_at = self._loop.time()
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Serve the link in a thread of its own, while this one does other things for long.
+
+        Nothing else may use the loop meanwhile. Messages wait for the next `handle`.
+        """
+        self._is_handled = False
+        is_over = threading.Event()
+
+        def serve() -> None:
+            self._loop.waited_elsewhere()
+            while not is_over.is_set():
+                self._loop.run_once(_TURN_S)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="membership") as pool:
+            serving = pool.submit(serve)
+            try:
+                yield
+            finally:
+                is_over.set()
+        serving.result()
+        self._loop.waited_elsewhere()
+
+    def beat(self) -> None:
+        """Send a sign of life, if the coordinator reads."""
+        link = self._link
+        if link is not None and link.proven and not link.wants_write:
+            self.send(NodeBeat())
+
     def close(self) -> None:
         """Send what is queued, within `words_s`, and hang up."""
         until = self._loop.time() + self._deadlines.words_s
@@ -229,9 +261,7 @@ class Membership:
     def _beat(self) -> None:
         if not self.is_lost:
             self._loop.after(self._deadlines.beat_s, self._beat)
-            link = self._link
-            if link is not None and link.proven and not link.wants_write:  # else the coordinator does not read
-                self.send(NodeBeat())
+            self.beat()
 
 
 class Joined(NamedTuple):

@@ -18,6 +18,9 @@ from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 
+_EARLIER = 0.95
+"""Part of `deadline_s` after which the coordinator names the nodes for which all others wait."""
+
 
 class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that a coordinator knows from its start."""
@@ -129,9 +132,12 @@ class JobStart:
         agent.shared = newest
         used = self._agents.used
         sent = [each.shared for each in used if each.shared is not None and each.shared.round == newest.round]
+        if len(sent) == 1:
+            self._expect(
+                "end its part of the examination", lambda each: each.shared is None or each.shared.round < newest.round
+            )  # fmt: skip
         if len(sent) < len(used):
             return
-        self._watch.prepare()
         data = tuple(each.data for each in sent)
         for each in used:
             self._loop.send(each.link, NodesShared(newest.round, data if newest.is_for_all or each.number == 0 else ()))
@@ -141,6 +147,8 @@ class JobStart:
         agent.ready = ready
         used = self._agents.used
         described = [each.ready for each in used if each.ready is not None]
+        if len(described) == 1:
+            self._expect("get ready", lambda each: each.ready is None)
         if len(described) < len(used):
             return
         for each in used[1:]:
@@ -148,6 +156,20 @@ class JobStart:
                 self._refuse(each, "its flags make another job than those of node 0; use the same")
                 return
         self._all_ready()
+
+    def _expect(self, deed: str, is_missing: Callable[[Agent], bool]) -> None:
+        """End the job if a node has not done what another one has, and name it.
+
+        The agents give up shortly after, and do not know for which node they have waited.
+        """
+        limit_s = _EARLIER * self._settings.deadlines.deadline_s
+
+        def look() -> None:
+            late = ", ".join(each.hello.name for each in self._agents.used if is_missing(each))
+            if late and not self._is_over:
+                self._end(ExitCode.FAILED, f"{late} did not {deed} within {limit_s:.0f} s after another node; look there")
+
+        self._loop.after(limit_s, look)
 
     @property
     def replicas(self) -> Mapping[int, tuple[int, ...]]:

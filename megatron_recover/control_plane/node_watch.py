@@ -32,8 +32,8 @@ telling it share half a beat."""
 _TOGETHER_BEATS = 2
 """Resets within so many beats may have one cause: each agent sends once a beat."""
 PREPARING_SILENCES = 6
-"""While nodes prepare, one is waited for as many times `--node-timeout` of silence: it may be busy
-with a slow disk."""
+"""Until all nodes have started their ranks, one is waited for as many times `--node-timeout` of
+silence: it may be busy with a slow disk."""
 
 
 class _Node:
@@ -61,9 +61,10 @@ class NodeWatch:
         cut_off: Callable[[str], None],
         give_up: Callable[[str], None],
     ) -> None:
-        """Watch the nodes that `watch` adds. None is removed for its silence before `prepare`.
+        """Watch the nodes that `watch` adds.
 
-        - `limit_s`: a node that is silent for so long is removed, once `allow` was called.
+        - `limit_s`: a node that is silent for so long is removed, once `allow` was called. Before,
+          one is removed after `PREPARING_SILENCES` times as long.
         - `remove(number, why)` removes a node, which is then no longer watched.
         - `changed()` is called after a node has fallen silent or is heard again.
         - `cut_off(reason)` ends the job, again and again while this node stays cut off.
@@ -75,9 +76,8 @@ class NodeWatch:
         self._is_over = self._has_given_up = False
         self._removed_at: list[float] = []
         """Times of the loop's clock of the newest removals for a reset."""
-        self._patience_s = math.inf
-        """A node is removed after so long a silence at present. Before `prepare` a node may measure
-        what a rank needs, for minutes."""
+        self._patience_s = PREPARING_SILENCES * limit_s
+        """A node is removed after so long a silence at present."""
         loop.after(deadlines.beat_s, self._look)
 
     @property
@@ -97,14 +97,6 @@ class NodeWatch:
     def forget(self, number: int) -> None:
         """Watch a node no longer: it is lost or has left."""
         self._nodes.pop(number, None)
-
-    def prepare(self) -> None:
-        """Remove a node that is silent for long from now on: all have examined themselves."""
-        self._patience_s = PREPARING_SILENCES * self._limit_s
-
-    def suspend(self) -> None:
-        """Remove no node for its silence: agents start ranks, and wait for their fork servers."""
-        self._patience_s = math.inf
 
     def allow(self) -> None:
         """Remove a node that is silent for `limit_s` from now on: the ranks are started."""

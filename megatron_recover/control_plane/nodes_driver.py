@@ -301,7 +301,6 @@ class NodesDriver:
         if is_of_several:  # not before: node 0 records since it has met the others
             places = (trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._start.nodes)
             self._record(trace.NodesMet(nodes=tuple(places)))
-        self._watch.suspend()
         leaders = dict(leader for one in ready_nodes for leader in one.leaders)
         stores = dict(store for one in ready_nodes for store in one.stores)
         for each in used:  # all addresses to all nodes would be gigabytes in a job of 12,500 nodes
@@ -495,7 +494,8 @@ class NodesDriver:
     def _cut_off(self, reason: str) -> None:
         """End the job here. The others have no coordinator, and end by themselves."""
         if self._membership is None:
-            self.end(ExitCode.FAILED, f"{reason}, before training began")
+            silent = ", ".join(each.hello.name for each in self._agents.used if each.number in self._watch.silent)
+            self.end(ExitCode.FAILED, f"{reason}, before training began; nothing is heard of {silent}")
         else:
             self._membership.end(ExitCode.NO_REPLICA_LEFT, reason)
 

@@ -21,7 +21,7 @@ from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import NodeHello
+from megatron_recover.control_plane.node_messages import Met, NodeHello
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver
 from megatron_recover.control_plane.wire import Message, listen
@@ -79,6 +79,34 @@ def test_an_agent_that_meets_the_coordinator_of_another_start_knows_that_its_own
     until(lambda: why)
     assert why == ["another job has begun at its address"] and membership.is_lost and not second.was_joined
     second.close()
+    loop.close()
+
+
+def test_signs_of_life_go_on_while_the_thread_of_an_agent_is_busy_and_messages_wait() -> None:
+    loop, heard = Loop(), list[Message]()
+    deadlines = replace(Deadlines.of(60.0), beat_s=0.02)
+    settings = NodesSettings(
+        owner=1, least=1, most=1, join_s=60.0, last_call_s=0.0, node_silence_s=60.0, deadlines=deadlines
+    )  # fmt: skip
+    coordinator_loop, listener = Loop(), listen(HOST + ":0")
+    driver = NodesDriver(settings, listener, key=KEY, clock=NodeClock(None), loop=coordinator_loop, record=lambda event: None)
+    membership = Membership(
+        address_of(listener), NodeHello(1, "a", 1), key=KEY, clock=NodeClock(None), loop=loop, deadlines=deadlines,
+        patience_s=60.0,
+    )  # fmt: skip
+    end = time.monotonic() + 30.0
+    with membership.kept():
+        while not driver._start.nodes and time.monotonic() < end:
+            coordinator_loop.run_once(0.02)
+        driver._watch._nodes[0].heard_at = before = coordinator_loop.time()
+        while driver._watch._nodes[0].heard_at == before and time.monotonic() < end:
+            coordinator_loop.run_once(0.02)
+        assert driver._watch._nodes[0].heard_at > before and not heard
+        time.sleep(0.1)  # `Met` is read
+    membership.handle(heard.append, lambda why: None)
+    assert [type(each) for each in heard] == [Met]
+    driver.close()
+    coordinator_loop.close()
     loop.close()
 
 

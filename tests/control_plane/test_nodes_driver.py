@@ -287,16 +287,42 @@ def test_a_silent_node_is_removed_by_its_own_time_alone_and_on_the_only_node_nob
 def test_a_node_that_falls_silent_while_it_prepares_ends_the_job_in_time_and_by_name(make_town: Make) -> None:
     town = make_town(node_silence_s=0.1)
     agents = town.meet()
-    town.run(0.1 * PREPARING_SILENCES + 0.3, *agents[:2])
-    assert not town.nodes.has_ended, "it may measure what a rank needs, for minutes"
-    for agent in agents:
-        agent.say(NodeShares(1, b"", is_for_all=False))
     town.run(0.1 * PREPARING_SILENCES - 0.1, *agents[:2])
     assert not town.nodes.has_ended
     town.run(0.3, *agents[:2])
     for agent in agents[:2]:
         [end] = agent.of(JobEnds)
         assert end.exit_code == ExitCode.FAILED and end.reason.startswith("n2: nothing was heard of it for 0.6 s")
+
+
+def test_a_node_that_dies_while_ranks_start_is_lost_in_time(make_town: Make) -> None:
+    town = make_town(node_silence_s=0.1)
+    agents = town.meet()
+    for number, agent in enumerate(agents):
+        agent.say(NodeReady(MembershipSettings(num_replicas=3), (number,), ((number, f"a:{number}"),)))
+    town.until(lambda: all(agent.of(Launch) for agent in agents))
+    for agent in agents[:2]:
+        agent.say(NodeLaunched())
+    town.run(0.1 * PREPARING_SILENCES - 0.1, *agents[:2])
+    assert not town.of(trace.NodeLost)
+    town.run(0.3, *agents[:2])
+    [lost] = town.of(trace.NodeLost)
+    assert lost.name == "n2" and lost.detail.startswith("nothing was heard of it for 0.6 s")
+
+
+@pytest.mark.parametrize("deed", ["end its part of the examination", "get ready"])
+def test_a_node_that_is_heard_and_keeps_all_others_waiting_is_named(make_town: Make, deed: str) -> None:
+    town = make_town()
+    agents = town.meet()
+    is_ready = NodeReady(MembershipSettings(num_replicas=2), (), ())
+    for agent in agents[:2]:
+        agent.say(is_ready if deed == "get ready" else NodeShares(0, b"", is_for_all=True))
+    for _ in range(62):
+        town.turn(0.3)
+        town.run(0.01, *agents)
+    assert not town.nodes.has_ended
+    town.run(0.6, *agents)
+    assert agents[0].of(JobEnds)[0].reason.startswith(f"n2 did not {deed} within 19 s")
 
 
 def test_a_node_whose_link_is_reset_is_lost_though_it_comes_back_at_once(make_town: Make) -> None:
