@@ -108,6 +108,21 @@ def test_a_slurmctld_or_a_judge_that_fails_ends_no_run(tmp_path: Path) -> None:
     assert len((tmp_path / "squeue.calls").read_text().splitlines()) == 3
 
 
+def test_the_key_is_written_through_no_link_and_is_readable_for_its_owner_alone(tmp_path: Path) -> None:
+    text = script.text(SETTINGS["array"])
+    begin = text.index('if [ ! -e "$RUN/key" ]; then')
+    part = text[begin : text.index("# Want of memory")]
+    other = tmp_path / "mine"
+    other.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".key-7").symlink_to(other)
+    done = subprocess.run(["bash", "-c", f"umask 0; SLURM_JOB_ID=7 RUN={run}\n{part}"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr, other.read_text()) == ("", "", "precious")
+    key = run / "key"
+    assert len(key.read_text().strip()) == 44 and key.stat().st_mode & 0o777 == 0o600 and key.stat().st_nlink == 1
+
+
 @pytest.mark.parametrize(
     ("status", "verdict", "running", "is_over"),
     [

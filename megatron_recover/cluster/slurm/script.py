@@ -292,14 +292,16 @@ def _start(settings: Settings) -> Iterator[str]:
     yield f'scontrol update JobId="$SLURM_JOB_ID" Comment="{COMMENT}$start"'
     if settings.meets:
         yield from _because(
-            "The key by which processes of several nodes know each other, made once and readable for you alone. ln gives it "
-            "its name only if there is none, whoever does the same now."
+            "The key by which processes of several nodes know each other, made once and readable for you alone: mktemp makes "
+            "a new file, and writes through no link that somebody has left. ln gives it its name only if there is none, "
+            "whoever does the same now."
         )
         yield 'if [ ! -e "$RUN/key" ]; then'
-        yield '  mine="$RUN/.key-$SLURM_JOB_ID"'
-        yield '  (umask 077; head -c 32 /dev/urandom | base64 > "$mine")'
-        yield '  ln "$mine" "$RUN/key" 2> /dev/null'
-        yield '  rm -f "$mine"'
+        yield '  if mine=$(mktemp "$RUN/.key-XXXXXXXXXX"); then'
+        yield '    head -c 32 /dev/urandom | base64 > "$mine"'
+        yield '    ln "$mine" "$RUN/key" 2> /dev/null'
+        yield '    rm -f "$mine"'
+        yield "  fi"
         yield "fi"
     yield from _because("Want of memory must not end a whole step: the death of one rank costs its microbatches only.")
     yield "oom=()"
