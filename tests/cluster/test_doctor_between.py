@@ -7,16 +7,20 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from megatron_recover.authentication import admission
 from megatron_recover.cluster.doctor import conversation, sharing
+from megatron_recover.cluster.doctor import service as service_module
 from megatron_recover.cluster.doctor.between import Report, judged, lines
 from megatron_recover.cluster.doctor.findings import Check, Folder, Need, warn
 from megatron_recover.cluster.doctor.probing import ALL_PAIRS, MAX_PORTS, Answer, Peer, peers_of, probe, sample
@@ -226,6 +230,28 @@ def test_no_router_may_cut_a_packet(family: int, level: int, option: int) -> Non
         assert sock.getsockopt(level, option) != 3
         conversation.forbid_fragments(sock)
         assert sock.getsockopt(level, option) == 3, "not IP_PMTUDISC_PROBE"
+
+
+def test_a_flood_of_datagrams_holds_neither_the_service_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def endless(_: int) -> tuple[bytes, tuple[str, int]]:
+        read.append(1)
+        assert len(read) < 1000
+        return b"x" * 64, (HERE, 9)
+
+    flooded: Any = SimpleNamespace(_conversations={}, _datagrams=SimpleNamespace(recvfrom=endless))
+    Service._echo_datagrams(flooded)
+    assert len(read) == 64
+    goes_on = threading.Event()
+    monkeypatch.setattr(Service, "_turn", lambda self: goes_on.wait(20.0) and False)
+    monkeypatch.setattr(service_module, "_END_S", 0.1)
+    held = Service(HERE, KEY, 1)
+    begun_at = time.monotonic()
+    held.close()
+    assert time.monotonic() - begun_at < 5.0
+    goes_on.set()
+    held._thread.join(5.0)
 
 
 def test_ipv6_is_tried_as_ipv4_is() -> None:

@@ -47,6 +47,7 @@ INTERVALS = {
     "cluster/doctor/probing.py _REDIAL_S": "between two dials, while `_CONNECT_S` runs",
     "cluster/doctor/probing.py _ECHO_S": "before there is a run, as `_CONNECT_S`",
     "cluster/doctor/probing.py _PACKET_S, _NUM_PACKETS": "between two packets; what never comes back is a warning",
+    "cluster/doctor/service.py _END_S": "for a thread that ends by itself, and that nobody needs any more",
     "cluster/doctor/sharing.py _DEADLINE_S": "before there is a run: what does not answer is not known to be shared",
     "cluster/examination.py _TURN_S": "between two turns of the loop, while `deadline_s` runs",
     "cluster/event_store.py _RETRY_S": "between two tries to write the same batch, which is kept meanwhile",

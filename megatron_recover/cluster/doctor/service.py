@@ -25,6 +25,9 @@ from megatron_recover.host.addresses import family_of
 _CHUNK_BYTES = 2**16
 _WAITING_BYTES = 2**18
 """Bytes for a peer that does not read, above which nothing more is read from it."""
+_MAX_PACKETS = 64
+"""UDP packets that are read in a turn: a stranger may send without end."""
+_END_S = 2.0
 _MAX_CONVERSATIONS = 1024
 """Proven connections at a time; further ones are told that there is no room."""
 
@@ -133,9 +136,9 @@ class Service:
         return sock
 
     def close(self) -> None:
-        """Stop answering; return when the thread has ended."""
+        """Stop answering; return when the thread has ended, or is late: it ends by itself then."""
         self._wake.close()
-        self._thread.join()
+        self._thread.join(_END_S)
 
     def _run(self) -> None:
         try:
@@ -197,7 +200,7 @@ class Service:
     def _echo_datagrams(self) -> None:
         tokens = {each.token for each in self._conversations.values() if each.token}
         with contextlib.suppress(OSError):  # nothing more has come, or the interface sends no packets so large
-            while True:
+            for _ in range(_MAX_PACKETS):
                 packet, sender = self._datagrams.recvfrom(_CHUNK_BYTES)
                 if packet[:TOKEN_BYTES] in tokens:
                     self._datagrams.sendto(packet, sender)
