@@ -349,6 +349,26 @@ def test_a_writer_that_lost_its_right_while_it_published_moves_nothing(job: Job,
     assert job.named() == "10" and job.phases()[-1] == (0, 20, "unnamed")
 
 
+@pytest.mark.parametrize("latest", [20, 30])
+def test_a_late_grant_names_what_was_published_and_not_the_older_branch(
+    job: Job, monkeypatch: pytest.MonkeyPatch, latest: int
+) -> None:
+    """Published and then refused, it has changed places with the older one; a second publishing would change them back."""
+    job.older(10, 20, 30, named=latest)
+    publish = SaveFolder.publish
+
+    def slowly(folder: SaveFolder) -> None:
+        publish(folder)
+        job.first.refused = "its lease has lapsed"
+
+    monkeypatch.setattr(SaveFolder, "publish", slowly)
+    job.save(20)
+    assert job.named() == str(latest) and job.phases()[-1] == (0, 20, "unnamed")
+    job.first.refused = ""
+    job.make_up(21)
+    assert (job.saves()["iter_0000020"], job.named(), job.partial()) == ("0", "20", [])
+
+
 def test_a_writer_that_wakes_under_a_grant_does_not_name_what_is_older_than_the_newest(job: Job) -> None:
     job.save(10)
     job.first.refused = "no grant"

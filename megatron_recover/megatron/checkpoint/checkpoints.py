@@ -250,8 +250,9 @@ class Checkpoints:
         if store.check([self._failure_key]):
             raise OSError(store.get(self._failure_key).decode())
         self._check_right(self._saver.naming_refusal())
-        self.folder.describe(self._samples, self._run_id)
-        self.folder.publish()
+        if not self.folder.is_published:  # an attempt that ended at the last check below has published it
+            self.folder.describe(self._samples, self._run_id)
+            self.folder.publish()
         if self._faults is not None:
             self._faults.at(FaultPoint.CHECKPOINT_TRACKER, step=self._saver.step)
         self._check_right(self._saver.begin_naming())  # last, since publishing takes time

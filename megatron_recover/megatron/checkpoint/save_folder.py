@@ -58,6 +58,9 @@ class SaveFolder:
         self.path = Path(path)
         self.partial = self.path / PARTIAL
         """Folder in which checkpoints are written."""
+        self.is_published = False
+        """True if the checkpoint that was begun last has its name. The partial folder may then have
+        an older one of that name, which must never go back."""
         self._at_first = self._identity()
 
     def named(self) -> int:
@@ -109,6 +112,7 @@ class SaveFolder:
 
     def begin(self, iteration: int) -> None:
         """Create the folder of a partial checkpoint, so that a full disk shows before the save."""
+        self.is_published = False
         (self.partial / f"iter_{iteration:07d}").mkdir()
 
     def describe(self, samples: Mapping[str, str], run_id: str = "") -> None:
@@ -134,6 +138,7 @@ class SaveFolder:
             else:
                 os.rename(each, target)
         sync(self.path)
+        self.is_published = True
 
     def _identity(self) -> tuple[int, int] | None:
         """Return (inode, modification time) of the tracker, which change with each save.
