@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from megatron_recover import packages
-from megatron_recover.megatron.checkpoint.save_folder import PARTIAL, named_in, run_id_of
+from megatron_recover.megatron.checkpoint.save_folder import final, named_in, run_id_of
 from megatron_recover.megatron.reporting import Late, MissedCalls
 from megatron_recover.trainer.driver import Driver
 
@@ -310,7 +310,7 @@ class _Artifact:
     def add_reference(self, uri: str, **kwargs: Any) -> None:
         # Upstream gives the folder in which the checkpoint was written. When the artifact is
         # logged, the checkpoint has been renamed.
-        named = uri.replace(f"/{PARTIAL}/", "/")
+        named = final(uri)
         self._parts.append(lambda artifact: artifact.add_reference(named, **kwargs))
 
     def add_file(self, path: Any) -> None:

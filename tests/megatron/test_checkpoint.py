@@ -28,6 +28,7 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.policy import untrained
 from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host import lock_file
 from megatron_recover.host.process_stat import state_of
 from megatron_recover.megatron.checkpoint import checkpoints as module
 from megatron_recover.megatron.checkpoint import save_folder
@@ -228,7 +229,9 @@ class Job:
         return (self.folder / TRACKER).read_text()
 
     def partial(self) -> list[str]:
-        return sorted(os.listdir(self.folder / ".partial"))
+        """What is left below `.partial`, by its name in the folder of its save."""
+        left = [(each, sorted(os.listdir(each))) for each in (self.folder / ".partial").iterdir()]
+        return sorted(name for each, names in left for name in names or [each.name] if name != "begun")
 
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._log.read_text().splitlines()]
@@ -494,7 +497,10 @@ def test_only_what_is_being_written_is_looked_for_among_the_partial(job: Job) ->
     job.first.write = write
     job.first.start()
     job.first.checkpoints.save_checkpoint_and_time(10)
-    assert during == [f"{job.folder}/.partial/iter_0000010", f"{elsewhere}/iter_0000010"]
+    assert [re.sub("[0-9a-f]{16}", "own", path) for path in during] == [
+        f"{job.folder}/.partial/own/iter_0000010", f"{elsewhere}/iter_0000010"
+    ]  # fmt: skip
+    assert save_folder.final(f"file://{during[0]}") == f"file://{job.folder}/iter_0000010"
     assert name(job.folder) == f"{job.folder}/iter_0000010", "it is complete now"
     job.first.error = Killed()
     with pytest.raises(Killed):
@@ -750,7 +756,7 @@ def test_order_on_the_disk_survives_a_power_failure(job: Job, monkeypatch: pytes
     instants = Instants(monkeypatch)
     job.first.checkpoints.save_checkpoint_and_time(20)
     relative = [
-        (name, re.sub(r"\.[0-9a-f]{16}\.partial", ".partial", path.removeprefix(f"{job.folder}").lstrip("/")))
+        (name, re.sub(r"[./][0-9a-f]{16}\b", "", path.removeprefix(f"{job.folder}").lstrip("/")))
         for name, path in instants.done
     ]
     partial = ".partial/iter_0000020"
@@ -765,6 +771,7 @@ def test_order_on_the_disk_survives_a_power_failure(job: Job, monkeypatch: pytes
         ("fsync", ""),
         ("replace", f"{TRACKER}.partial"),
         ("fsync", ""),
+        ("rmtree", ".partial"),
     ]
 
 
@@ -834,6 +841,56 @@ def test_writer_without_the_lock_removes_nothing(job: Job) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         job.first.checkpoints.save_checkpoint_and_time(10)
     assert job.phases()[-1] == (0, 10, "failed") and (partial / "a").read_text() == "other"
+
+
+def test_a_writer_that_wakes_up_publishes_its_own_folder_and_not_what_another_one_writes(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The locks do not work between two hosts. The first stands still between its first check and the publishing."""
+
+    def stands_still() -> str:
+        if job.first.checkpoints._writing == 20:
+            with pytest.raises(Killed):  # in the middle of writing, like a writer that writes on
+                job.second.checkpoints.save_checkpoint_and_time(21)
+        return ""
+
+    job.save(10)
+    monkeypatch.setattr(lock_file, "acquired", lambda *_: True)
+    job.first.naming_refusal = stands_still  # type: ignore[method-assign]
+    job.second.error = Killed()
+    job.second._writer = lambda: 1
+    job.first.checkpoints.save_checkpoint_and_time(20)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000010": "0"}, "10", ["iter_0000021"])
+    assert (1, 20, "removed_partial") in job.phases() and job.phases()[-1] == (0, 20, "failed")
+    assert "another writer has removed it" in job.events()[-1]["detail"]
+    job.first.checkpoints.save_checkpoint_and_time(30)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000010": "0", "iter_0000030": "0"}, "30", [])
+
+
+def test_what_a_slow_rank_writes_into_a_removed_folder_is_not_published(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream makes the folder again where it is missing. A part of the checkpoint is gone then."""
+
+    def write(iteration: int, *_: Any) -> None:
+        other = SaveFolder(job.folder, 0.0)
+        assert other.clear() == [10]
+        Path(job.first.checkpoints.checkpoint_name(str(job.folder), iteration)).mkdir(parents=True)
+        Replica.write(job.first, iteration)
+
+    monkeypatch.setattr(lock_file, "acquired", lambda *_: True)
+    job.first.write = write
+    job.first.start()
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    assert job.saves() == {} and job.phases()[-1] == (0, 10, "failed")
+
+
+def test_where_an_exchange_fails_in_the_middle_the_older_checkpoint_has_its_name(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_folder, "exchange", lambda *_: False)
+    job.older(20, named=20)
+    with pytest.raises(FileNotFoundError):
+        save_folder._exchange(job.folder / ".partial" / "removed" / "iter_0000020", job.folder / "iter_0000020")
+    assert job.saves() == {"iter_0000020": "older"} and not list(job.folder.glob("*.replaced"))
 
 
 def test_lock_is_held_while_files_are_written(job: Job) -> None:

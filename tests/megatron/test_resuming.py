@@ -27,7 +27,7 @@ def args(tmp_path: Path) -> Namespace:
     folder = SaveFolder(args.load, 1.0)
     with folder.locked():
         folder.clear()
-        (folder.partial / "iter_0000020").mkdir()
+        folder.begin(20)
         folder.describe(alike.samples(args))
         folder.publish()
     (folder.path / TRACKER).write_text("20")

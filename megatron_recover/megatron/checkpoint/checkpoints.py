@@ -141,7 +141,6 @@ class Checkpoints:
         self._background: BackgroundSave | None = None
         self._lock = contextlib.ExitStack()
         """Holds the lock of the folder on rank 0, from the beginning of a save to its end."""
-        self._is_locked = False
         self._is_there = False
         """True if rank 0 has found under the lock that this job has saved the iteration, or a later
         one."""
@@ -225,12 +224,12 @@ class Checkpoints:
         self._saver.stays = True  # until `_conclude`: a writer that leaves names its checkpoint first
 
     def checkpoint_name(self, checkpoints_path: Any, iteration: int, *args: Any, **kwargs: Any) -> str:
-        """Return Megatron's name of a checkpoint, below the partial folder while it is written.
+        """Return Megatron's name of a checkpoint, below the folder of the save while it is written.
 
         Replaces `get_checkpoint_name` (seam `checkpoint_name`).
         """
         if iteration == self._writing and Path(checkpoints_path) == self.folder.path:
-            checkpoints_path = str(self.folder.partial)
+            checkpoints_path = str(self.folder.own)
         return self._originals["checkpoint_name"](checkpoints_path, iteration, *args, **kwargs)
 
     def before_naming(self) -> None:
@@ -366,7 +365,8 @@ class Checkpoints:
         try:
             with self._saver.saving():
                 self._prepare(iteration)
-                if self._agree(lambda: self._is_there):
+                is_there, self.folder.own = self._of_first((self._is_there, self.folder.own))
+                if is_there:
                     self._owed = None
                     self._lock.close()
                     return
@@ -453,18 +453,16 @@ class Checkpoints:
         """
         import torch
 
-        self._is_locked = self._is_there = False
+        self._is_there = False
         if torch.distributed.get_rank() != 0:
             return
         try:
             self._lock.enter_context(self.folder.locked())
-            self._is_locked = True
             if self.folder.has(iteration):  # only under the lock this lasts
                 self._is_there = True
                 return
-            for name in self.folder.clear():
-                if (number := name.removeprefix("iter_")).isdecimal():  # else moved aside (`save_folder._exchange`)
-                    self._record(trace.Checkpoint, iteration=int(number), phase="removed_partial")
+            for removed in self.folder.clear():
+                self._record(trace.Checkpoint, iteration=removed, phase="removed_partial")
             self.folder.begin(iteration)
         except OSError as error:
             self._failure = f"{type(error).__name__}: {error}"
@@ -489,9 +487,8 @@ class Checkpoints:
             return
         self._unnamed = None
         if torch.distributed.get_rank() == 0:
-            if self._is_locked:
-                with contextlib.suppress(OSError):
-                    self.folder.clear()  # a partial checkpoint, or one that was replaced
+            with contextlib.suppress(OSError):
+                self.folder.discard()  # a partial checkpoint, or one that was replaced
             self._report(iteration, failure)
         self._lock.close()
         if failure:
@@ -612,6 +609,12 @@ class Checkpoints:
         """
         import torch
 
-        answer = [torch.distributed.get_rank() == 0 and look()]
-        torch.distributed.broadcast_object_list(answer, src=0)
-        return answer[0]
+        return self._of_first(torch.distributed.get_rank() == 0 and look())
+
+    def _of_first[Value](self, value: Value) -> Value:
+        """Return on all ranks of the replica the value of rank 0. Collective."""
+        import torch
+
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]

@@ -6,6 +6,13 @@ Note [When a checkpoint exists]
     A checkpoint is written below `.partial`. So all that is there can be removed without any check,
     and all that has a checkpoint's name is complete.
 
+    Each save has a folder of its own there, with a random name, and only what is in it gets a name.
+    The lock excludes two writers only where it works between their hosts. Where it does not, a
+    writer that stood still may wake up while another one writes. The other one has removed all that
+    was there, so the first finds its folder gone, and its save fails. Before a folder is removed it
+    is renamed: none of it is moved out while it is removed. The file `begun` in it goes with it, so
+    a folder that a slow rank makes again counts as gone.
+
     When all of a checkpoint is written, it is synced and moved to its name in one rename. An older
     branch (`--ckpt-step`) may have left a complete checkpoint of this iteration. Then the two
     change places in one step (NFS: `_exchange`), and the older checkpoint is removed after the
@@ -22,8 +29,11 @@ Note [When a checkpoint exists]
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +44,10 @@ from megatron_recover.host.whole_file import exchange, sync
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
 _LOCK = ".writer.lock"
+_BEGUN = "begun"
+"""File in the folder of a save."""
+_TOKEN_LENGTH = 16
+"""Length of the name of that folder, in hexadecimal digits."""
 _SAMPLES = "samples.json"
 """File in each checkpoint that describes the samples of the run (`alike.samples`)."""
 _RUN_ID = "wandb_run_id.txt"
@@ -57,10 +71,15 @@ class SaveFolder:
         self._lock_s = lock_s
         self.path = Path(path)
         self.partial = self.path / PARTIAL
-        """Folder in which checkpoints are written."""
+        """Folder in which checkpoints are written, each in a folder of its own."""
+        self.own: Path | None = None
+        """Folder of the save that this writer has begun; None: there is none. Rank 0 tells it to
+        the other ranks."""
+        self._begun = self.partial
+        """The checkpoint in it."""
         self.is_published = False
-        """True if the checkpoint that was begun last has its name. The partial folder may then have
-        an older one of that name, which must never go back."""
+        """True if the checkpoint that was begun last has its name. Its folder may then have an
+        older one of that name, which must never go back."""
         self._at_first = self._identity()
 
     def named(self) -> int:
@@ -99,46 +118,65 @@ class SaveFolder:
                 raise TimeoutError(f"another writer holds {self.path / _LOCK}; does another job save there?")
             yield
 
-    def clear(self) -> list[str]:
-        """Remove all partial checkpoints, and create their folder; return the removed names."""
+    def clear(self) -> list[int]:
+        """Remove all partial checkpoints, whose ever they are; return their iterations.
+
+        Their folder is created if there is none.
+        """
         self.partial.mkdir(exist_ok=True)
-        found = sorted(self.partial.iterdir())
-        for each in found:
+        names: list[str] = []
+        for each in sorted(self.partial.iterdir()):
             if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each)
+                names += (each.name, *os.listdir(each))  # earlier versions had no folder for each save
+                _remove(each)
             else:
                 each.unlink()
-        return [each.name for each in found]
+        numbers = (name.removeprefix("iter_") for name in names if name.startswith("iter_"))
+        return sorted(int(number) for number in numbers if number.isdecimal())  # else moved aside (`_exchange`)
 
     def begin(self, iteration: int) -> None:
         """Create the folder of a partial checkpoint, so that a full disk shows before the save."""
-        self.is_published = False
-        (self.partial / f"iter_{iteration:07d}").mkdir()
+        self.own, self.is_published = self.partial / secrets.token_hex(_TOKEN_LENGTH // 2), False
+        self._begun = self.own / f"iter_{iteration:07d}"
+        self._begun.mkdir(parents=True)
+        (self.own / _BEGUN).touch()
 
     def describe(self, samples: Mapping[str, str], run_id: str = "") -> None:
         """Store `samples` (`alike.samples`) in the partial checkpoint, to be published with it.
 
         `run_id` (`wandb_run.py`) is stored as well, unless it is empty.
         """
-        for each in self.partial.glob("iter_*"):
-            (each / _SAMPLES).write_text(json.dumps(samples))
-            if run_id:
-                (each / _RUN_ID).write_text(run_id)
+        self._check_begun()
+        (self._begun / _SAMPLES).write_text(json.dumps(samples))
+        if run_id:
+            (self._begun / _RUN_ID).write_text(run_id)
 
     def publish(self) -> None:
-        """Give each partial checkpoint its name, durably; call it when all of it is written.
+        """Give the checkpoint that was begun its name, durably; call it when all of it is written.
 
         An older checkpoint of that name moves to the place of the partial one.
         """
-        for each in sorted(self.partial.iterdir()):
-            _sync_tree(each)
-            target = self.path / each.name
-            if os.path.lexists(target):
-                _exchange(each, target)
-            else:
-                os.rename(each, target)
+        _sync_tree(self._begun)
+        self._check_begun()
+        target = self.path / self._begun.name
+        if os.path.lexists(target):
+            _exchange(self._begun, target)
+        else:
+            os.rename(self._begun, target)
         sync(self.path)
         self.is_published = True
+
+    def discard(self) -> None:
+        """Remove the folder of the save that was begun, if there is one."""
+        if self.own is not None:
+            shutil.rmtree(self.own)
+            self.own = None
+
+    def _check_begun(self) -> None:
+        """Raise FileNotFoundError if the folder of the save was removed meanwhile."""
+        if self.own is None or not (self.own / _BEGUN).exists():
+            why = "another writer has removed it before it was complete (do locks work between the hosts?)"
+            raise FileNotFoundError(errno.ENOENT, why, str(self._begun))
 
     def _identity(self) -> tuple[int, int] | None:
         """Return (inode, modification time) of the tracker, which change with each save.
@@ -150,6 +188,11 @@ class SaveFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_ino, status.st_mtime_ns
+
+
+def final(path: str) -> str:
+    """Return a path or URI of a partial checkpoint as it is once the checkpoint has its name."""
+    return re.sub(rf"/{re.escape(PARTIAL)}/[0-9a-f]{{{_TOKEN_LENGTH}}}/", "/", path)
 
 
 def named_in(path: Path) -> int:
@@ -199,8 +242,25 @@ def _exchange(new: Path, old: Path) -> None:
     if os.path.lexists(aside):  # of a writer that died below, before the last line
         os.rename(aside, new.with_name(aside.name))
     os.rename(old, aside)
-    os.rename(new, old)
+    try:
+        os.rename(new, old)
+    except OSError:  # such as where another writer has removed the new one
+        with contextlib.suppress(OSError):
+            os.rename(aside, old)
+        raise
     os.rename(aside, new)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of another save. See Note [When a checkpoint exists]."""
+    gone = folder.with_name(f"removed-{secrets.token_hex(_TOKEN_LENGTH // 2)}")
+    try:
+        os.rename(folder, gone)
+    except FileNotFoundError:
+        return
+    except OSError:  # a full disk may refuse even that, and needs the removal most
+        gone = folder
+    shutil.rmtree(gone)
 
 
 def _sync_tree(folder: Path) -> None:
