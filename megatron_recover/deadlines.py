@@ -179,7 +179,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     next starts at once again. The launcher gives up only at the end of the run."""
     store_s: float
     """Longest wait of the recorder for the files of the trace to close, and for those of the logs.
-    Then the recorder ends all the same. Fixed: see `trace_s`."""
+    Then the recorder ends all the same. Also the longest wait of the launcher, at its end, for the
+    disk to take that the job no longer holds the folder of `--save`. Fixed: see `trace_s`."""
     orphan_s: float
     """Time for which the recorder of a launcher that is gone still records events of ranks, which
     are being killed. Fixed: see `trace_s`."""

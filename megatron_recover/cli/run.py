@@ -103,7 +103,7 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
     finally:
         launcher.release_signals()
         if save_lock is not None:
-            save_lock.release()
+            save_lock.release(job.config.deadlines.store_s)
 
 
 def _described(

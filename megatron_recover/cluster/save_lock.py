@@ -72,10 +72,19 @@ class SaveLock:
             raise
         threading.Thread(target=self._beat, name="save-lock", daemon=True).start()
 
-    def release(self) -> None:
-        """Give the lock back. Remove the folder if this job made it and saved nothing there."""
+    def release(self, patience_s: float) -> None:
+        """Give the lock back. Remove the folder if this job made it and saved nothing there.
+
+        If the disk takes longer than `patience_s` seconds, leave the file as it is: the kernel
+        releases the lock when this process ends.
+        """
         self._over.set()
-        with contextlib.suppress(OSError), self._writing:
+        giving_back = threading.Thread(target=self._give_back, name="save-lock-end", daemon=True)
+        giving_back.start()
+        giving_back.join(patience_s)
+
+    def _give_back(self) -> None:
+        with contextlib.suppress(OSError), self._writing:  # a beat may still wait for the disk
             self._write(b"")
             if self._made and [each.name for each in self._path.parent.iterdir()] == [LOCK]:
                 self._path.unlink()
@@ -120,11 +129,11 @@ class SaveLock:
                     self._write(msgspec.json.encode(self._holder))
 
     def _write(self, content: bytes) -> None:
-        self._file.seek(0)
-        self._file.write(content.decode())
-        self._file.truncate()
-        self._file.flush()
-        os.fsync(self._file.fileno())  # NFS: without it other hosts see the file half a minute later
+        """Write the file, without a buffer: one whose write stands still could not be closed."""
+        descriptor = self._file.fileno()
+        os.pwrite(descriptor, content, 0)
+        os.ftruncate(descriptor, len(content))
+        os.fsync(descriptor)  # NFS: without it other hosts see the file half a minute later
 
 
 def _holder_of(file: IO[str]) -> _Holder | None:

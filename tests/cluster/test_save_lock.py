@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_recover.observe.follow import launcher
 from tests.forks import CONTEXT
 
 pytestmark = pytest.mark.timeout(90)
+PATIENCE_S = 60.0
 
 
 def hold(folder: Path, run_dir: Path) -> None:
@@ -52,14 +54,14 @@ def test_a_second_job_is_refused_and_told_the_first_until_that_is_dead(first: An
     first.join()
     lock = SaveLock(folder, tmp_path / "other")
     assert str(tmp_path / "other") in (folder / LOCK).read_text()
-    lock.release()
+    lock.release(PATIENCE_S)
     assert (folder / LOCK).read_text() == ""
 
 
 def test_a_folder_that_the_job_made_and_did_not_use_is_removed(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for name in ("there", "new"):
-        SaveLock(tmp_path / name, tmp_path).release()
+        SaveLock(tmp_path / name, tmp_path).release(PATIENCE_S)
     assert (tmp_path / "there").exists() and not (tmp_path / "new").exists()
 
 
@@ -89,7 +91,7 @@ def test_a_job_of_another_host_lives_while_its_file_changes(
         with pytest.raises(ValueError, match="process 7 on another-host, run directory /run, since today"):
             SaveLock(tmp_path / "save", tmp_path)
     else:
-        SaveLock(tmp_path / "save", tmp_path).release()
+        SaveLock(tmp_path / "save", tmp_path).release(PATIENCE_S)
 
 
 def test_where_a_file_system_has_no_locks_a_process_of_this_host_is_looked_up(
@@ -103,11 +105,11 @@ def test_where_a_file_system_has_no_locks_a_process_of_this_host_is_looked_up(
     with pytest.raises(ValueError, match=f"process {os.getpid()}"):
         SaveLock(tmp_path / "save", tmp_path)
     holder = msgspec.json.decode((tmp_path / "save" / LOCK).read_bytes(), type=save_lock._Holder)
-    lock.release()
+    lock.release(PATIENCE_S)
     ended = replace(holder, process=replace(holder.process, began=holder.process.began - 1))  # the id is used again
     (tmp_path / "save").mkdir(exist_ok=True)
     (tmp_path / "save" / LOCK).write_bytes(msgspec.json.encode(ended))
-    SaveLock(tmp_path / "save", tmp_path).release()
+    SaveLock(tmp_path / "save", tmp_path).release(PATIENCE_S)
 
 
 def test_a_job_that_lives_changes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +118,7 @@ def test_a_job_that_lives_changes_its_file(tmp_path: Path, monkeypatch: pytest.M
     before = (tmp_path / "save" / LOCK).read_bytes()
     while (tmp_path / "save" / LOCK).read_bytes() in (before, b""):
         time.sleep(0.01)
-    lock.release()
+    lock.release(PATIENCE_S)
 
 
 def test_other_hosts_see_each_change_of_the_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +137,33 @@ def test_other_hosts_see_each_change_of_the_file_at_once(tmp_path: Path, monkeyp
     while b'"beat":2' not in seen[-1]:
         time.sleep(0.01)
     (tmp_path / "save" / "checkpoint").touch()  # or the file goes with the folder
-    lock.release()
+    lock.release(PATIENCE_S)
     assert seen[-1] == b""
+
+
+@pytest.mark.parametrize("is_beating", [True, False])
+def test_a_disk_that_stands_still_keeps_no_job_from_its_end(
+    is_beating: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the last sync nor in one of a beat, which holds the file."""
+    stalled, goes_on = threading.Event(), threading.Event()
+
+    def stand_still(_: int) -> None:
+        stalled.set()
+        goes_on.wait(60.0)
+
+    monkeypatch.setattr(save_lock, "_BEAT_S", 0.01 if is_beating else 1000.0)
+    (tmp_path / "save").mkdir()
+    lock = SaveLock(tmp_path / "save", tmp_path)
+    monkeypatch.setattr(os, "fsync", stand_still)
+    if is_beating:
+        assert stalled.wait(20.0)
+    since = time.monotonic()
+    lock.release(0.2)
+    assert time.monotonic() - since < 20.0
+    goes_on.set()
+    for each in threading.enumerate():
+        if each.name.startswith("save-lock"):
+            each.join()
+    assert (tmp_path / "save" / LOCK).read_text() == ""
+    SaveLock(tmp_path / "save", tmp_path).release(PATIENCE_S)
