@@ -81,6 +81,8 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
             if not arguments.quiet and not Path(arguments.chaos).is_file():
                 print(chaos_text)
         launcher = Launcher(job, quiet=arguments.quiet, wanted=wanted, joined=joined)
+        if save_lock is not None:
+            save_lock.tell(launcher.ask_end)
         exit_code = _run(launcher)
     except OSError as error:
         if error.errno not in _NO_ROOM:

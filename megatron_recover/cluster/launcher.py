@@ -203,6 +203,10 @@ class Launcher:
                 self._monitoring.close()
         return exit_code
 
+    def ask_end(self, why: str) -> None:
+        """Request the end of the job, as `RunEnd.ask` does. Any thread may ask."""
+        self._end.ask(why)
+
     def release_signals(self) -> None:
         """Restore the signal handlers from before `run`, as `RunEnd.release_signals` does."""
         self._end.release_signals()

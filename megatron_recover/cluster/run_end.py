@@ -87,6 +87,16 @@ class RunEnd:
             self._send(NodeFailed(exit_code, reason))
         self.begin(exit_code, reason)
 
+    def ask(self, why: str) -> None:
+        """Request the end of the job after a common step, as a signal does. Any thread may ask."""
+
+        def begin() -> None:
+            if self._exit is None:
+                self._says(f"{why}: {self._promise() if self._has_begun() else 'ending before training has begun'}")
+                self._send(EndAsked(why))
+
+        self._loop.post(begin)
+
     # --- Signals ----------------------------------------------------------------------------------
 
     def received(self) -> AbstractContextManager[None]:

@@ -12,6 +12,10 @@ Note [When the first job is dead]
       lives.
     - The file system has no locks: a process of this host is looked up by its id and start time;
       one of another host is watched.
+
+    Where locks do not work between two hosts, a launcher that stood still for `_WATCH_S` counts as
+    dead, and another job takes the file over. So the launcher reads the file before it rewrites or
+    empties it. If the file names another job, it leaves the file alone, and its own job ends.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -63,6 +68,9 @@ class SaveLock:
         self._path, self._stack = folder / LOCK, contextlib.ExitStack()
         self._holder = _Holder(launcher.this_process(), str(run_dir), time.strftime("%Y-%m-%d %H:%M:%S %z"))
         self._over, self._writing = threading.Event(), threading.Lock()
+        self._taken = ""
+        """Line about the job that has taken the file over; empty if none has."""
+        self._on_taken: Callable[[str], None] = lambda why: None
         try:
             self._file = self._stack.enter_context(lock_file.opened(self._path))
             self._refuse_second(folder)
@@ -71,6 +79,13 @@ class SaveLock:
             self._stack.close()
             raise
         threading.Thread(target=self._beat, name="save-lock", daemon=True).start()
+
+    def tell(self, on_taken: Callable[[str], None]) -> None:
+        """Call `on_taken(line)` once if another job takes the lock over, in any thread."""
+        with self._writing:
+            self._on_taken = on_taken
+            if self._taken:
+                on_taken(self._taken)
 
     def release(self, patience_s: float) -> None:
         """Give the lock back. Remove the folder if this job made it and saved nothing there.
@@ -84,12 +99,13 @@ class SaveLock:
         giving_back.join(patience_s)
 
     def _give_back(self) -> None:
-        with contextlib.suppress(OSError), self._writing:  # a beat may still wait for the disk
+        with self._stack, contextlib.suppress(OSError), self._writing:  # a beat may still wait for the disk
+            if self._is_taken():
+                return
             self._write(b"")
             if self._made and [each.name for each in self._path.parent.iterdir()] == [LOCK]:
                 self._path.unlink()
                 self._path.parent.rmdir()
-        self._stack.close()
 
     def _refuse_second(self, folder: Path) -> None:
         """Take the kernel's lock. Raise ValueError if another job lives that saves here."""
@@ -116,17 +132,33 @@ class SaveLock:
         until = time.monotonic() + _WATCH_S
         while time.monotonic() < until:
             time.sleep(_LOOK_S)
-            with open(self._path, encoding="utf-8") as again:  # anew: some file systems look only then
-                if _holder_of(again) != holder:
-                    return True
+            if self._holder_now() != holder:
+                return True
         return False
 
     def _beat(self) -> None:
-        while not self._over.wait(_BEAT_S):
+        while not self._taken and not self._over.wait(_BEAT_S):
             self._holder = msgspec.structs.replace(self._holder, beat=self._holder.beat + 1)
             with contextlib.suppress(OSError), self._writing:
-                if not self._over.is_set():
+                if not self._over.is_set() and not self._is_taken():
                     self._write(msgspec.json.encode(self._holder))
+
+    def _is_taken(self) -> bool:
+        """Return whether the file names another job. The first time, tell so. Raises OSError."""
+        holder = self._holder_now()
+        if not self._taken and holder is not None and holder.process != self._holder.process:
+            process = holder.process
+            self._taken = (
+                f"--save {self._path.parent} was taken over by another job (process {process.pid} on {process.host}, run "
+                f"directory {holder.run_dir}), since this launcher stood still and locks do not work between the two hosts"
+            )
+            self._on_taken(self._taken)
+        return bool(self._taken)
+
+    def _holder_now(self) -> _Holder | None:
+        """Return the job that the file names. Raises OSError."""
+        with open(self._path, encoding="utf-8") as again:  # anew: some file systems look only then
+            return _holder_of(again)
 
     def _write(self, content: bytes) -> None:
         """Write the file, without a buffer: one whose write stands still could not be closed."""

@@ -109,7 +109,7 @@ class NodePart(Value, frozen=True):
 
 
 class EndAsked(Value, frozen=True):
-    """A signal to an agent requests the end of the job after a common step."""
+    """An agent requests the end of the job after a common step, mostly for a signal."""
 
     reason: str
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.cluster import save_lock
+from megatron_recover.cluster.run_end import RunEnd
 from megatron_recover.cluster.save_lock import LOCK, SaveLock
+from megatron_recover.cluster.signals import EndRequest
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.node_messages import EndAsked
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
 from megatron_recover.observe.follow import launcher
 from tests.forks import CONTEXT
@@ -167,3 +173,45 @@ def test_a_disk_that_stands_still_keeps_no_job_from_its_end(
             each.join()
     assert (tmp_path / "save" / LOCK).read_text() == ""
     SaveLock(tmp_path / "save", tmp_path).release(PATIENCE_S)
+
+
+def test_a_launcher_that_stood_still_leaves_the_file_to_the_job_that_has_taken_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks do not work between the two hosts, so the file alone shows the other job."""
+    monkeypatch.setattr(save_lock, "_BEAT_S", 0.01)
+    said: list[str] = []
+    lock = SaveLock(tmp_path / "save", tmp_path)
+    lock.tell(said.append)
+    other = msgspec.json.encode(save_lock._Holder(launcher.LauncherProcess("another-host", 7, 1), "/run", "today"))
+    with lock._writing:  # it stands still
+        (tmp_path / "save" / LOCK).write_bytes(other)
+    while not said:
+        time.sleep(0.01)
+    lock.release(PATIENCE_S)
+    assert (tmp_path / "save" / LOCK).read_bytes() == other
+    [line] = said
+    assert f"--save {tmp_path}/save was taken over by another job (process 7 on another-host, run directory /run)" in line
+
+
+def test_a_launcher_that_wakes_up_at_its_end_does_not_empty_the_file_of_another_job(tmp_path: Path) -> None:
+    lock = SaveLock(tmp_path / "save", tmp_path)
+    other = msgspec.json.encode(save_lock._Holder(launcher.LauncherProcess("another-host", 7, 1), "/run", "today"))
+    (tmp_path / "save" / LOCK).write_bytes(other)
+    lock.release(PATIENCE_S)
+    assert (tmp_path / "save" / LOCK).read_bytes() == other
+
+
+def test_a_job_whose_folder_was_taken_over_ends_as_after_a_signal() -> None:
+    loop, sent, said = Loop(), list[Any](), list[str]()
+    job: Any = Namespace(shutdown_s=None, nodes=())
+    end = RunEnd(
+        job, loop=loop, deadlines=Deadlines.of(), says=said.append, send=sent.append,
+        has_begun=lambda: True, promise=lambda: "all end", request=EndRequest(),
+    )  # fmt: skip
+    asking = threading.Thread(target=end.ask, args=("taken",))
+    asking.start()
+    asking.join()
+    loop.run_once(1.0)
+    loop.close()
+    assert (sent, said) == ([EndAsked("taken")], ["taken: all end"])
