@@ -69,7 +69,7 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
             _withdraw(job, joined, "\n".join((_REFUSED, *refusals)), existed=existed)
             return ExitCode.BAD_INPUT
         link_logs(job)
-        save_lock = _locked_save(job)
+        save_lock = _locked_save(job, joined)
     except (NotMet, ValueError) as error:
         _withdraw(job, joined, str(error), existed=existed)
         if isinstance(error, NotMet):
@@ -153,15 +153,18 @@ def _leave_mark(command: Sequence[str], exit_code: int, reason: str, run_dir: Pa
         print(f"megatron-recover run: no mark {stop_mark.STOP_MARK} in --save {save}: {error.strerror}", file=sys.stderr)
 
 
-def _locked_save(job: Job) -> SaveLock | None:
+def _locked_save(job: Job, joined: Joined | None) -> SaveLock | None:
     """Lock the folder of `--save`, if there is one, so that no second job saves there.
 
     The node of the coordinator does so for all nodes.
 
     Raises ValueError with the remedy.
     """
+    if job.save is None or job.node:
+        return None
+    coordinator = joined.coordinator if joined is not None and len(job.nodes) > 1 else None
     try:
-        return SaveLock(job.save, job.run_dir) if job.save is not None and not job.node else None
+        return SaveLock(job.save, job.run_dir, coordinator.process.pid if coordinator is not None else None)
     except OSError as error:
         raise ValueError(f"--save {job.save} cannot be locked ({error.strerror}); give another folder") from error
 

@@ -6,7 +6,9 @@ Note [When the first job is dead]
 
     - The kernel's lock is held: the first job lives, wherever it is.
     - The lock is free, and the file names a process of this host: the process has ended, since the
-      kernel of this host released its lock.
+      kernel of this host released its lock. Of a job of several nodes the file also names the
+      coordinator, which outlives the launcher while the other nodes train on. If it has not ended
+      within `_WATCH_S`, the job lives.
     - The lock is free, and the file names another host: either that job is dead, or locks do not
       work between the two hosts. So the file is watched for `_WATCH_S`. If it changes, the job
       lives.
@@ -50,6 +52,8 @@ class _Holder(msgspec.Struct, frozen=True):
     run_dir: str
     since: str
     """Local time of its start, with the offset from UTC."""
+    coordinator: launcher.LauncherProcess | None = None
+    """The process of its coordinator, if the job has several nodes."""
     beat: int = 0
     """Number of times that the file was rewritten."""
 
@@ -57,8 +61,10 @@ class _Holder(msgspec.Struct, frozen=True):
 class SaveLock:
     """The lock of this job. `release` it, or end the process."""
 
-    def __init__(self, folder: Path, run_dir: Path) -> None:
+    def __init__(self, folder: Path, run_dir: Path, coordinator: int | None = None) -> None:
         """Take the lock of the `--save` folder, which is created if there is none.
+
+        `coordinator`: id of the process of the coordinator, if the job has several nodes.
 
         Raises ValueError that names the first job if that lives, and OSError if the folder cannot
         be written.
@@ -66,7 +72,10 @@ class SaveLock:
         self._made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._stack = folder / LOCK, contextlib.ExitStack()
-        self._holder = _Holder(launcher.this_process(), str(run_dir), time.strftime("%Y-%m-%d %H:%M:%S %z"))
+        self._holder = _Holder(
+            launcher.this_process(), str(run_dir), time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            coordinator=launcher.process_of(coordinator) if coordinator is not None else None,
+        )  # fmt: skip
         self._over, self._writing = threading.Event(), threading.Lock()
         self._taken = ""
         """Line about the job that has taken the file over; empty if none has."""
@@ -120,17 +129,26 @@ class SaveLock:
         if holder is None:
             raise ValueError(f"--save {folder} is in use by another job, which is just starting; give another folder")
         process = holder.process
+        alone = ""
+        if is_free and holder.coordinator is not None and process.host == host_name() and not launcher.is_running(process):
+            alone = (
+                f" (which has ended; its coordinator, process {holder.coordinator.pid}, has not, and its other nodes may train)"
+            )
         raise ValueError(
-            f"--save {folder} is in use by another job: process {process.pid} on {process.host}, run directory "
+            f"--save {folder} is in use by another job: process {process.pid} on {process.host}{alone}, run directory "
             f"{holder.run_dir}, since {holder.since}; end that job first, or give another folder"
         )
 
     def _lives(self, holder: _Holder, *, has_locks: bool) -> bool:
         """Return whether a job lives whose lock is free. See Note [When the first job is dead]."""
-        if holder.process.host == host_name():
-            return not has_locks and launcher.is_running(holder.process)
-        until = time.monotonic() + _WATCH_S
-        while time.monotonic() < until:
+        is_here, until = holder.process.host == host_name(), time.monotonic() + _WATCH_S
+        if is_here and not has_locks and launcher.is_running(holder.process):
+            return True
+        while is_here and holder.coordinator is not None and launcher.is_running(holder.coordinator):
+            if time.monotonic() > until:
+                return True
+            time.sleep(_LOOK_S)
+        while not is_here and time.monotonic() < until:
             time.sleep(_LOOK_S)
             if self._holder_now() != holder:
                 return True

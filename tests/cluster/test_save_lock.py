@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import subprocess
 import threading
 import time
 from argparse import Namespace
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.timeout(90)
 PATIENCE_S = 60.0
 
 
-def hold(folder: Path, run_dir: Path) -> None:
-    SaveLock(folder, run_dir)
+def hold(folder: Path, run_dir: Path, coordinator: int | None = None) -> None:
+    SaveLock(folder, run_dir, coordinator)
     time.sleep(1000.0)
 
 
@@ -69,6 +70,27 @@ def test_a_folder_that_the_job_made_and_did_not_use_is_removed(tmp_path: Path) -
     for name in ("there", "new"):
         SaveLock(tmp_path / name, tmp_path).release(PATIENCE_S)
     assert (tmp_path / "there").exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_job_whose_launcher_alone_has_ended_lives_as_long_as_its_coordinator(
+    lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other nodes train on with it. It ends a moment after the last of them."""
+    monkeypatch.setattr(save_lock, "_WATCH_S", 0.5 if lives else 60.0)
+    with subprocess.Popen(["sleep", "1000" if lives else "0.5"]) as coordinator:
+        process = CONTEXT.Process(target=hold, args=(tmp_path / "save", tmp_path / "run", coordinator.pid))
+        process.start()
+        while not (tmp_path / "save" / LOCK).exists() or not (tmp_path / "save" / LOCK).read_text():
+            time.sleep(0.02)
+        process.kill()
+        process.join()
+        if lives:
+            with pytest.raises(ValueError, match=rf"has ended; its coordinator, process {coordinator.pid}, has not"):
+                SaveLock(tmp_path / "save", tmp_path)
+            coordinator.kill()
+        else:
+            SaveLock(tmp_path / "save", tmp_path).release(PATIENCE_S)
 
 
 def elsewhere(folder: Path) -> save_lock._Holder:

@@ -88,7 +88,7 @@ INTERVALS = {
     "data_plane/nccl.py SHORTEST_SLICE_S, LONGEST_SLICE_S": "between two looks at an event of the GPU",
     "megatron/wandb_run.py KEEP_S": "logged values are kept so long in memory, and nobody waits for that",
     "cluster/save_lock.py _BEAT_S": "between two signs of life of a job in its lock file",
-    "cluster/save_lock.py _WATCH_S": "before there is a run: the lock of a job of another host is watched so long",
+    "cluster/save_lock.py _WATCH_S": "before there is a run: the lock of a job that may be dead is watched so long",
     "cluster/save_lock.py _LOOK_S": "between two looks at that lock",
     "megatron/checkpoint/checkpoints.py _POLL_S": "between two looks for a grant, while `save_s` runs",
     "megatron/checkpoint/checkpoints.py _RETRY_S": "between two tries of the last save, while `save_s` runs",

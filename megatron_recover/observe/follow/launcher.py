@@ -32,12 +32,17 @@ class _Description(msgspec.Struct):
 
 def this_process() -> LauncherProcess:
     """Return the calling process."""
-    found = _stat(os.getpid())
-    return LauncherProcess(host_name(), os.getpid(), found[1] if found is not None else 0)
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> LauncherProcess:
+    """Return the process `pid` of this host."""
+    found = _stat(pid)
+    return LauncherProcess(host_name(), pid, found[1] if found is not None else 0)
 
 
 def is_running(process: LauncherProcess) -> bool:
-    """Return whether a launcher of this host runs; a stopped one counts too."""
+    """Return whether a process of this host runs; a stopped one counts too."""
     found = _stat(process.pid)
     return found is not None and found[1] == process.began and found[0] != "Z"
 
