@@ -12,7 +12,8 @@ Note [Grants]
     - The coordinator gives the writer of its roster one grant ahead. So nobody waits for a grant
       when nothing fails.
     - An attempt to name a checkpoint uses the grant up, whether the attempt succeeds or not. The
-      holder confirms the end of the attempt, and the coordinator gives the next grant.
+      holder confirms the end of the attempt, and the coordinator gives the next grant. The one
+      exception is Note [Last generation].
     - If the holder is lost, the coordinator gives no grant before that holder can name nothing any
       more: its confirmation came, its death is confirmed, or its lease has lapsed.
 
@@ -30,7 +31,24 @@ Note [Last generation]
     If the coordinator is lost, no beat renews the lease. A replica whose vote says that the
     coordinator is lost enters no newer generation (`core/replica.py`). A committed record that says
     so for every member of its roster proves that this generation is the last one, and its writer
-    the last writer. That writer may use the grant that it holds, without a lease.
+    the last writer. That writer needs no lease. If the coordinator has ever given it a grant, the
+    newest one lasts: it may name any number of checkpoints under it, one after the other. This
+    matters because a coordinator may be lost for `Deadlines.node_s` before anybody notices, and a
+    checkpoint that is named meanwhile has used up the grant that was given ahead.
+
+    Why nobody else may name then:
+
+    - The coordinator gives a grant only while none is open. So when it gave this writer one, all
+      earlier grants were closed: confirmed, or their holders dead or without a lease. An earlier
+      holder that takes an older generation for its last one is none: the members of that one were
+      bound to it, this writer among them.
+    - A later grant goes to the lowest id of a roster, and rosters only shrink. So it goes to this
+      writer, until the coordinator removes it, in a generation newer than the last one. Another
+      replica of that roster was also a member of the last generation, and is bound: it enters no
+      newer one, and a grant of one counts for nothing there (`received`).
+
+    A writer without any grant proves nothing of the kind: it became the writer when another replica
+    was lost, whose lease may not have lapsed yet. It names nothing.
 """
 
 from __future__ import annotations
@@ -110,10 +128,10 @@ class Holding(Value, frozen=True):
     """Time at which the replica sent its newest answer to a beat, or its greeting."""
     renewed_at: float | None = None
     """Time from which the lease counts; None before the first beat. See Note [Lease]."""
-    num_received: int = 0
-    """Number of the newest grant that was received."""
-    grant: Grant | None = None
-    """The grant that is not used yet."""
+    newest: Grant | None = None
+    """The newest grant that was received."""
+    is_used: bool = False
+    """True after an attempt under the newest grant has begun."""
     attempt: Grant | None = None
     """The grant under which the replica is naming a checkpoint now."""
 
@@ -130,17 +148,19 @@ def received(holding: Holding, grant: Grant, generation: Generation) -> Holding:
     a grant of a newer generation is for a generation that this replica does not enter, and counts
     for nothing (Note [Last generation]).
     """
-    if grant.number <= holding.num_received or grant.generation > generation:
+    is_old = holding.newest is not None and grant.number <= holding.newest.number
+    if is_old or grant.generation > generation:
         return holding
-    return replace(holding, grant=grant, num_received=grant.number)
+    return replace(holding, newest=grant, is_used=False)
 
 
 def refusal(holding: Holding, now: float, lease_s: float, *, is_last: bool = False) -> str:
     """Return why the replica must not begin to name a checkpoint at `now`; "" if it may.
 
-    `is_last`: its generation is the last one, so the lease does not count.
+    `is_last`: its generation is the last one, so neither the lease nor the use of the newest grant
+    counts (Note [Last generation]).
     """
-    if holding.attempt is not None or holding.grant is None:
+    if holding.attempt is not None or holding.newest is None or (holding.is_used and not is_last):
         return "the coordinator has not given the next grant yet"
     if is_last:
         return ""
@@ -155,7 +175,7 @@ def begun(holding: Holding) -> Holding:
 
     Call it only where `refusal` is empty.
     """
-    return replace(holding, attempt=holding.grant, grant=None)
+    return replace(holding, attempt=holding.newest, is_used=True)
 
 
 def attempted(holding: Holding) -> Holding:

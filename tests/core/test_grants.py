@@ -60,12 +60,7 @@ def test_the_next_grant_on_suspicion_alone_is_caught(monkeypatch: pytest.MonkeyP
 def test_a_grant_that_is_used_twice_is_caught() -> None:
     class Twice(Naming):
         def begun(self, holding: Holding) -> Holding:
-            return grants.replace(holding, attempt=holding.grant)
-
-        def received(self, writer: Writer, number: int, message: Any) -> Writer:
-            after = super().received(writer, number, message)
-            kept = writer.holding.grant is not None and after.holding.grant is None
-            return after._replace(holding=writer.holding) if kept else after
+            return grants.replace(grants.begun(holding), is_used=False)
 
     caught(Twice(NamingScenario(deaths=1, cuts=1, replicas=2)), AT_ONCE, BACK)
 
@@ -91,6 +86,36 @@ def test_a_replica_that_has_voted_alone_and_enters_a_newer_generation_is_caught(
 def test_a_last_generation_by_the_word_of_one_member_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grants, "is_last_generation", lambda requests, roster: bool(requests))
     caught(Naming(NamingScenario(replicas=2, cuts=1, blind=1)), AT_ONCE)
+
+
+def test_the_exploration_meets_writers_that_name_again_under_their_newest_grant() -> None:
+    again = set()
+
+    class Watched(Naming):
+        def begun(self, holding: Holding) -> Holding:
+            if holding.is_used:
+                again.add(holding.newest)
+            return super().begun(holding)
+
+    Watched(NamingScenario(replicas=2, saves=3, cuts=1, blind=2)).run()
+    assert {grant.writer for grant in again if grant is not None} == {0, 1}
+
+
+def test_a_last_writer_without_any_grant_that_names_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It became the writer, and the lease of the one before has not lapsed."""
+    original = grants.refusal
+
+    def lenient(holding: Holding, now: float, lease_s: float, *, is_last: bool = False) -> str:
+        return "" if is_last and holding.attempt is None else original(holding, now, lease_s, is_last=is_last)
+
+    monkeypatch.setattr(grants, "refusal", lenient)
+    caught(Naming(NamingScenario(replicas=2, cuts=1, blind=1)), AT_ONCE)
+
+
+def test_a_used_grant_that_lasts_in_any_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = grants.refusal
+    monkeypatch.setattr(grants, "refusal", lambda holding, *times, **_: original(holding, *times, is_last=True))
+    caught(Naming(NamingScenario(replicas=2, cuts=1)), AT_ONCE, BACK)
 
 
 def test_a_grant_of_a_generation_that_was_not_entered_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +193,18 @@ def test_the_lease_counts_from_the_answer_before_the_newest_beat() -> None:
     assert not grants.refusal(holding, 12.0, 12.0) and "has lapsed" in grants.refusal(holding, 12.1, 12.0)
     assert not grants.refusal(holding, 1e6, 12.0, is_last=True)
     assert not grants.refusal(grants.heard(holding, 13.0), 17.0, 12.0)
+
+
+def test_in_the_last_generation_the_newest_grant_lasts_and_one_attempt_excludes_another() -> None:
+    holding = grants.heard(grants.received(Holding(0.0), Grant(3, 1, 0), 1), 1.0)
+    for _ in range(2):
+        holding = grants.begun(holding)
+        assert grants.refusal(holding, 2.0, 12.0, is_last=True), "an attempt is under way"
+        holding = grants.attempted(holding)
+        assert "next grant" in grants.refusal(holding, 2.0, 12.0) and not grants.refusal(holding, 1e6, 12.0, is_last=True)
+    assert grants.refusal(Holding(0.0, 0.0), 0.0, 12.0, is_last=True), "no grant was ever received"
+    older = grants.received(grants.heard(Holding(0.0), 1.0), Grant(3, 2, 0), 1)
+    assert grants.refusal(older, 2.0, 12.0, is_last=True), "that of a generation that was not entered counts for nothing"
 
 
 def test_the_last_generation_is_known_only_by_the_word_of_every_member() -> None:

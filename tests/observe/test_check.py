@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
+from megatron_recover.core.request import coordinator_lost
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.observe.history import History
 from megatron_recover.observe.step import not_once
@@ -332,6 +333,32 @@ def a_writer_names_under_the_grant_of_a_lost_one(events: Events) -> int:
 def a_checkpoint_is_named_without_a_grant(events: Events) -> int:
     _granting(events)
     return _edit(events, trace.Checkpoint, to={"grant": None}, iteration=2, phase="finished")
+
+
+def a_used_grant_lasts_by_the_word_of_one_member(events: Events) -> int:
+    events[:] = traces.run_without_a_coordinator().events
+    for replica in (1, 2):
+        _edit(events, trace.Committed, to={"requests": (coordinator_lost(1),)}, label="save 5", replica=replica)
+    return _find(events, trace.Checkpoint, iteration=5, phase="finished")
+
+
+def a_used_grant_lasts_by_what_only_another_has_committed(events: Events) -> int:
+    """The writer names before it has committed the record that says so."""
+    events[:] = traces.run_without_a_coordinator().events
+    record = _find(events, trace.Committed, label="save 5", replica=1)
+    named = _find(events, trace.Checkpoint, iteration=5, phase="finished")
+    _move(events, record, named)
+    return named - 1
+
+
+def a_used_grant_that_is_not_the_newest_lasts(events: Events) -> int:
+    events[:] = traces.run_without_a_coordinator().events
+    return _edit(events, trace.Checkpoint, to={"grant": 4}, iteration=6, phase="finished")
+
+
+def a_used_grant_lasts_for_another_replica(events: Events) -> int:
+    events[:] = traces.run_without_a_coordinator().events
+    return _edit(events, trace.Checkpoint, to={"replica": 2}, iteration=6, phase="finished")
 
 
 def a_checkpoint_is_named_before_its_grant(events: Events) -> int:
@@ -711,6 +738,10 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-6", two_replicas_hold_a_grant),
     ("INV-6", a_grant_is_given_to_the_writer_of_an_older_generation),
     ("INV-6", two_checkpoints_are_named_under_one_grant),
+    ("INV-6", a_used_grant_lasts_by_the_word_of_one_member),
+    ("INV-6", a_used_grant_lasts_by_what_only_another_has_committed),
+    ("INV-6", a_used_grant_that_is_not_the_newest_lasts),
+    ("INV-6", a_used_grant_lasts_for_another_replica),
     ("INV-6", a_writer_names_under_the_grant_of_a_lost_one),
     ("INV-6", a_checkpoint_is_named_without_a_grant),
     ("INV-6", a_checkpoint_is_named_before_its_grant),
@@ -779,7 +810,8 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
 def test_valid_traces_hold(determinism: str) -> None:
     for run in (traces.quiet_run(determinism=determinism), traces.faulty_run(determinism), traces.drifting_run(determinism)):
         assert _broken(run.events) == {}
-    assert _broken(traces.saving_run().events) == _broken(traces.granting_run().events) == {}
+    for saving in (traces.saving_run(), traces.granting_run(), traces.run_without_a_coordinator()):
+        assert _broken(saving.events) == {}
 
 
 @pytest.mark.parametrize(("invariant", "breakage"), BREAKAGES, ids=lambda value: getattr(value, "__name__", value))

@@ -13,6 +13,7 @@ from typing import get_args
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.request import coordinator_lost
 from megatron_recover.core.values import LossKind
 
 BUCKET_RANKS = ((0,), (1,), (1,))
@@ -367,6 +368,20 @@ def granting_run() -> Run:
     run.quiet_step()
     run.save(3, grant=4)
     run.grant(5)
+    return run.finish()
+
+
+def run_without_a_coordinator() -> Run:
+    """All members of generation 2 lose the coordinator; its writer names two checkpoints under its newest grant."""
+    run = granting_run()
+    run.events.pop()  # it goes on
+    for iteration in (4, 5, 6):
+        run.quiet_step()
+        run.save(iteration, grant=5)
+        told = tuple(coordinator_lost(replica) for replica in run.roster[: iteration - 3])
+        for index, event in enumerate(run.events):
+            if isinstance(event, trace.Committed) and event.step == run.step - 1:
+                run.events[index] = msgspec.structs.replace(event, requests=told)
     return run.finish()
 
 

@@ -9,7 +9,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
+from megatron_recover.core.grants import is_last_generation
 from megatron_recover.core.label import StepKind, label_of
+from megatron_recover.core.request import RequestKind
 from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.history import History
@@ -131,6 +133,9 @@ class NamedUnderGrants(Rule):
 
     - A grant's number is given once, and numbers only grow.
     - A grant is for the writer of the newest generation. So no two members hold one.
+    - Only in the last generation may a grant serve for several checkpoints of its holder: records
+      that the holder has committed must say for every member of the holder's generation that it has
+      no coordinator (`core/grants.py`, Note [Last generation]).
 
     A trace without any grant is older than grants, and is not judged.
     """
@@ -144,11 +149,19 @@ class NamedUnderGrants(Rule):
         """Number of the newest grant; 0 before the first."""
         self._unused: dict[int, int] = {}
         """Number of each grant under which no checkpoint was named -> its holder."""
+        self._used: dict[int, int] = {}
+        """Replica -> number of the newest grant under which it has named a checkpoint."""
+        self._told: dict[int, tuple[int, frozenset[str]]] = {}
+        """Replica -> generation of its newest commit, and all losses of the coordinator that its
+        records told."""
 
     def takes(self) -> Mapping[type, Taker]:
         if self.gaps.of_launcher:  # grants may be missing
             return {}
-        return {trace.Generation: self._announced, trace.Granted: self._granted, trace.Checkpoint: self._saves}
+        return {
+            trace.Generation: self._announced, trace.Granted: self._granted, trace.Committed: self._commits,
+            trace.Checkpoint: self._saves,
+        }  # fmt: skip
 
     def _announced(self, line: Line, event: trace.Generation, step: None) -> Iterable[Finding]:
         self._generation = event.generation
@@ -164,13 +177,27 @@ class NamedUnderGrants(Rule):
         self._newest = max(self._newest, event.number)
         self._unused[event.number] = event.writer
 
+    def _commits(self, line: Line, event: trace.Committed, step: Step) -> Iterable[Finding]:
+        _, told = self._told.get(event.replica, (0, frozenset()))
+        if event.requests:
+            told |= {request for request in event.requests if request.startswith(RequestKind.ALONE)}
+        self._told[event.replica] = event.generation, told
+        return ()
+
+    def _lasts(self, replica: int, grant: int) -> bool:
+        """Return whether a grant that `replica` has used is its newest, in the last generation."""
+        generation, told = self._told.get(replica, (0, frozenset()))
+        return self._used.get(replica) == grant and is_last_generation(told, self.history.roster(generation))
+
     def _saves(self, line: Line, event: trace.Checkpoint, step: None) -> Findings:
         if event.phase != "finished" or not self._newest:
             return
         what = f"replica {event.replica} named the checkpoint of iteration {event.iteration}"
         if event.grant is None:
             yield line, f"{what} without a grant"
-        elif (holder := self._unused.pop(event.grant, None)) != event.replica:
+        elif (holder := self._unused.pop(event.grant, None)) == event.replica:
+            self._used[event.replica] = event.grant
+        elif not self._lasts(event.replica, event.grant):
             why = "which it has not or has used" if holder is None else f"which replica {holder} has"
             yield line, f"{what} under grant {event.grant}, {why}"
 

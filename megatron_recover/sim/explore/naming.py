@@ -10,7 +10,7 @@ around them are reduced to what matters for a name:
 - A lease lapses at the holder at any time after the coordinator has ceased to send beats to it. The
   coordinator's timer runs out only after that (Note [Lease] in `core/grants.py`).
 - A replica may lose the coordinator, also if the coordinator lives. From its next vote on it enters
-  no newer generation.
+  no newer generation. The writer of the last generation may name again under its newest grant.
 
 `NamingScenario.locks` says whether the folder's lock works between the writers. If it does not, a
 writer that begins to name removes the unfinished trackers of all others (`tracker_file.py`).
@@ -217,7 +217,7 @@ class Naming:
         if 0 < writer.naming < world.latest:
             raise InvariantViolation(6, f"replica {number} moves latest from save {world.latest} back to {writer.naming}")
         world = world._replace(latest=writer.naming if writer.naming > 0 else world.latest)
-        if not writer.blind:
+        if not world.is_over:  # one without a coordinator also confirms: the link may work in one direction
             world = world._replace(named=(*world.named, Named(number, attempt.number)))
         return self.put(world, number, writer._replace(naming=0, holding=grants.attempted(writer.holding)))
 
@@ -287,7 +287,12 @@ NAMING: tuple[NamingScenario, ...] = (
     NamingScenario(replicas=2, cuts=1, deaths=1, locks=False),
     NamingScenario(replicas=2, cuts=1, blind=2),
     NamingScenario(replicas=2, cuts=1, blind=2, locks=False),
+    NamingScenario(replicas=2, saves=4, cuts=1, blind=2),
+    NamingScenario(cuts=1, blind=3),
+    NamingScenario(saves=3, cuts=1, blind=2, locks=False),
+    NamingScenario(replicas=2, saves=3, deaths=1, blind=2),
     NamingScenario(replicas=2, deaths=1, coordinator_dies=True),
+    NamingScenario(replicas=2, saves=5, coordinator_dies=True),
     NamingScenario(cuts=1, coordinator_dies=True, locks=False),
 )
 """The scenarios that the tests explore."""
