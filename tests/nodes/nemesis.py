@@ -26,15 +26,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_recover.core.placement import place
 from megatron_recover.core.values import ExitCode
 from tests.nodes import nodes
 from tests.nodes.jobs import NodesJob
 from tests.nodes.nodes import ROOT, Cage, Network, Node
 from tests.nodes.proxy import Weather
+from tests.system.placing import hosted
 
 DEADLINE_S = 60.0
 """A job ends so long after its last step, fault or loss, at the latest."""
@@ -43,6 +45,8 @@ SHORT_S, LONG_S = (0.1, 1.0), (4.0, 6.0)
 """How long what ends again lasts: well below `NODE_TIMEOUT_S`, and well above."""
 STEPS = 400
 MAX_FAILED = 10
+ENDINGS = frozenset({ExitCode.OK, ExitCode.NO_REPLICA_LEFT, ExitCode.INTERRUPTED})
+"""Codes with which an agent may end, whatever struck: faults of machines are no defect, no bad input, no broken invariant."""
 COLUMNS = (
     "| seed | job | weather | faults | ends | replicas | steps | longest pause (s) | seconds | verdict |\n"
     "|---|---|---|---|---|---|---:|---:|---:|---|"
@@ -100,6 +104,12 @@ class Plan:
         """Whether no replica may be lost."""
         return all(strike.is_short for strike in self.strikes)
 
+    def hosted(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Return the replicas that have ranks on any of these nodes."""
+        slots = [self.replicas * self.ranks // self.num_nodes] * self.num_nodes
+        placed = place(slots, num_replicas=self.replicas, num_ranks=self.ranks)
+        return frozenset().union(*(hosted(placed, node) for node in nodes))
+
 
 def plan(seed: int) -> Plan:
     """Return what a seed decides."""
@@ -146,8 +156,8 @@ class Run:
         self.plan = plan
         self.network = Network(cage, folder, plan.num_nodes, clock_offsets_s=plan.clock_offsets_s)
         self.job: NodesJob
-        self._off: set[str] = set()
-        """Nodes that have lost their power: their agents have no exit code of their own."""
+        self._off: set[int] = set()
+        """Nodes that have lost their power, or their agents: these have no exit code of their own, and could fence nobody."""
         self._struck: list[Strike] = []
 
     def play(self) -> str:
@@ -193,7 +203,7 @@ class Run:
         match strike.kind:
             case "power":
                 node.power_off()
-                self._off.add(node.name)
+                self._off.add(node.number)
                 return lambda: node.power_on() if node.pid is None else None
             case "frozen":
                 node.freeze()
@@ -205,11 +215,11 @@ class Run:
                 node.reset()
             case "agent killed":
                 self.job.agents[node.name].kill()
-                self._off.add(node.name)
+                self._off.add(node.number)
         return lambda: None
 
     def _verdict(self) -> str:
-        living = [node for node in self.job.nodes if node.name not in self._off]
+        living = [node for node in self.job.nodes if node.number not in self._off]
         try:
             self._codes = self._end(living)
         except subprocess.TimeoutExpired as error:
@@ -221,9 +231,9 @@ class Run:
             self.job.outcome().assert_exactly_once()
         except AssertionError as error:
             return f"FAILED: {str(error).splitlines()[0]}"
-        if mistake := self._wrong_end(living):
+        if mistake := wrong_end(self.plan, self._codes, self.num_finished()):
             return f"FAILED: {mistake}"
-        if mistakes := self.job.mistakes(range(self.plan.replicas) if self._off else ()):
+        if mistakes := self.job.mistakes(self.plan.hosted(self._off)):
             return f"FAILED: check: {mistakes[0]}"
         try:
             self.network.assert_nothing_left()
@@ -244,19 +254,6 @@ class Run:
     def _progress(self) -> tuple[object, int]:
         """Return what changes with every step and loss. A broken link between two nodes costs one replica after another."""
         return self.job.steps(), self.job.output().count(" lost: ")
-
-    def _wrong_end(self, living: Sequence[Node]) -> str:
-        """Return what is wrong with the exit codes and the number of steps; empty: nothing."""
-        codes = set(self._codes.values())
-        if self.plan.is_harmless and self.plan.weather is None:
-            return (
-                "" if codes == {0} and self.num_finished() == self.plan.replicas else f"a short fault cost something: {codes}"
-            )
-        if self.plan.spares_node_0 and not codes <= {0, ExitCode.NO_REPLICA_LEFT}:
-            return f"exit codes {self._codes}"
-        if 0 in codes and not self.num_finished():
-            return "an agent says that all is well, and no replica has applied all steps"
-        return ""
 
     def num_finished(self) -> int:
         """Return the number of replicas that have applied all steps on all ranks."""
@@ -280,6 +277,18 @@ class Run:
             f"{plan.replicas} to {self.num_finished()}", steps, f"{history.pause_s(finishers):.2f}", f"{seconds:.0f}", verdict,
         )  # fmt: skip
         return f"| {' | '.join(map(str, cells))} |"
+
+
+def wrong_end(plan: Plan, codes_of: Mapping[str, int], num_finished: int) -> str:
+    """Return what is wrong with the exit codes and the number of replicas that applied all steps; empty: nothing."""
+    codes = set(codes_of.values())
+    if plan.is_harmless and plan.weather is None:
+        return "" if codes == {0} and num_finished == plan.replicas else f"a short fault cost something: {codes}"
+    if not codes <= (ENDINGS - {ExitCode.INTERRUPTED} if plan.spares_node_0 else ENDINGS):
+        return f"exit codes {dict(codes_of)}"
+    if 0 in codes and not num_finished:
+        return "an agent says that all is well, and no replica has applied all steps"
+    return ""
 
 
 def _weather(weather: Weather | None) -> str:
