@@ -127,6 +127,8 @@ class NodesDriver:
         """Identity of the agent of each removed node -> number of the node."""
         self._lost: dict[int, NodeState] = {}
         self._told: JobState | None = None
+        self._due: set[Callable[[], None]] = set()
+        """Calls that `_soon` is to make."""
         self._traces = Traces(self._agents.links, loop)
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
@@ -137,7 +139,7 @@ class NodesDriver:
         )  # fmt: skip
         self._watch = NodeWatch(
             loop=loop, deadlines=self._deadlines, limit_s=settings.node_silence_s, record=record,
-            remove=self._remove, changed=self._tell_silence, cut_off=self._cut_off, give_up=self._give_up,
+            remove=self._remove, changed=lambda: self._soon(self._tell_silence), cut_off=self._cut_off, give_up=self._give_up,
         )  # fmt: skip
         self._start = JobStart(
             settings, self._agents, loop=loop, watch=self._watch, end=self.end, all_ready=self._run,
@@ -154,13 +156,15 @@ class NodesDriver:
         """
         if self._loop.time() < self._tells_until and len(self._seen) < self._settings.most:
             return False
-        awaited = [each for each in self._agents if not (self.has_ended and self._is_beyond_reach(each))]
-        return self._has_given_up or (self.was_joined and not awaited)
+        if self._has_given_up or not self.was_joined:
+            return self._has_given_up
+        silent = self._watch.silent
+        return all(self.has_ended and self._is_beyond_reach(each, silent) for each in self._agents)
 
-    def _is_beyond_reach(self, agent: Agent) -> bool:
+    def _is_beyond_reach(self, agent: Agent, silent: frozenset[int]) -> bool:
         if not self._loop.has(agent.link):  # it was reset
             return True
-        return (agent.is_lost or agent.number in self._watch.silent) and not agent.link.wants_write
+        return (agent.is_lost or agent.number in silent) and not agent.link.wants_write
 
     @property
     def has_ended(self) -> bool:
@@ -363,10 +367,10 @@ class NodesDriver:
                 self._membership.lost(loss)
             case NodeAtWork(replicas):
                 agent.at_work = replicas
-                self._tell_work()
+                self._soon(self._tell_work)
             case NodeSuspects(number, silent, accused):
                 self._judge(condemning.Suspected(agent.number, number, frozenset(silent), frozenset(accused)))
-                self._tell_work()
+                self._soon(self._tell_work)
             case NodePart(question, part):
                 self._judge(condemning.Answered(agent.number, question, part))
             case _:
@@ -381,6 +385,21 @@ class NodesDriver:
             return False
         return not set(self._replicas.get(agent.number, ())).intersection(self._membership.progress[1])
 
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Make a call about all nodes once, after the messages that the loop serves in this turn.
+
+        All nodes may send in one turn. A call for each message would take seconds with 1,000 nodes,
+        and meanwhile all of them would seem silent.
+        """
+
+        def now() -> None:
+            self._due.discard(call)
+            call()
+
+        if call not in self._due:
+            self._due.add(call)
+            self._loop.post(now)
+
     def _tell_work(self) -> None:
         """Feed the machine the replicas at work on all nodes, but none that a node accuses.
 
@@ -394,7 +413,7 @@ class NodesDriver:
         at_work = {replica for agent in self._agents.living if agent.number not in silent for replica in agent.at_work}
         at_work -= condemning.accused(self._condemning)
         if len(self._start.nodes) > 1:
-            at_work |= {replica for replica, nodes in self._hosts.items() if silent.intersection(nodes)}
+            at_work |= {replica for number in silent for replica in self._replicas.get(number, ())}
         self._membership.at_work(tuple(sorted(at_work)))
 
     def _judge(self, event: condemning.Input) -> None:
@@ -561,7 +580,8 @@ class NodesDriver:
         A node that is not lost has the members of the roster only: the others of it are gone.
         """
         states = dict(self._lost)
-        roster = self._membership.progress[1] if self._membership is not None else ()
+        roster = frozenset(self._membership.progress[1]) if self._membership is not None else frozenset[int]()
+        silent = self._watch.silent
         for agent in self._agents:
             if agent.number in states:
                 continue
@@ -569,7 +589,7 @@ class NodesDriver:
             states[agent.number] = NodeState(
                 agent.number,
                 agent.hello.name,
-                "idle" if agent.number < 0 else "silent" if agent.number in self._watch.silent else "here",
+                "idle" if agent.number < 0 else "silent" if agent.number in silent else "here",
                 replicas,
             )
         return tuple(states[number] for number in sorted(states))

@@ -642,6 +642,20 @@ def test_node_0_gets_the_state_of_the_job_when_it_changes(make_town: Make) -> No
     assert not agents[1].of(JobState)
 
 
+def test_what_all_nodes_report_in_one_turn_is_put_together_once(make_town: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    fed: list[tuple[int, ...]] = []
+    monkeypatch.setattr(town.nodes._membership, "at_work", fed.append)
+    for number, agent in enumerate(town.nodes._agents):
+        town.nodes._from_agent(agent, NodeAtWork((number,)))
+    town.loop.run_once(0.0)
+    assert fed == [(0, 1, 2)]
+    town.run(0.12, agents[0])
+    town.run(0.05, *agents)
+    assert len(fed) <= 5, "two nodes have fallen silent and are heard again"
+
+
 def test_the_coordinator_is_done_when_all_have_hung_up(make_town: Make) -> None:
     town = make_town()
     assert not town.nodes.is_done, "nobody was there yet"
