@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -39,9 +40,24 @@ def main(argv: list[str]) -> int:
     return ExitCode.OK
 
 
+def _age_s(run_dir: Path) -> float:
+    """Return the seconds since the state was written.
+
+    The clock of this host may be far from that of the file system. So the time of a file that is
+    made there now counts, if the folder accepts one.
+    """
+    try:
+        now = status.made_now(run_dir).st_mtime
+    except OSError:
+        now = time.time()
+    with contextlib.suppress(OSError):
+        return max(0.0, now - (run_dir / status.STATUS_FILE).stat().st_mtime)
+    return 0.0
+
+
 def _described(found: status.Status, run_dir: Path) -> str:
     """Return the state in words."""
-    age_s = max(0.0, time.time() - found.at)
+    age_s = _age_s(run_dir)
     if found.exit_code is not None:
         lines = [f"ended with exit code {found.exit_code} ({ExitCode.words(found.exit_code)}): {found.reason}"]
     else:

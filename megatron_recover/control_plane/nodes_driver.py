@@ -575,21 +575,18 @@ class NodesDriver:
             self._loop.send(owner.link, state)
 
     def _states(self) -> tuple[NodeState, ...]:
-        """Return the state of all nodes that there are or have been, in order.
+        """Return the state of all nodes that there are or have been, in order; idle ones come last.
 
         A node that is not lost has the members of the roster only: the others of it are gone.
         """
-        states = dict(self._lost)
+        states, idle = dict(self._lost), list[NodeState]()
         roster = frozenset(self._membership.progress[1]) if self._membership is not None else frozenset[int]()
         silent = self._watch.silent
         for agent in self._agents:
-            if agent.number in states:
-                continue
-            replicas = tuple(replica for replica in self._replicas.get(agent.number, ()) if replica in roster)
-            states[agent.number] = NodeState(
-                agent.number,
-                agent.hello.name,
-                "idle" if agent.number < 0 else "silent" if agent.number in silent else "here",
-                replicas,
-            )
-        return tuple(states[number] for number in sorted(states))
+            number, name = agent.number, agent.hello.name
+            if number < 0:  # several nodes may have this number
+                idle.append(NodeState(number, name, "idle", ()))
+            elif number not in states:
+                replicas = tuple(replica for replica in self._replicas.get(number, ()) if replica in roster)
+                states[number] = NodeState(number, name, "silent" if number in silent else "here", replicas)
+        return (*(states[number] for number in sorted(states)), *idle)

@@ -19,6 +19,7 @@ from megatron_recover.cluster.requests import Requests
 from megatron_recover.cluster.status import (
     ANSWERS,
     REQUESTS,
+    STATUS_FILE,
     Answer,
     NodeStatus,
     Request,
@@ -251,6 +252,32 @@ def test_drain_says_whether_the_job_has_answered(
     write(tmp_path, running(answers=(Answer("i", ""),)))
     assert drain.main(["1", str(tmp_path), "--wait", "0.1"]) == ExitCode.UNFINISHED
     assert "replicas 1 have not left within 0.1 s; they leave after the next common step" in capsys.readouterr().out
+
+
+def test_the_age_of_a_state_is_not_taken_from_the_clocks_of_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, running(at=time.time() + 3600))
+    os.utime(tmp_path / STATUS_FILE, (0.0, time.time() - 500))
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert status.main([str(tmp_path)]) == 0
+    assert "running, as of 500 s ago: it changes with each step, so look" in capsys.readouterr().out
+    os.utime(tmp_path / STATUS_FILE)
+    assert status.main([str(tmp_path)]) == 0
+    assert "running, as of 0 s ago\n" in capsys.readouterr().out
+
+
+def test_a_folder_that_accepts_no_file_has_the_age_by_this_hosts_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(folder: Path) -> os.stat_result:
+        raise PermissionError
+
+    write(tmp_path, running())
+    os.utime(tmp_path / STATUS_FILE, (0.0, time.time() - 500))
+    monkeypatch.setattr("megatron_recover.cluster.status.made_now", refuse)
+    assert status.main([str(tmp_path)]) == 0
+    assert "running, as of 500 s ago" in capsys.readouterr().out
 
 
 def test_a_target_means_the_same_to_drain_and_to_the_job() -> None:

@@ -642,6 +642,17 @@ def test_node_0_gets_the_state_of_the_job_when_it_changes(make_town: Make) -> No
     assert not agents[1].of(JobState)
 
 
+def test_node_0_gets_all_idle_nodes(make_town: Make) -> None:
+    town = make_town(least=1, most=1)
+    [agent] = town.start([[0]], num_nodes=1)
+    spares = [Agent(town, 5), Agent(town, 6)]
+    town.until(lambda: all(spare.of(Idle) for spare in spares))
+    town.run(0.3, agent, *spares)
+    assert [(node.number, node.name, node.state) for node in agent.of(JobState)[-1].nodes] == [
+        (0, "n0", "here"), (-1, "n5", "idle"), (-1, "n6", "idle"),
+    ]  # fmt: skip
+
+
 def test_what_all_nodes_report_in_one_turn_is_put_together_once(make_town: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
