@@ -14,6 +14,7 @@ import msgspec
 
 from megatron_recover.cluster.doctor import between
 from megatron_recover.cluster.doctor.between import Report
+from megatron_recover.cluster.doctor.probing import peers_of
 from megatron_recover.cluster.doctor.session import Opened, Session
 from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.membership import Joined
@@ -45,14 +46,16 @@ def examine(joined: Joined, names: Sequence[str], deadline_s: float, open_sessio
     with ThreadPoolExecutor(1, thread_name_prefix="examination") as pool:
         session = exchange.wait_for(pool.submit(open_session))
         try:
-            opened = exchange.share(0, session.opened, Opened, is_for_all=True)
-            report = exchange.wait_for(pool.submit(session.report, opened))
-            reports = exchange.share(1, report, Report, is_for_all=False)
+            node, num_nodes = session.opened.node, len(names)
+            tried = tuple(peers_of(node, num_nodes))
+            opened = exchange.share(0, session.opened, Opened, wanted=tried)
+            report = exchange.wait_for(pool.submit(session.report, dict(zip(tried, opened, strict=True)), num_nodes))
+            reports = exchange.share(1, report, Report, wanted=() if node else tuple(range(num_nodes)))
         finally:
             session.close()
     found = [each for each in between.judged(reports) if each[1].level != "ok"] if reports else []
     mine = between.lines([each for each in found if each[1].level == "fail"], names)
-    refusals = exchange.share(2, mine, list[str], is_for_all=True)[0]  # those of node 0
+    [refusals] = exchange.share(2, mine, list[str], wanted=(0,))
     return Examined(between.lines(found, names) if reports else refusals, refusals)
 
 
@@ -67,9 +70,12 @@ class _Exchange:
         """True once the end was requested that a signal to this process wants."""
         joined.membership.handle(self._take, self._lose)
 
-    def share[Value](self, number: int, mine: Value, kind: type[Value], *, is_for_all: bool) -> list[Value]:
-        """Send this node's part of a round, and return what comes once all have sent theirs."""
-        self._joined.membership.send(NodeShares(number, msgspec.msgpack.encode(mine), is_for_all))
+    def share[Value](self, number: int, mine: Value, kind: type[Value], *, wanted: tuple[int, ...]) -> list[Value]:
+        """Send this node's part of a round, and wait for those of all nodes.
+
+        Return the parts of the `wanted` nodes, in this order.
+        """
+        self._joined.membership.send(NodeShares(number, msgspec.msgpack.encode(mine), wanted))
         late = NotMet(ExitCode.FAILED, f"not all nodes were examined in {self._deadline_s:g} s")
         until = self._joined.loop.time() + self._deadline_s
         while number not in self._shared:

@@ -15,6 +15,7 @@ from megatron_recover.control_plane.fitting import mistake_of, numbered
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Idle, Met, NodeHello, NodePlace, NodeReady, NodeShares, NodesShared
 from megatron_recover.control_plane.node_watch import NodeWatch
+from megatron_recover.control_plane.wire import encode
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 
@@ -131,16 +132,20 @@ class JobStart:
         """End a round of the examination once all nodes have sent theirs."""
         agent.shared = newest
         used = self._agents.used
-        sent = [each.shared for each in used if each.shared is not None and each.shared.round == newest.round]
+        sent = [(each, each.shared) for each in used if each.shared is not None and each.shared.round == newest.round]
         if len(sent) == 1:
             self._expect(
                 "end its part of the examination", lambda each: each.shared is None or each.shared.round < newest.round
             )  # fmt: skip
         if len(sent) < len(used):
             return
-        data = tuple(each.data for each in sent)
-        for each in used:
-            self._loop.send(each.link, NodesShared(newest.round, data if newest.is_for_all or each.number == 0 else ()))
+        data = {each.number: shared.data for each, shared in sent}
+        bodies: dict[tuple[int, ...], bytes] = {}
+        for each, shared in sent:
+            if shared.wanted not in bodies:
+                wanted = tuple(data[number] for number in shared.wanted if number in data)
+                bodies[shared.wanted] = encode(NodesShared(newest.round, wanted))
+            self._loop.put(each.link, bodies[shared.wanted])
 
     def is_ready(self, agent: Agent, ready: NodeReady) -> None:
         """Compare the jobs that all nodes have described once the last is ready."""

@@ -47,8 +47,8 @@ class NodeShares(Value, frozen=True):
 
     round: int
     data: bytes
-    is_for_all: bool
-    """True: all nodes get it; False: node 0 alone."""
+    wanted: tuple[int, ...]
+    """Numbers of the nodes whose findings this node gets."""
 
 
 class NodeReady(Value, frozen=True):
@@ -197,10 +197,7 @@ class Met(Value, frozen=True):
 
 
 class NodesShared(Value, frozen=True):
-    """The findings of all nodes in one round, in the order of their numbers.
-
-    Empty for a node that is to know only that all have ended the round.
-    """
+    """All nodes have ended a round. `data` is what the receiver wanted, in its order."""
 
     round: int
     data: tuple[bytes, ...]

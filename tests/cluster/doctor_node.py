@@ -24,7 +24,8 @@ def main() -> None:
     session = Session(node, f"n{node}", needed, KEY, ports=ports, now_ns=lambda: time.time_ns() + offset)
     print(msgspec.json.encode(session.opened).decode(), flush=True)
     for line in sys.stdin:
-        report = session.report(msgspec.json.decode(line, type=list[Opened]))
+        opened = msgspec.json.decode(line, type=list[Opened])
+        report = session.report(dict(enumerate(opened)), len(opened))
         print(msgspec.json.encode(report).decode(), flush=True)
     session.close()
 

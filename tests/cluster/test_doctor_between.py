@@ -423,7 +423,7 @@ def test_a_node_that_cannot_listen_is_reported_and_holds_nobody(tmp_path: Path) 
         need = Need(num_nodes=2, address=HERE)
         sessions = [Session(0, "a", need, KEY), Session(1, "b", need, KEY, ports=[taken])]
         opened = [each.opened for each in sessions]
-        reports = [each.report(opened) for each in sessions]
+        reports = [each.report(dict(enumerate(opened)), len(opened)) for each in sessions]
         for each in sessions:
             each.close()
     found = [(node, each) for node, each in judged(reports) if each.check is Check.PORTS]

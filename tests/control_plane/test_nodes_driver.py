@@ -35,6 +35,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     NodeReady,
     NodeShares,
+    NodesShared,
     OtherJob,
     ReplicaGone,
     Roster,
@@ -284,6 +285,17 @@ def test_a_silent_node_is_removed_by_its_own_time_alone_and_on_the_only_node_nob
     assert membership._state.at_work == ()
 
 
+def test_a_node_gets_the_findings_that_it_wants_and_no_others(make_town: Make) -> None:
+    town = make_town()
+    agents = town.meet()
+    for agent, data, wanted in zip(agents, (b"a", b"b", b"c"), ((0, 1, 2), (2, 0), ()), strict=True):
+        assert not any(each.of(NodesShared) for each in agents)
+        agent.say(NodeShares(0, data, wanted))
+        town.turn(0.01)
+    town.until(lambda: all(agent.of(NodesShared) for agent in agents))
+    assert [agent.of(NodesShared)[0].data for agent in agents] == [(b"a", b"b", b"c"), (b"c", b"a"), ()]
+
+
 def test_a_node_that_falls_silent_while_it_prepares_ends_the_job_in_time_and_by_name(make_town: Make) -> None:
     town = make_town(node_silence_s=0.1)
     agents = town.meet()
@@ -316,7 +328,7 @@ def test_a_node_that_is_heard_and_keeps_all_others_waiting_is_named(make_town: M
     agents = town.meet()
     is_ready = NodeReady(MembershipSettings(num_replicas=2), (), ())
     for agent in agents[:2]:
-        agent.say(is_ready if deed == "get ready" else NodeShares(0, b"", is_for_all=True))
+        agent.say(is_ready if deed == "get ready" else NodeShares(0, b"", (0, 1, 2)))
     for _ in range(62):
         town.turn(0.3)
         town.run(0.01, *agents)

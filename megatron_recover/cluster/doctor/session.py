@@ -1,7 +1,7 @@
 """The part of one node in the examination of a job, in the two rounds that it takes.
 
 1. Every node opens a `Session`, which checks the node itself and listens, and sends its `Opened` to
-   node 0. Node 0 sends all of them to every node.
+   node 0. Every node gets those of the nodes that it tries (`peers_of`), which node 0 is one of.
 2. Every node tries its connections and looks for node 0's marks (`Session.report`), and sends its
    `Report` to node 0, which judges them (`between.judged`). Then every node closes its session.
 
@@ -11,7 +11,7 @@ How the messages travel is the caller's concern.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -65,13 +65,13 @@ class Session:
             node=node, host=need.address, ports=bound, marks=tuple(sharing.leave(need.folders)) if node == 0 else ()
         )  # fmt: skip
 
-    def report(self, opened: Sequence[Opened]) -> Report:
+    def report(self, opened: Mapping[int, Opened], num_nodes: int) -> Report:
         """Try the connections to other nodes, and look for node 0's marks; return the report.
 
-        `opened` are those of all nodes, in the order of their numbers.
+        `opened` has the nodes that this one of `num_nodes` tries (`peers_of`), by their numbers.
         """
         node = self._report.node
-        chosen = [(opened[each], is_crowded) for each, is_crowded in peers_of(node, len(opened)).items()]
+        chosen = [(opened[each], is_crowded) for each, is_crowded in peers_of(node, num_nodes).items()]
         peers = [Peer(each.node, each.host, each.ports, is_crowded) for each, is_crowded in chosen if each.ports]
         sights = {} if node == 0 else sharing.look(opened[0].marks)
         answers = probe(node, peers, self._key, now_ns=self._now_ns)
