@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_recover import packages
 from megatron_recover.cluster.monitoring import BACKLOG, Wanted
 from megatron_recover.host.addresses import HOST
+from megatron_recover.host.in_use import InUse
 
 _SUFFIX = ".prom"
 _LARGEST_PORT = 65535
@@ -111,7 +112,7 @@ def _listener(address: str, port: int) -> socket.socket:
     except OSError as error:  # socket.gaierror included
         if error.errno == errno.EADDRINUSE:
             remedy = f"give another port, or 0 for a free one; `ss -ltnp sport = :{port}` names who has it"
-            raise ValueError(f"--metrics-port {port} is in use on {address}; {remedy}") from error
+            raise InUse(f"--metrics-port {port} is in use on {address}; {remedy}") from error
         if error.errno in (errno.EACCES, errno.EPERM):
             raise ValueError(f"--metrics-port {port} is not allowed ({error.strerror}); give one above 1023") from error
         raise ValueError(

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_recover import trace
 from megatron_recover.cli import (
@@ -34,6 +35,7 @@ from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import misplaced, split, value_of
+from megatron_recover.host.in_use import InUse
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.observe import ending, stop_mark, summary
@@ -74,7 +76,7 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
         _withdraw(job, joined, str(error), existed=existed)
         if isinstance(error, NotMet):
             parser.exit(error.exit_code, several_nodes.last_words(error))
-        parser.error(str(error))
+        _end_refused(parser, error, str(error))
     try:
         if chaos_text:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
@@ -127,12 +129,19 @@ def _described(
             parser.refusal = str(error)
         parser.exit(error.exit_code, several_nodes.last_words(error))
     except ValueError as error:
-        parser.error("\n".join([*str(error).splitlines(), *behind]))
+        _end_refused(parser, error, "\n".join([*str(error).splitlines(), *behind]))
     except OSError as error:
         parser.error(several_nodes.mistake_of(error))
     for line in behind:
         print(f"megatron-recover run: {line}", file=sys.stderr)
     return described
+
+
+def _end_refused(parser: run_flags.RunParser, error: Exception, said: str) -> NoReturn:
+    """Print `said` and exit with 2. A chain of jobs ends, unless the refusal may pass by itself."""
+    if isinstance(error, InUse):
+        parser.error_for_now(said)
+    parser.error(said)
 
 
 def _withdraw(job: Job, joined: Joined | None, reason: str, *, existed: bool) -> None:

@@ -33,10 +33,14 @@ class RunParser(Parser):
 
     elsewhere = "; Megatron's flags go behind the script's name"
     refusal = ""
-    """Reason why the command line was refused."""
+    """Reason why the command line was refused, unless the refusal may pass by itself."""
 
     def error(self, message: str) -> NoReturn:
         self.refusal = message
+        super().error(message)
+
+    def error_for_now(self, message: str) -> NoReturn:
+        """Exit as `error` does, but keep no reason: the next start may not be refused."""
         super().error(message)
 
     def format_help(self) -> str:

@@ -29,6 +29,7 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host import reachable
 from megatron_recover.host.addresses import format_address, host_name
+from megatron_recover.host.in_use import InUse
 from megatron_recover.trace import Level, node_clock, ring
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -178,7 +179,8 @@ class Place:
             may_be_other = self._file is None and meeting.node_rank is None and reachable.is_loopback(self._bound)
             if error.errno == errno.EADDRINUSE and may_be_other:
                 return None  # all nodes are on this machine, and another one was first
-            raise ValueError(
+            refused = InUse if error.errno == errno.EADDRINUSE else ValueError
+            raise refused(
                 f"{meeting.flag}: nothing can listen at {address} on node {host_name()} ({error.strerror}); give another port, "
                 "the same on all nodes, and each node its own --node-rank"
             ) from error

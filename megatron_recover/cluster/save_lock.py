@@ -34,6 +34,7 @@ import msgspec
 
 from megatron_recover.host import lock_file
 from megatron_recover.host.addresses import host_name
+from megatron_recover.host.in_use import InUse
 from megatron_recover.observe.follow import launcher
 
 LOCK = ".job.lock"
@@ -66,7 +67,7 @@ class SaveLock:
 
         `coordinator`: id of the process of the coordinator, if the job has several nodes.
 
-        Raises ValueError that names the first job if that lives, and OSError if the folder cannot
+        Raises InUse that names the first job if that lives, and OSError if the folder cannot
         be written.
         """
         self._made = not folder.exists()
@@ -117,7 +118,7 @@ class SaveLock:
                 self._path.parent.rmdir()
 
     def _refuse_second(self, folder: Path) -> None:
-        """Take the kernel's lock. Raise ValueError if another job lives that saves here."""
+        """Take the kernel's lock. Raise InUse if another job lives that saves here."""
         has_locks = True
         try:
             is_free = lock_file.acquired(self._file, 0.0)
@@ -127,14 +128,14 @@ class SaveLock:
         if is_free and (holder is None or not self._lives(holder, has_locks=has_locks)):
             return
         if holder is None:
-            raise ValueError(f"--save {folder} is in use by another job, which is just starting; give another folder")
+            raise InUse(f"--save {folder} is in use by another job, which is just starting; give another folder")
         process = holder.process
         alone = ""
         if is_free and holder.coordinator is not None and process.host == host_name() and not launcher.is_running(process):
             alone = (
                 f" (which has ended; its coordinator, process {holder.coordinator.pid}, has not, and its other nodes may train)"
             )
-        raise ValueError(
+        raise InUse(
             f"--save {folder} is in use by another job: process {process.pid} on {process.host}{alone}, run directory "
             f"{holder.run_dir}, since {holder.since}; end that job first, or give another folder"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shlex
+import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from megatron_recover import cli, trace
 from megatron_recover.cli import describing, run
 from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe import ending, margin, stop_mark
@@ -122,6 +124,32 @@ def test_a_command_line_that_is_refused_leaves_the_mark_in_a_chain_only(tmp_path
             cli.main(["run", *flags, "--nproc-per-node", "2", "no_such_script.py", *words[3:]])
         assert (tmp_path / "STOP").exists() == is_left
     assert "there is no training script no_such_script.py" in (tmp_path / "STOP").read_text()
+
+
+def test_a_refusal_that_may_pass_by_itself_ends_no_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second submission by mistake finds the folder in use, and the mark would end the first job's chain."""
+    save = tmp_path / "save"
+
+    def job(arguments: object, command: object) -> tuple[Job, str, None]:
+        made = Job(
+            argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
+            run_dir=create_run_dir(tmp_path / "run"), save=save,
+        )  # fmt: skip
+        return made, "", None
+
+    monkeypatch.setattr(describing, "job_of", job)
+    words = ["--chained", "--nproc-per-node", "2", "script.py", "--save", str(save)]
+    first = SaveLock(save, tmp_path / "first")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", *words])
+    assert end.value.code == 2 and f"--save {save} is in use by another job" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as end:
+        cli.main(["run", "--metrics-port", str(taken.getsockname()[1]), *words])
+    assert end.value.code == 2 and "is in use on 127.0.0.1" in capsys.readouterr().err
+    assert not (save / "STOP").exists()
+    first.release(60.0)
 
 
 def test_a_marked_folder_is_refused_until_the_line_that_is_told_has_run(
