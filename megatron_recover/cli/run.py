@@ -47,6 +47,10 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errn
 """Errors of a folder that accepts no more data."""
 
 
+class _Examined(ValueError):
+    """The examination of the nodes has found what no run can work with, and has printed it."""
+
+
 def main(argv: list[str]) -> int:
     """Run a job to its end and return its exit code."""
     parser = run_flags.parser()
@@ -68,15 +72,12 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
     wanted, job, chaos_text, joined = _described(parser, arguments, command)
     try:
         if refusals := node_checks.refusals(job, joined):
-            _withdraw(job, joined, "\n".join((_REFUSED, *refusals)), existed=existed)
-            return ExitCode.BAD_INPUT
+            raise _Examined("\n".join((_REFUSED, *refusals)))
         link_logs(job)
         save_lock = _locked_save(job, joined)
     except (NotMet, ValueError) as error:
         _withdraw(job, joined, str(error), existed=existed)
-        if isinstance(error, NotMet):
-            parser.exit(error.exit_code, several_nodes.last_words(error))
-        _end_refused(parser, error, str(error))
+        _end_refused(parser, error, str(error), ends_for_others=job.node == 0)
     try:
         if chaos_text:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
@@ -124,21 +125,29 @@ def _described(
     ]
     try:
         described = monitor_flags.read(arguments), *describing.job_of(arguments, command)
-    except NotMet as error:
-        if error.exit_code == ExitCode.BAD_INPUT:  # nodes that only did not meet in time may meet at the next start
-            parser.refusal = str(error)
-        parser.exit(error.exit_code, several_nodes.last_words(error))
-    except ValueError as error:
+    except (NotMet, ValueError) as error:
         _end_refused(parser, error, "\n".join([*str(error).splitlines(), *behind]))
     except OSError as error:
-        parser.error(several_nodes.mistake_of(error))
+        _end_refused(parser, error, several_nodes.mistake_of(error))
     for line in behind:
         print(f"megatron-recover run: {line}", file=sys.stderr)
     return described
 
 
-def _end_refused(parser: run_flags.RunParser, error: Exception, said: str) -> NoReturn:
-    """Print `said` and exit with 2. A chain of jobs ends, unless the refusal may pass by itself."""
+def _end_refused(parser: run_flags.RunParser, error: Exception, said: str, *, ends_for_others: bool = True) -> NoReturn:
+    """Print `said` and exit, after bad input with 2, or as the meeting of the nodes has ended.
+
+    Bad input ends a chain of jobs, unless it may pass by itself. `ends_for_others`: this node ends
+    the chain also for what another node has found. Node 0 alone does so once the nodes have met:
+    the others cannot know whether what node 0 has found may pass.
+    """
+    if isinstance(error, NotMet):
+        if error.exit_code == ExitCode.BAD_INPUT and ends_for_others:  # nodes that were late may meet at the next start
+            parser.refusal = str(error)
+        parser.exit(error.exit_code, several_nodes.last_words(error))
+    if isinstance(error, _Examined):
+        parser.refusal = said
+        parser.exit(ExitCode.BAD_INPUT)
     if isinstance(error, InUse):
         parser.error_for_now(said)
     parser.error(said)

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_recover import cli, trace
-from megatron_recover.cli import describing, run
+from megatron_recover.cli import describing, node_checks, run, run_dirs
+from megatron_recover.cluster.doctor.findings import Check, fail
 from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
@@ -150,6 +152,50 @@ def test_a_refusal_that_may_pass_by_itself_ends_no_chain(
     assert end.value.code == 2 and "is in use on 127.0.0.1" in capsys.readouterr().err
     assert not (save / "STOP").exists()
     first.release(60.0)
+
+
+def _chained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int) -> list[str]:
+    """Return a command line of a chain, whose job is made up."""
+
+    def job(arguments: object, command: object) -> tuple[Job, str, None]:
+        made = Job(
+            argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
+            run_dir=create_run_dir(tmp_path / "run"), node=node,
+        )  # fmt: skip
+        return made, "", None
+
+    monkeypatch.setattr(describing, "job_of", job)
+    return ["run", "--chained", "--nproc-per-node", "2", "script.py", "--save", str(tmp_path / "save")]
+
+
+def test_what_the_examination_refuses_ends_a_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = _chained(tmp_path, monkeypatch, 0)
+    monkeypatch.setattr(node_checks, "examine", lambda need: [fail(Check.OPEN_FILES, "256", "raise it")])
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 2 and "error" not in capsys.readouterr().err, "the lines of the examination are enough"
+    text = (tmp_path / "save" / "STOP").read_text()
+    assert text.startswith("exit code 2: the examination of the nodes found:\n") and "raise it" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("node", "code", "is_left"), [(0, 2, True), (1, 2, False), (0, 15, False)])
+def test_what_another_node_has_found_ends_a_chain_on_the_first_node(
+    node: int, code: int, is_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node cannot know whether the first one refused the job for what may pass by itself."""
+    words = _chained(tmp_path, monkeypatch, node)
+
+    def refusals(*_: object) -> list[str]:
+        raise NotMet(code, "node-7: of that")
+
+    monkeypatch.setattr(node_checks, "refusals", refusals)
+    monkeypatch.setattr(run_dirs, "remove_part", lambda *_, **__: None)
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == code and (tmp_path / "save" / "STOP").exists() == is_left
 
 
 def test_a_marked_folder_is_refused_until_the_line_that_is_told_has_run(
