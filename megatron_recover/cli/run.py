@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import shutil
@@ -43,6 +44,7 @@ from megatron_recover.observe.report import plot
 
 _REFUSED = "the examination of the nodes found:"
 """Heads the lines about all nodes, which one may hear of another before it has found them."""
+_NO_PROCESS = "this node cannot be examined ({}); see to its limits of memory and of processes (`ulimit -u`)"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Errors of a folder that accepts no more data."""
 
@@ -70,45 +72,52 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
     arguments = parser.parse_args(ours)
     existed = run_dirs.exists(arguments.run_dir)
     wanted, job, chaos_text, joined = _described(parser, arguments, command)
-    try:
-        if refusals := node_checks.refusals(job, joined):
-            raise _Examined("\n".join((_REFUSED, *refusals)))
-        link_logs(job)
-        save_lock = _locked_save(job, joined)
-    except (NotMet, ValueError) as error:
-        _withdraw(job, joined, str(error), existed=existed)
-        _end_refused(parser, error, str(error), ends_for_others=job.node == 0)
-    try:
-        if chaos_text:
-            (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
-            if not arguments.quiet and not Path(arguments.chaos).is_file():
-                print(chaos_text)
-        launcher = Launcher(job, quiet=arguments.quiet, wanted=wanted, joined=joined)
+    with contextlib.ExitStack() as held:
+        try:
+            if refusals := node_checks.refusals(job, joined):
+                raise _Examined("\n".join((_REFUSED, *refusals)))
+            link_logs(job)
+            save_lock = _locked_save(job, joined)
+        except (NotMet, ValueError, OSError) as error:
+            said = _NO_PROCESS.format(error.strerror) if isinstance(error, OSError) else str(error)
+            _withdraw(job, joined, said, existed=existed)
+            _end_refused(parser, error, said, ends_for_others=job.node == 0)
         if save_lock is not None:
-            save_lock.tell(launcher.ask_end)
-        exit_code = _run(launcher)
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        # The run's descriptions or its trace could not be written. Both must exist before training.
-        print(
-            f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run could not be started. "
-            "Make room there, or give another folder.",
-            file=sys.stderr,
-        )  # fmt: skip
-        events = job.run_dir / trace.EVENTS_FILE
-        if not events.exists() or not events.stat().st_size:
-            _discard(job, existed=existed)
-        return ExitCode.FAILED
-    try:
+            held.callback(save_lock.release, job.config.deadlines.store_s)
+        try:
+            if chaos_text:
+                (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
+                if not arguments.quiet and not Path(arguments.chaos).is_file():
+                    print(chaos_text)
+            launcher = Launcher(job, quiet=arguments.quiet, wanted=wanted, joined=joined)
+            if save_lock is not None:
+                save_lock.tell(launcher.ask_end)
+            exit_code = _run(launcher)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return _without_room(job, error, existed=existed)
+        held.callback(launcher.release_signals)
         is_refused = exit_code == ExitCode.BAD_INPUT
         if exit_code in ending.STOPS and job.node == 0 and (arguments.chained or not is_refused):
             _leave_mark(command, exit_code, launcher.reason, None if is_refused else job.run_dir)
         return _ended(launcher, job, exit_code, existed=existed, quiet=arguments.quiet)
-    finally:
-        launcher.release_signals()
-        if save_lock is not None:
-            save_lock.release(job.config.deadlines.store_s)
+
+
+def _without_room(job: Job, error: OSError, *, existed: bool) -> int:
+    """Tell that the run's descriptions or its trace could not be written; return the exit code.
+
+    Both must exist before training.
+    """
+    print(
+        f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run could not be started. "
+        "Make room there, or give another folder.",
+        file=sys.stderr,
+    )  # fmt: skip
+    events = job.run_dir / trace.EVENTS_FILE
+    if not events.exists() or not events.stat().st_size:
+        _discard(job, existed=existed)
+    return ExitCode.FAILED
 
 
 def _described(

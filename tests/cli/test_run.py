@@ -20,8 +20,9 @@ import psutil
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.cli import command_line, describing, finish, run, run_flags
+from megatron_recover.cli import command_line, describing, finish, node_checks, run, run_flags
 from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
@@ -202,6 +203,41 @@ def test_a_folder_that_takes_no_file_is_left_as_it_was(
         assert run.main(words) == ExitCode.FAILED
         assert "Make room there" in capsys.readouterr().err
         assert folder.is_dir() == existed and not (existed and list(folder.iterdir()))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("no memory")])
+def test_a_job_that_cannot_be_started_holds_no_folder(
+    error: Exception, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of `--save` was made for it, and another job finds nobody there."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    save = tmp_path / "save"
+    monkeypatch.setattr(describing, "job_of", lambda *_: (msgspec.structs.replace(job, save=save), "", None))
+    monkeypatch.setattr(run, "Launcher", fail)
+    with contextlib.suppress(RuntimeError):
+        run.main(COMMAND)
+    assert not save.exists()
+
+
+def test_a_node_that_starts_no_process_to_be_examined_refuses_the_job_and_tells_the_others(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_process(*_: object) -> list[str]:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    told: list[str] = []
+    joined = Joined(*[None] * 5)  # type: ignore[arg-type]
+    monkeypatch.setattr(describing, "job_of", lambda *_: (job, "", joined))
+    monkeypatch.setattr(node_checks, "refusals", no_process)
+    monkeypatch.setattr(run, "refuse", lambda joined, reason, deadlines: told.append(reason))
+    with pytest.raises(SystemExit) as end:
+        run.main(COMMAND)
+    [reason] = told
+    assert reason.startswith("this node cannot be examined (Resource temporarily unavailable); see to")
+    assert end.value.code == ExitCode.BAD_INPUT and reason in capsys.readouterr().err and not job.run_dir.exists()
 
 
 @pytest.mark.parametrize(
