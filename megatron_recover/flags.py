@@ -46,6 +46,16 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
     return found
 
 
+def unreadable(error: OSError) -> str:
+    """Return the message about a file that the command line names and that cannot be read.
+
+    An error that names no file, such as of a socket or a process, is returned as it is.
+    """
+    if error.filename is None:
+        return str(error)
+    return f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another"
+
+
 def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") -> list[str]:
     """Return one line for each word that begins with `--` and is no flag of the parser, once each.
 

@@ -27,7 +27,7 @@ from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu, module_command
 from megatron_recover.core.values import ExitCode
-from megatron_recover.flags import Parser, misplaced, split
+from megatron_recover.flags import Parser, misplaced, split, unreadable
 from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Undecided
@@ -360,7 +360,7 @@ def main(argv: list[str]) -> int:
     except ScriptError as error:
         parser.exit(ExitCode.FAILED, "".join(f"{parser.prog}: {line}\n" for line in str(error).splitlines()))
     except OSError as error:
-        parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
+        parser.error(unreadable(error))
     found = judge(sizes, gpus, job.allows)
     if not found:
         parser.error(_nothing_allowed(sizes, gpus, job))

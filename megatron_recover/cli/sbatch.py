@@ -20,7 +20,7 @@ from megatron_recover.cluster.slurm import check, script
 from megatron_recover.cluster.slurm.node_list import expand
 from megatron_recover.config import below_one
 from megatron_recover.core.values import ExitCode
-from megatron_recover.flags import Parser, split, value_of
+from megatron_recover.flags import Parser, split, unreadable, value_of
 from megatron_recover.observe import margin
 from megatron_recover.observe.history import History
 from megatron_recover.trace import TraceError
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     except (ValueError, TraceError) as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"{error.filename} cannot be read ({error.strerror})")
+        parser.error(unreadable(error))
     if not arguments.submit:
         print(text, end="")
         return ExitCode.OK

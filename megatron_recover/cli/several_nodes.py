@@ -27,6 +27,7 @@ from megatron_recover.core.placement import left_over_line
 from megatron_recover.core.policy import about_the_coordinator
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.flags import unreadable
 from megatron_recover.megatron.launch.preflight import Undecided
 from megatron_recover.observe.files import LOGS
 
@@ -131,9 +132,7 @@ def run_dir(met: Met) -> Path:
 
 def mistake_of(error: ValueError | OSError) -> str:
     """Return the message about a mistake that ends the command."""
-    if isinstance(error, ValueError):
-        return str(error)
-    return f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another"
+    return str(error) if isinstance(error, ValueError) else unreadable(error)
 
 
 def last_words(end: NotMet) -> str:
@@ -150,6 +149,6 @@ def notes(job: Job) -> Iterator[str]:
     here = f"node {job.node} of {len(job.nodes)} runs {job.num_ranks_here} ranks"
     yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
     has_ranks = any(slot.node == 0 for slots in job.placement.replicas for slot in slots)
-    yield about_the_coordinator(job.nodes[0].name, saves="--save" in job.argv, has_ranks=has_ranks)
+    yield about_the_coordinator(job.nodes[0].name, saves=job.save is not None, has_ranks=has_ranks)
     if job.node == 0 and (line := left_over_line(job.placement, job.num_ranks)) is not None:
         yield line

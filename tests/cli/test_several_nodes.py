@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from megatron_recover.cluster import joining
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.placement import place
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.addresses import HOST, bind_free
 from tests import forks
@@ -377,3 +380,20 @@ def test_several_nodes_without_a_key_are_refused_with_the_line_to_add(tmp_path: 
     line = ["run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", str(script), *FLAGS]
     code, output = forks.run([sys.executable, "-m", "megatron_recover", *line], cwd=ROOT, deadline_s=60.0)
     assert code == ExitCode.BAD_INPUT and "chmod 600" in output and "--key-file" in output
+
+
+@pytest.mark.parametrize("save", [None, "/x"])
+def test_the_line_about_the_coordinator_says_whether_a_checkpoint_is_left_however_save_is_written(save: str | None) -> None:
+    job: Any = SimpleNamespace(
+        placement=place([1, 1], num_replicas=2, num_ranks=1, tp=1), node=0, nodes=[SimpleNamespace(name="n0")] * 2,
+        num_ranks=1, num_ranks_here=1, replicas_here=(0,), argv=("train.py", "--save=/x"), save=save and Path(save),
+    )  # fmt: skip
+    _, line, *_ = several_nodes.notes(job)
+    assert ("without a checkpoint" in line) == (save is None)
+
+
+def test_an_error_that_names_no_file_is_told_as_it_is() -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+    assert several_nodes.mistake_of(error) == str(error)
+    named = several_nodes.mistake_of(PermissionError(errno.EACCES, "Permission denied", "a.py"))
+    assert named == "a.py cannot be read (Permission denied); make it readable, or name another"

@@ -107,7 +107,10 @@ def test_a_script_that_another_submits_is_judged_on_its_lines() -> None:
 
 def test_a_script_that_cannot_be_read_and_a_launch_line_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words, said in (
-        (["--check", str(tmp_path / "none")], f"{tmp_path / 'none'} cannot be read (No such file or directory)"),
+        (
+            ["--check", str(tmp_path / "none")],
+            f"{tmp_path / 'none'} cannot be read (No such file or directory); make it readable, or name another",
+        ),
         (["--check", str(HERE / "by_hand.sbatch"), "--", "train.py"], "--check takes no launch line; leave out train.py"),
     ):
         with pytest.raises(SystemExit) as end:
