@@ -33,26 +33,57 @@ class Named:
     """A replica has named a checkpoint."""
 
     at: float
+    """A time after that."""
     replica: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Naming:
+    """A replica has begun to name a checkpoint: from then on it has the right to, until it ends the attempt."""
+
+    since: float
+    """A time before that."""
+    at: float
+    """A time after that."""
+    replica: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest name was seen to be of this iteration, from outside."""
+
+    at: float
     iteration: int
 
 
 class History:
     """What all ranks of a job applied, and the checkpoints that they named."""
 
-    def __init__(self, applied: Iterable[Applied], named: Iterable[Named] = ()) -> None:
+    def __init__(
+        self,
+        applied: Iterable[Applied],
+        named: Iterable[Named] = (),
+        naming: Iterable[Naming] = (),
+        latest: Iterable[Latest] = (),
+    ) -> None:
         self.applied = sorted(applied)
         self.named = sorted(named, key=lambda each: each.at)
+        self.naming = sorted(naming, key=lambda each: each.since)
+        self.latest = sorted(latest, key=lambda each: each.at)
 
     @classmethod
     def read(cls, folder: Path) -> History:
-        """Read what `tests.nodes.toy` has left."""
+        """Read what `tests.nodes.toy` and `names.Watch` have left."""
         applied = []
         for path in sorted(folder.glob("applied-*-*.jsonl")):
             [(replica, rank)] = re.findall(r"(\d+)-(\d+)", path.name)
             applied += [Applied(replica=int(replica), rank=int(rank), **line) for line in _lines(path)]
         named = [Named(**line) for path in folder.glob("named-*.jsonl") for line in _lines(path)]
-        return cls(applied, named)
+        naming = [Naming(**line) for path in folder.glob("naming-*.jsonl") for line in _lines(path)]
+        latest = [Latest(**line) for path in folder.glob("latest.jsonl") for line in _lines(path)]
+        return cls(applied, named, naming, latest)
 
     def by_rank(self) -> dict[tuple[int, int], list[Applied]]:
         """Return what each rank applied, in order."""
@@ -98,13 +129,21 @@ class History:
                 )
 
     def _names(self) -> Iterator[str]:
-        """Names of checkpoints do not go back: at most one names."""
-        for earlier, later in itertools.pairwise(self.named):
-            if later.iteration <= earlier.iteration and later.replica != earlier.replica:
-                yield (
-                    f"replica {later.replica} named the checkpoint of iteration {later.iteration} after replica "
-                    f"{earlier.replica} had named that of iteration {earlier.iteration}"
-                )
+        """At most one replica names: after one that joined the writers later none begins, and the newest name never goes back.
+
+        The writer is the lowest of the roster, so the ids of writers only grow. Ranks write their times down before and after
+        what they do, since they may stand still between.
+        """
+        for later in self.naming:
+            for earlier in self.naming:
+                if earlier.at < later.since and earlier.replica > later.replica:
+                    yield (
+                        f"replica {later.replica} began to name the checkpoint of iteration {later.iteration} after replica "
+                        f"{earlier.replica} had begun to name that of iteration {earlier.iteration}"
+                    )
+        for before, after in itertools.pairwise(self.latest):
+            if after.iteration < before.iteration:
+                yield f"the newest name went back from iteration {before.iteration} to {after.iteration}"
 
 
 def _lines(path: Path) -> Iterator[dict]:

@@ -16,10 +16,12 @@ from tests.cluster.jobs import Outcome, Spec, command
 from tests.cluster.waiting import until_files
 from tests.nodes.history import History
 from tests.nodes.merging import merge
+from tests.nodes.names import Naming
 from tests.nodes.nodes import Network, Node, Program
 
 PORT = 29500
 TOY = Path(__file__).with_name("toy.py")
+DEADLINES = {**Spec(run_dir="").deadlines, "blame_s": 15.0}
 
 
 class NodesJob:
@@ -33,17 +35,20 @@ class NodesJob:
         node_silence_s: float = 2.0,
         replicas: int = 3,
         ranks: int = 2,
+        naming: Naming | None = None,
         **settings: Any,
     ) -> None:
-        """Start it on all its nodes. `settings`: other fields of `Spec`."""
+        """Start it on all its nodes. `naming`: how it names checkpoints; None: it names none. `settings`: fields of `Spec`."""
         self.network, self.node_silence_s = network, node_silence_s
         self.sums = network.shared / "sums"
         self.sums.mkdir()
+        if naming is not None:
+            naming.write(self.sums)
         key_file = network.shared / "key"
         key_file.write_text(keys.make_key().hex())
         key_file.chmod(0o600)
         self.nodes = network.nodes[:num_nodes]
-        settings.setdefault("deadlines", {**Spec(run_dir="").deadlines, "blame_s": 15.0})
+        settings.setdefault("deadlines", DEADLINES)
         self.spec = Spec(
             run_dir=str(network.shared / "run"), sums_dir=str(self.sums), key_file=str(key_file), script=str(TOY),
             slots=replicas * ranks // num_nodes, replicas=replicas, ranks=ranks, **settings,

@@ -4,7 +4,8 @@
 
 Run k has seed SEED + k, which decides its job, its faults and the weather; `--runs 1 --seed S` repeats one. A run passes if
 
-- what its ranks applied is one history (`history.py`): at most one side goes on, at most one names a checkpoint;
+- what its ranks applied is one history (`history.py`): at most one side goes on;
+- at most one replica names checkpoints (`names.py`), the newest name never goes back, and there is one;
 - all that was applied is the sum of all microbatches, each once;
 - all agents that live end before the deadline, with codes that its faults allow;
 - `megatron-recover check` finds nothing wrong with its trace;
@@ -30,10 +31,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from megatron_recover.core.placement import place
 from megatron_recover.core.values import ExitCode
 from tests.nodes import nodes
-from tests.nodes.jobs import NodesJob
+from tests.nodes.jobs import DEADLINES, NodesJob
+from tests.nodes.names import LONG_PAUSES_S, Naming, Watch
 from tests.nodes.nodes import ROOT, Cage, Network, Node
 from tests.nodes.proxy import Weather
 from tests.system.placing import hosted
@@ -43,13 +47,17 @@ DEADLINE_S = 60.0
 NODE_TIMEOUT_S = 2.0
 SHORT_S, LONG_S = (0.1, 1.0), (4.0, 6.0)
 """How long what ends again lasts: well below `NODE_TIMEOUT_S`, and well above."""
+LEASES_S = (2.5, 6.0)
+"""Leases of a writer: a long fault outlasts the one, and it may wake up within the other, so its coordinator must wait."""
+LAPSE_S = 1.0
+"""A coordinator counts so much longer than the lease."""
 STEPS = 400
 MAX_FAILED = 10
 ENDINGS = frozenset({ExitCode.OK, ExitCode.NO_REPLICA_LEFT, ExitCode.INTERRUPTED})
 """Codes with which an agent may end, whatever struck: faults of machines are no defect, no bad input, no broken invariant."""
 COLUMNS = (
-    "| seed | job | weather | faults | ends | replicas | steps | longest pause (s) | seconds | verdict |\n"
-    "|---|---|---|---|---|---|---:|---:|---:|---|"
+    "| seed | job | weather | faults | ends | replicas | steps | names | longest pause (s) | seconds | verdict |\n"
+    "|---|---|---|---|---|---|---:|---|---:|---:|---|"
 )
 
 
@@ -90,6 +98,12 @@ class Plan:
     strikes: tuple[Strike, ...]
     weather: Weather | None
     clock_offsets_s: tuple[float, ...] = field(default=())
+    lease_s: float = LEASES_S[0]
+    long_s: float = 0.0
+    """The writer pauses so long at the save point at which the first fault strikes."""
+    empties_node_0: bool = False
+    """All ranks on the node with the coordinator are killed first: then faults of other nodes befall the writer, and a living
+    coordinator gives its grants to others."""
 
     @property
     def spares_node_0(self) -> bool:
@@ -103,6 +117,11 @@ class Plan:
     def is_harmless(self) -> bool:
         """Whether no replica may be lost."""
         return all(strike.is_short for strike in self.strikes)
+
+    @property
+    def most_finish(self) -> int:
+        """The number of replicas that no fault but the first ends."""
+        return self.replicas - (len(self.hosted([0])) if self.empties_node_0 else 0)
 
     def hosted(self, nodes: Iterable[int]) -> frozenset[int]:
         """Return the replicas that have ranks on any of these nodes."""
@@ -127,7 +146,9 @@ def plan(seed: int) -> Plan:
     for _ in range(chance.choice((1, 1, 2, 3))):
         at_step += chance.choice((0, 0, 20, 60))
         strikes.append(_strike(chance, num_nodes, at_step))
-    return Plan(seed, num_nodes, replicas, ranks, tuple(strikes), weather, offsets)
+    later = random.Random(f"names {seed}")  # what was decided before stays as it was
+    lease_s, long_s, empties_node_0 = later.choice(LEASES_S), later.choice(LONG_PAUSES_S), later.random() < 0.6
+    return Plan(seed, num_nodes, replicas, ranks, tuple(strikes), weather, offsets, lease_s, long_s, empties_node_0)
 
 
 def _strike(chance: random.Random, num_nodes: int, at_step: int) -> Strike:
@@ -152,8 +173,10 @@ def _strike(chance: random.Random, num_nodes: int, at_step: int) -> Strike:
 class Run:
     """A job, and its nemesis."""
 
-    def __init__(self, cage: Cage, folder: Path, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, cage: Cage, folder: Path, plan: Plan, *, lapse_s: float = LAPSE_S, **mistakes: bool) -> None:
+        """In tests of the judge, `mistakes` (`Naming`) or a shorter `lapse_s` are planted."""
+        self.plan, self._lapse_s = plan, lapse_s
+        self._naming = Naming(plan.seed, long_at=plan.strikes[0].at_step, long_s=plan.long_s, **mistakes)
         self.network = Network(cage, folder, plan.num_nodes, clock_offsets_s=plan.clock_offsets_s)
         self.job: NodesJob
         self._off: set[int] = set()
@@ -163,11 +186,29 @@ class Run:
     def play(self) -> str:
         """Run the job with its faults; return the verdict."""
         plan = self.plan
+        leases = {"lease_s": plan.lease_s, "lapse_s": max(0.01, plan.lease_s + self._lapse_s)}
         self.job = NodesJob(
             self.network, num_nodes=plan.num_nodes, replicas=plan.replicas, ranks=plan.ranks, steps=STEPS, pace_s=0.002,
-            node_silence_s=NODE_TIMEOUT_S,
+            node_silence_s=NODE_TIMEOUT_S, naming=self._naming, deadlines={**DEADLINES, **leases},
         )  # fmt: skip
-        self.job.until_training()
+        watch = Watch(self.job.sums)
+        try:
+            self.job.until_training()
+            if plan.empties_node_0:
+                self._empty_node_0()
+            self._let_strike()
+            return self._verdict(watch)
+        finally:
+            watch.close()
+
+    def _empty_node_0(self) -> None:
+        for process in self.network[0].find_process("replica-"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.job.until_going_on(sorted({*range(self.plan.replicas)} - self.plan.hosted([0])), num_steps=1)
+
+    def _let_strike(self) -> None:
+        plan = self.plan
         if plan.weather is not None:
             self.network.set_weather(plan.weather, plan.seed)
         undone: list[tuple[float, Callable[[], None]]] = []
@@ -187,7 +228,6 @@ class Run:
             if all(agent.poll() is not None for agent in self.job.agents.values()) and not undone:
                 break
             time.sleep(0.01)
-        return self._verdict()
 
     def _is_standing_still(self) -> bool:
         history = self.job.history()
@@ -218,15 +258,18 @@ class Run:
                 self._off.add(node.number)
         return lambda: None
 
-    def _verdict(self) -> str:
+    def _verdict(self, watch: Watch) -> str:
         living = [node for node in self.job.nodes if node.number not in self._off]
         try:
             self._codes = self._end(living)
         except subprocess.TimeoutExpired as error:
             return f"FAILED: no end within {DEADLINE_S:g} s of {error.cmd[0]}"
+        watch.close()
         history = self.job.history()
         if faults := history.faults():
             return f"FAILED: {faults[0]}"
+        if not history.named and ({0, ExitCode.INTERRUPTED} & {*self._codes.values()} or self._had_time_to_name()):
+            return "FAILED: no checkpoint was named"
         try:
             self.job.outcome().assert_exactly_once()
         except AssertionError as error:
@@ -255,6 +298,10 @@ class Run:
         """Return what changes with every step and loss. A broken link between two nodes costs one replica after another."""
         return self.job.steps(), self.job.output().count(" lost: ")
 
+    def _had_time_to_name(self) -> bool:
+        """Return whether a save point came long before the first fault."""
+        return min(self.plan.strikes[0].at_step, max(self.job.steps().values())) >= 2 * self._naming.every
+
     def num_finished(self) -> int:
         """Return the number of replicas that have applied all steps on all ranks."""
         steps = self.job.steps()
@@ -268,13 +315,18 @@ class Run:
         plan, history = self.plan, self.job.history()
         steps = max(self.job.steps().values(), default=0)
         finishers = [replica for (replica, _), num in self.job.steps().items() if num == steps]
+        slow = f", {plan.long_s:g} s to name" if plan.long_s else ""
+        emptied = ", none left on n0" if plan.empties_node_0 else ""
+        by = collections.Counter(each.replica for each in history.named)
+        names = "; ".join(f"{num} by {replica}" for replica, num in sorted(by.items())) or "none"
         off = f", clocks {', '.join(f'{each:+.0f}' for each in plan.clock_offsets_s)} s" if plan.clock_offsets_s else ""
         ends = collections.Counter(getattr(self, "_codes", {}).values())
         cells = (
-            plan.seed, f"{plan.replicas} x {plan.ranks} on {plan.num_nodes}{off}", _weather(plan.weather),
+            plan.seed, f"{plan.replicas} x {plan.ranks} on {plan.num_nodes}{emptied}{slow}{off}", _weather(plan.weather),
             "; ".join(map(str, self._struck)) or "none",
             ", ".join(f"{number} x {code}" for code, number in sorted(ends.items())) or "?",
-            f"{plan.replicas} to {self.num_finished()}", steps, f"{history.pause_s(finishers):.2f}", f"{seconds:.0f}", verdict,
+            f"{plan.replicas} to {self.num_finished()}", steps, names, f"{history.pause_s(finishers):.2f}", f"{seconds:.0f}",
+            verdict,
         )  # fmt: skip
         return f"| {' | '.join(map(str, cells))} |"
 
@@ -283,7 +335,7 @@ def wrong_end(plan: Plan, codes_of: Mapping[str, int], num_finished: int) -> str
     """Return what is wrong with the exit codes and the number of replicas that applied all steps; empty: nothing."""
     codes = set(codes_of.values())
     if plan.is_harmless and plan.weather is None:
-        return "" if codes == {0} and num_finished == plan.replicas else f"a short fault cost something: {codes}"
+        return "" if codes == {0} and num_finished == plan.most_finish else f"a short fault cost something: {codes}"
     if not codes <= (ENDINGS - {ExitCode.INTERRUPTED} if plan.spares_node_0 else ENDINGS):
         return f"exit codes {dict(codes_of)}"
     if 0 in codes and not num_finished:
@@ -327,10 +379,15 @@ DOCUMENT = """\
 **{num_runs} runs: {totals}**, at commit {commit} on {date}.
 
 The command above writes this file (`tests/nodes/nemesis.py`). Each seed decides a toy job on 3 or 4 nodes, its faults, the
-weather between the nodes (`tests/nodes/proxy.py`), and how far their clocks are off. Every run must meet these promises:
+weather between the nodes (`tests/nodes/proxy.py`), and how far their clocks are off. In some jobs all ranks on node 0 are
+killed first, so that the writer is not beside the coordinator. Every run must meet these promises:
 
-- what the ranks applied is one history: at most one side goes on, at most one names a checkpoint
+- what the ranks applied is one history: at most one side goes on
   (`tests/nodes/history.py`, from files of the ranks alone, on the one monotonic clock of the machine);
+- at most one replica names checkpoints: after one has begun to, none begins that was writer before it. The newest name never
+  goes back, as seen from outside. A job that ends well, or was not struck before its second save point, has named one
+  (`tests/nodes/names.py`: the product's grants and tracker, on a folder without a lock, with pauses of a writer before it
+  asks for the right and between that and the rename; the lease is {leases} s);
 - what was applied is the sum of all microbatches, each once;
 - all agents that live end within {deadline_s:.0f} s of the last step, fault or loss, with codes that the faults allow;
 - `megatron-recover check` finds no violation;
@@ -344,7 +401,7 @@ def document(rows: Sequence[tuple[bool, str]], seed: int, command: str) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     head = DOCUMENT.format(
         command=command, seed=seed, num_runs=len(rows), totals=totals(rows), commit=commit, date=time.strftime("%Y-%m-%d"),
-        deadline_s=DEADLINE_S,
+        deadline_s=DEADLINE_S, leases=" or ".join(f"{each:g}" for each in LEASES_S),
     )  # fmt: skip
     return "\n".join((head + COLUMNS, *(row for _, row in rows), ""))
 

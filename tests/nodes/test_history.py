@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.history import Applied, History, Named
+from tests.nodes.history import Applied, History, Latest, Named, Naming
 
 
 def applied(*texts: str) -> list[Applied]:
@@ -42,11 +42,20 @@ def test_a_broken_history_is_found(texts: tuple[str, ...], fault: str) -> None:
 
 
 def test_a_writer_that_wakes_up_is_found() -> None:
-    """The same replica may name an older one, after a run that was resumed."""
-    names = [Named(1.0, 0, 10), Named(2.0, 1, 20)]
-    assert History([], names).faults() == []
-    assert len(History([], [*names, Named(3.0, 0, 15)]).faults()) == 1
-    assert len(History([], [*names, Named(3.0, 0, 20)]).faults()) == 1
+    """It begins to name when a later writer has begun; it may write that down late, if it stood still meanwhile."""
+    naming = [Naming(1.0, 1.1, 0, 20), Naming(2.0, 2.1, 1, 40), Naming(3.0, 3.1, 1, 60)]
+    assert History([], naming=naming).faults() == []
+    assert History([], naming=[*naming, Naming(1.5, 5.0, 0, 20)]).faults() == [], "it began before, and was frozen then"
+    [fault] = History([], naming=[*naming, Naming(2.5, 2.6, 0, 40)]).faults()
+    assert fault.startswith("replica 0 began to name the checkpoint of iteration 40 after replica 1")
+
+
+def test_a_name_that_goes_back_is_found() -> None:
+    """Two writers may name the same one, and what ranks wrote down late counts for nothing."""
+    latest = [Latest(1.0, 20), Latest(2.0, 40)]
+    assert History([], named=[Named(5.0, 0, 20), Named(2.0, 1, 40)], latest=latest).faults() == []
+    assert History([], latest=[*latest, Latest(3.0, 20)]).faults() == ["the newest name went back from iteration 40 to 20"]
+    assert len(History([], latest=[*latest, Latest(3.0, -1)]).faults()) == 1
 
 
 def test_half_a_line_is_left_out(tmp_path: Path) -> None:
