@@ -105,13 +105,13 @@ ENDINGS: Mapping[int, Ending] = {
     ),
     ExitCode.INTERRUPTED: Ending(
         "a signal, a time limit or the loss of the coordinator ended all replicas at a common step, with a checkpoint if "
-        "`--save` is set; before training has begun the run only ends, and the run directory is removed, or emptied if it was "
-        "there before",
+        "`--save` is set (after a loss that was noticed when all was trained the code is 0); before training has begun the "
+        "run only ends, and the run directory is removed, or emptied if it was there before",
         "resume when there is time for more",
     ),
     ExitCode.UNSAVED: Ending(
-        "training ended, but its last checkpoint could not be written for `save_s` (25 minutes by default); the newest "
-        "checkpoint is older",
+        "training ended, but its last checkpoint could not be written for `save_s` (25 minutes by default), or could not get "
+        "its name without the coordinator; the newest checkpoint is older",
         "make room in the folder of `--save`; then resume",
     ),
     KILLED: Ending(

@@ -339,6 +339,29 @@ def test_without_a_coordinator_nobody_waits_for_a_grant_that_cannot_come(job: Jo
     assert UNSAVED in job.first.requests
 
 
+def test_a_writer_without_a_grant_keeps_the_other_replicas_waiting_for_less_than_they_tolerate(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a round the members may learn that nobody has a coordinator, and then the writer may name."""
+    checkpoints = job.first.checkpoints
+    checkpoints._deadlines = replace(checkpoints._deadlines, save_s=1000.0, slowest_s=4.8)
+    now, met = [0.0], [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def meet(number: int) -> None:
+        met.append(now[0])
+        if number == 3:  # their votes have said so
+            job.first.refused, job.first.is_last = "", True
+        job.meet(number)
+
+    job.first.refused = "no grant"
+    job.save(20)
+    checkpoints.settle(meet)
+    assert max(after - before for before, after in itertools.pairwise(met)) <= 0.75 * 4.8
+    assert job.named() == "20" and SAVED in job.first.requests and len(met) == 6
+
+
 def test_a_writer_that_lost_its_right_while_it_published_moves_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.save(10)
     publish = SaveFolder.publish

@@ -315,9 +315,11 @@ def is_proven_as_far_as_it_went(evidence: Evidence) -> str:
 def goes_on_like_the_reference(evidence: Evidence) -> str:
     """If the job ended, a run that resumes from the newest checkpoint ends like the reference.
 
-    A `fast` run is compared with no reference: the resumed run ends well, and `check` finds no broken invariant.
+    If that is the last one, it is loaded, and the run ends well. A `fast` run is compared with no reference: the resumed
+    run ends well, and `check` finds no broken invariant.
     """
-    return _resumes_like_the_reference(evidence) if evidence.outcome.exit_code else ""
+    is_over = evidence.save is not None and not names_its_last(evidence)
+    return _resumes_like_the_reference(evidence, is_over=is_over) if evidence.outcome.exit_code else ""
 
 
 def _resumes_like_the_reference(evidence: Evidence, *, is_over: bool = False) -> str:
@@ -348,7 +350,8 @@ def ends_with_named_codes(evidence: Evidence) -> str:
     """The launchers on all nodes but the lost one end, with code 0.
 
     A node that is cut off for long may take the coordinator for lost, and end with 13; for ever, it does. The loss of the
-    coordinator's node ends all with 13; if no rank was there, with 15 at the next save.
+    coordinator's node ends all with 13; if no rank was there, with 15 at the next save, or with 0 if they learn of the loss
+    when all is trained, and have saved that.
     """
     plan, codes = evidence.plan, dict(evidence.outcome.codes)
     strike = plan.strike
@@ -357,8 +360,10 @@ def ends_with_named_codes(evidence: Evidence) -> str:
     if strike.kind is StrikeKind.LOSS:
         del codes[strike.node]
         if strike.node == 0:
-            end = ExitCode.NO_REPLICA_LEFT if plan.lost else ExitCode.INTERRUPTED
-            named = {node: {end} for node in codes}
+            ends = {ExitCode.NO_REPLICA_LEFT} if plan.lost else {ExitCode.INTERRUPTED}
+            if not plan.lost and set(codes.values()) == {ExitCode.OK} and not names_its_last(evidence):
+                ends = {ExitCode.OK}
+            named = dict.fromkeys(codes, ends)
     elif not strike.is_short:
         named[strike.node] = {ExitCode.NO_REPLICA_LEFT} | ({ExitCode.OK} if strike.seconds is not None else set())
     return "" if all(code in named[node] for node, code in codes.items()) else f"exit codes {codes}"

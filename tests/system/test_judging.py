@@ -197,6 +197,24 @@ def lost_writer(folder: Path) -> Made:
 def lost_coordinator(folder: Path) -> Made:
     made = on_nodes(folder, "lost node of the coordinator", StrikeKind.LOSS, 0, None, [-9, 13, 13])
     made.exit_code, made.reports["alone"] = -9, (ExitCode.UNFINISHED, UNFINISHED)
+    made.latest = 9
+    return made
+
+
+def lost_coordinator_alone(folder: Path) -> Made:
+    """No replica of two ranks fits on the first node."""
+    made = lost_coordinator(folder)
+    job = dataclasses.replace(made.plan.job, replicas=2, pp=2)
+    made.plan, made.codes = dataclasses.replace(made.plan, job=job, slots=(1, 2, 2)), {0: -9, 1: 15, 2: 15}
+    made.trace = made.trace[:12]
+    return made
+
+
+def lost_coordinator_at_the_end(folder: Path) -> Made:
+    """All was trained and saved before the others learned of it: nothing is left for a run that resumes."""
+    made = lost_coordinator_alone(folder)
+    made.latest, made.codes = 12, {0: -9, 1: 0, 2: 0}
+    made.reports["resumed"] = BROKEN
     return made
 
 
@@ -313,6 +331,9 @@ CASES: dict[str, tuple[Callable[[Path], Made], Callable[[Made], None], str]] = {
     "writer: it cannot be resumed": (lost_writer, changed(resumed=1), "it ends with 1"),
     "writer: resumed, it ends otherwise": (lost_writer, said(resumed=BROKEN), "parameters differ"),
     "coordinator: the others end well": (lost_coordinator, changed(codes={0: -9, 1: 0, 2: 0}), "exit codes {1: 0, 2: 0}"),
+    "coordinator alone: a failure ends it": (lost_coordinator_alone, changed(codes={0: -9, 1: 13, 2: 13}), "exit codes"),
+    "coordinator alone: not all is saved": (lost_coordinator_at_the_end, changed(latest=9), "exit codes {1: 0, 2: 0}"),
+    "coordinator alone: they differ": (lost_coordinator_at_the_end, changed(codes={0: -9, 1: 0, 2: 15}), "exit codes"),
     "coordinator: it cannot be resumed": (lost_coordinator, changed(resumed=2), "it ends with 2"),
     "coordinator: resumed, it ends otherwise": (lost_coordinator, said(resumed=BROKEN), "parameters differ"),
     "short cut: somebody is removed": (cut_short, traced(generation((2, "died"))), "removed were [2]"),
@@ -333,7 +354,7 @@ CASES: dict[str, tuple[Callable[[Path], Made], Callable[[Made], None], str]] = {
     "make",
     [
         in_steps, stopped, stalled, full, roomy, failing, drifted, outvoted, miscounted, lost, lost_writer, lost_coordinator,
-        cut_short, cut_long, cut_for_ever,
+        lost_coordinator_alone, lost_coordinator_at_the_end, cut_short, cut_long, cut_for_ever,
     ],
     ids=lambda make: make.__name__,
 )  # fmt: skip

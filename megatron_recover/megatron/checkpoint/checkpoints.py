@@ -41,7 +41,9 @@ Note [Grants]
     complete under `.partial`, and its writer keeps the lock of the folder. Between two iterations
     the writer looks whether the grant has come, and then names the checkpoint. The next save point
     replaces a checkpoint that has no name by then. The end of training waits for a grant as long as
-    for a full disk.
+    for a full disk, and meets the other replicas between two waits. There all learn if nobody has a
+    coordinator. The newest grant then lasts (Note [Last generation] there), and the checkpoint gets
+    its name.
 
 Note [In the background]
     With `--async-save` the writer trains on while a thread of each of its ranks writes
@@ -332,6 +334,10 @@ class Checkpoints:
         Meanwhile somebody may make room, or the grant may come, which ends the wait. Where it
         cannot come any more, return False at once. `since` is the monotonic time in seconds at
         which training ended.
+
+        The other replicas wait in a sum meanwhile. The wait is shorter than they tolerate, since
+        the coordinator may be lost, and then nobody excuses this one. In the next round all learn
+        whether it is, and may agree on the last generation (`core/grants.py`).
         """
         if not self._agree(lambda: time.monotonic() - since <= self._deadlines.save_s and not self._is_hopeless()):
             return False
@@ -344,7 +350,7 @@ class Checkpoints:
 
     def _waited(self) -> bool:
         """Wait, as `_may_try_again` says, and return True (rank 0)."""
-        until = time.monotonic() + min(_RETRY_S, self._deadlines.save_s)
+        until = time.monotonic() + min(_RETRY_S, self._deadlines.slowest_s / 2, self._deadlines.save_s)
         if self._unnamed is None:
             time.sleep(until - time.monotonic())
         while self._unnamed is not None and self._saver.naming_refusal() and time.monotonic() < until:
