@@ -35,6 +35,7 @@ import psutil
 
 from megatron_recover.core.placement import place
 from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import NODE_S
 from tests.nodes import nodes
 from tests.nodes.jobs import DEADLINES, NodesJob
 from tests.nodes.names import LONG_PAUSES_S, Naming, Watch
@@ -186,7 +187,8 @@ class Run:
     def play(self) -> str:
         """Run the job with its faults; return the verdict."""
         plan = self.plan
-        leases = {"lease_s": plan.lease_s, "lapse_s": max(0.01, plan.lease_s + self._lapse_s)}
+        scale = NODE_S / NODE_TIMEOUT_S  # of the waits that follow from `--node-timeout`
+        leases = {"lease_s": scale * plan.lease_s, "lapse_s": scale * max(0.01, plan.lease_s + self._lapse_s)}
         self.job = NodesJob(
             self.network, num_nodes=plan.num_nodes, replicas=plan.replicas, ranks=plan.ranks, steps=STEPS, pace_s=0.002,
             node_silence_s=NODE_TIMEOUT_S, naming=self._naming, deadlines={**DEADLINES, **leases},

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_recover import trace
 from megatron_recover.core.request import NO_COORDINATOR
+from megatron_recover.deadlines import NODE_S
 from tests.cluster.toy import Toy, main
 from tests.nodes.names import Namer
 
@@ -40,7 +41,8 @@ class NodesToy(Toy):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.log: Any = _Noting(self.log, f"{self.sums_dir}/applied-{self.context.replica}-{self.context.rank}.jsonl")
-        self.namer = Namer.of(self.member, Path(self.sums_dir), self.deadlines.lapse_s)
+        lapse_s = self.deadlines.with_node(self.context.node_s or NODE_S).lapse_s
+        self.namer = Namer.of(self.member, Path(self.sums_dir), lapse_s)
         self.is_ending = False
         """True after a record has asked for the end of the job."""
 
