@@ -1,6 +1,7 @@
 """A node without its coordinator: ranks go on to the next save point, and end there by themselves.
 
-Nobody can make a generation any more. A coordinator of which only nothing is heard is reported.
+Nobody can make a generation any more. A coordinator of which only nothing is heard is reported. It
+is given up once no rank of this node is left either.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class CoordinatorLoss:
         """The loss of the coordinator in words; empty while the link to it lives."""
         self._ended_together: int | None = None
         """Exit code of ranks that ended by agreement after the coordinator was lost."""
+        self.has_given_up = False
+        """True once a coordinator that is silent for the whole deadline was awaited no longer."""
         self._is_cut_off = False
         """True once the coordinator was reported as silent, until it is heard again."""
 
@@ -45,8 +48,14 @@ class CoordinatorLoss:
 
         `silent_s`: seconds since it was heard last. `is_gone`: the link to it has ended. On another
         node than its own, a coordinator that is silent for `--node-timeout` counts as gone until it
-        is heard again. `own_pid`: the process of a coordinator on this node.
+        is heard again. `own_pid`: the process of a coordinator on this node. On any node, a
+        coordinator that is silent for `deadline_s` is given up once no rank is left here: one that
+        was heard would have ended the job.
         """
+        if not is_gone and silent_s >= self._deadlines.deadline_s and self._fences.is_nobody_left:
+            self.has_given_up = True
+            self.why = f"nothing was heard of the coordinator for {silent_s:.0f} s"
+            return
         if not self._job.nodes:
             return
         if not is_gone and (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
@@ -70,7 +79,7 @@ class CoordinatorLoss:
 
     def end_alone(self, *, has_begun: bool) -> None:
         """End without living ranks and without a coordinator that would send `JobEnds`."""
-        if not (has_begun and self.why and self._fences.is_nobody_left):
+        if not (self.why and self._fences.is_nobody_left and (has_begun or self.has_given_up)):
             return
         if self._ended_together is not None:
             self._end(self._ended_together, f"{self.why}; the ranks of this node ended together")

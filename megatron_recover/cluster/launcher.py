@@ -304,6 +304,8 @@ class Launcher:
                 self._fences.give_up(process)
             if self._loss.why and self._end.has_come and self._end.exit_code == ExitCode.NO_REPLICA_LEFT:
                 self._fences.end_alone()
+            if self._loss.has_given_up and self._joined is not None and self._joined.coordinator is not None:
+                self._joined.coordinator.process.kill()  # it is stopped, and would never end by itself
             self._starting.close()
             if self._gathering is None:
                 self._hang_up()

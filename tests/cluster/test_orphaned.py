@@ -39,8 +39,29 @@ def test_the_code_of_ranks_that_end_together_is_kept_until_their_deaths_are_conf
     assert ends[0] == expected
 
 
+@pytest.mark.parametrize(("nodes", "node"), [((), 0), (("a", "b"), 0), (("a", "b"), 1)])
+def test_a_coordinator_that_stays_silent_is_given_up_on_any_node_once_no_rank_is_left(
+    nodes: tuple[str, ...], node: int
+) -> None:
+    ends: list[int] = []
+    fences: Any = SimpleNamespace(is_nobody_left=False)
+    anything: Any = SimpleNamespace(
+        says=lambda text: None, silence_s=1.0, nodes=nodes, node=node, node_s=10.0, deadline_s=60.0
+    )  # fmt: skip
+    loss = CoordinatorLoss(anything, anything, fences, deadlines=anything, end=lambda code, reason: ends.append(code))
+    for is_nobody_left, silent_s in ((False, 61.0), (True, 9.0)):
+        fences.is_nobody_left = is_nobody_left
+        loss.look(silent_s, is_gone=False)
+        loss.end_alone(has_begun=True)
+    assert not ends and not loss.has_given_up
+    loss.look(60.0, is_gone=False)
+    loss.end_alone(has_begun=True)
+    assert ends == [ExitCode.NO_REPLICA_LEFT] and loss.has_given_up
+
+
 def test_a_signal_is_promised_what_becomes_of_it_with_a_coordinator_a_silent_one_and_none() -> None:
     anything: Any = SimpleNamespace(says=lambda text: None, silence_s=1.0, nodes=("a", "b"), node=1, node_s=10.0)
+    anything.deadline_s, anything.is_nobody_left = 60.0, False
     loss = CoordinatorLoss(anything, anything, anything, deadlines=anything, end=lambda code, reason: None)
     together = "all replicas end after the same step, with a checkpoint if --save is set"
     assert loss.promise() == together

@@ -13,10 +13,11 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.starting import Starting
+from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Launch
 from megatron_recover.core.values import ExitCode
-from megatron_recover.deadlines import Deadlines
+from megatron_recover.deadlines import SHORTEST_S, Deadlines
 from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import Outcome, Spec, sums
 from tests.cluster.running import FOR_EVER, AtTerminal, Running, Start
@@ -149,6 +150,20 @@ def test_inv_8_a_coordinator_that_stays_stopped_is_waited_for_until_the_deadline
     outcome = job.end()
     assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
     assert "no checkpoint: --save was not set" in outcome.output
+    outcome.assert_exactly_once()
+    job.assert_nothing_left()
+
+
+def test_inv_8_a_launcher_whose_coordinator_is_stopped_for_good_ends_after_the_last_rank(start: Start, tmp_path: Path) -> None:
+    deadlines = {**sums(5.0), "stall_s": 5.0, "follow_s": 1.0, "deadline_s": 3.0, **SOON}
+    shortest = RecoverConfig(deadline_s=SHORTEST_S)  # the launcher's
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines, config=shortest))
+    job.coordinator.send_signal(signal.SIGSTOP)
+    kill_a_rank(job)
+    until_ended(job.ranks, deadline_s=30.0)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
+    assert "nothing was heard of the coordinator for " in outcome.output
     outcome.assert_exactly_once()
     job.assert_nothing_left()
 
