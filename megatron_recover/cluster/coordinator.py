@@ -1,7 +1,11 @@
 """The coordinator: the process that decides which replicas form the job.
 
 The agent of the node at which all nodes meet starts it, in a session of its own. It outlives that
-agent: the other nodes go on without it. It ends when the job is over and no agent is left.
+agent: the other nodes go on without it. It ends when:
+
+- the job is over, and no agent is awaited any more, or `deadline_s` later;
+- it gives up, since too many links were reset at once (`control_plane/node_watch.py`);
+- the agent that has started it dies before it has introduced itself.
 
 `cluster.membership.Membership` runs it as ``python -P -m megatron_recover.cluster.coordinator KEY
 LISTENER RING CLOCK SETTINGS``:

@@ -1,7 +1,7 @@
 """The interface of a node to the launcher: start ranks, report their ends, kill and inspect them.
 
-`cluster.agent.Agent` is the node that this process runs on, and the only node that there is. A
-remote node would have the same methods.
+`cluster.agent.Agent` is the node that this process runs on. Each node of a job has a launcher of
+its own, which reaches the others by way of the coordinator.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ class NodeState(Value, frozen=True):
     name: str
     state: Literal["here", "silent", "lost", "idle"]
     replicas: tuple[ReplicaId, ...]
-    """The replicas that had ranks there at the start."""
+    """The replicas with ranks there: all at the start for a lost node, else those of the roster."""
 
 
 class JobState(Value, frozen=True):

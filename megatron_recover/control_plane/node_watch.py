@@ -67,7 +67,7 @@ class NodeWatch:
           one is removed after `PREPARING_SILENCES` times as long.
         - `remove(number, why)` removes a node, which is then no longer watched.
         - `changed()` is called after a node has fallen silent or is heard again.
-        - `cut_off(reason)` ends the job, again and again while this node stays cut off.
+        - `cut_off(reason)` ends the job, since this node is cut off, and stops this watch.
         - `give_up(reason)` leaves the job without a coordinator.
         """
         self._loop, self._deadlines, self._limit_s, self._record = loop, deadlines, limit_s, record

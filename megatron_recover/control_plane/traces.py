@@ -24,7 +24,7 @@ class Traces:
     """Carries messages about traces. Everything runs in the loop's thread."""
 
     def __init__(self, links: Callable[[], Mapping[int, Link]], loop: Loop) -> None:
-        """`links()` returns the links of all agents that are there, by the number of the node."""
+        """`links()` returns the links of the nodes that the job uses, by the number of the node."""
         self._links, self._loop = links, loop
         self._asked: set[int] = set()
         """Nodes that may send one part."""

@@ -1,11 +1,13 @@
-"""The part of one node in the examination of a job, in the two rounds that it takes.
+"""The part of one node in the examination of a job, in the first two of its three rounds.
 
 1. Every node opens a `Session`, which checks the node itself and listens, and sends its `Opened` to
-   node 0. Every node gets those of the nodes that it tries (`peers_of`), which node 0 is one of.
+   the coordinator. Every node gets those of the nodes that it tries (`peers_of`), node 0 among them.
 2. Every node tries its connections and looks for node 0's marks (`Session.report`), and sends its
-   `Report` to node 0, which judges them (`between.judged`). Then every node closes its session.
+   `Report`. Node 0 gets all of them, and judges them (`between.judged`). Then every node closes its
+   session.
+3. Node 0 sends what it has found to all nodes.
 
-How the messages travel is the caller's concern.
+How the messages travel is the caller's concern (`cluster/examination.py`).
 """
 
 from __future__ import annotations
