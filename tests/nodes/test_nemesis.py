@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.nodes.nemesis import LONG_S, NODE_TIMEOUT_S, SHORT_S, Plan, Strike, plan, wrong_end
+from tests.nodes.nemesis import LAPSE_S, LONG_S, NODE_TIMEOUT_S, SHORT_S, Plan, Run, Strike, plan, wrong_end
+from tests.nodes.nodes import Cage
 
 
 def test_a_seed_decides_all() -> None:
@@ -19,6 +22,8 @@ def test_a_seed_decides_all() -> None:
         assert 3 <= each.replicas * each.ranks <= 8
         assert [strike.at_step for strike in each.strikes] == sorted(strike.at_step for strike in each.strikes)
     assert 20 < sum(each.is_harmless for each in plans) < 150
+    assert 80 < sum(each.empties_node_0 for each in plans) < 250
+    assert 100 < sum(each.long_s > 0 for each in plans) < 200
     assert 100 < sum(each.spares_node_0 for each in plans) < 250
 
 
@@ -45,3 +50,39 @@ def test_only_replicas_on_nodes_without_power_are_fenced_by_nobody() -> None:
     assert struck(1).hosted([1]) == {2, 3}
     assert struck(1).hosted([0, 3]) == {0, 1, 6, 7}
     assert Plan(1, 3, 3, 2, (), None).hosted([2]) == {2}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("seed", "lease_s", "lapse_s", "long_s", "mistakes", "fault"),
+    [
+        (
+            1,
+            2.5,
+            LAPSE_S,
+            7.0,
+            {"ignores_refusal": True},
+            "FAILED: replica 2 began to name the checkpoint of iteration 40",
+        ),
+        (2, 2.5, LAPSE_S, 7.0, {"ignores_others": True}, "FAILED: the newest name went back from"),
+        (1, 6.0, -6.0, 3.0, {}, "FAILED: replica 2 began to name the checkpoint of iteration 40"),
+        (1, 6.0, LAPSE_S, 7.0, {}, "passed"),
+    ],
+    ids=["refusal ignored", "others ignored", "grant at once", "no mistake"],
+)
+def test_a_planted_mistake_is_found(
+    cage: Cage, tmp_path: Path, seed: int, lease_s: float, lapse_s: float, long_s: float, mistakes: dict[str, bool], fault: str
+) -> None:
+    """The writer's node is cut off in the pause of the writer, which wakes up when another one has named.
+
+    The last mistake is a coordinator's that gives a grant as soon as its holder is lost. The seed decides whether the pause is
+    before the writer asks for its right, or between that and the rename.
+    """
+    cut = Strike("cut off", 1, 40)
+    plan = Plan(seed, 3, 6, 1, (cut,), None, lease_s=lease_s, long_s=long_s, empties_node_0=True)
+    run = Run(cage, tmp_path / "run", plan, lapse_s=lapse_s, **mistakes)
+    try:
+        verdict = run.play()
+        assert verdict.startswith(fault), f"{verdict}\n{run.job.output()}"
+    finally:
+        run.network.close()
