@@ -1,7 +1,8 @@
 """The part of one node in the examination of a job, in the first two of its three rounds.
 
 1. Every node opens a `Session`, which checks the node itself and listens, and sends its `Opened` to
-   the coordinator. Every node gets those of the nodes that it tries (`peers_of`), node 0 among them.
+   the coordinator. Every node gets those of the nodes that it tries (`peers_of`), node 0 among
+   them.
 2. Every node tries its connections and looks for node 0's marks (`Session.report`), and sends its
    `Report`. Node 0 gets all of them, and judges them (`between.judged`). Then every node closes its
    session.
