@@ -83,7 +83,8 @@ TORCHRUN = (
     Flag("--rdzv-endpoint", "taken", "HOST or HOST:PORT of the node at which several nodes meet (default port with c10d: "
          "29400), or file:PATH on a shared disk, into which the first node writes its own; noted on one node",
          is_of_several=True),
-    Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks (default: a new one)"),
+    Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks, the same on all nodes (default: a new one; "
+         "`none` with several nodes)"),
     Flag("--rdzv-conf", "taken", "join_timeout=S (also timeout=S with static): seconds to wait for MIN nodes; "
          "last_call_timeout=S: seconds from then on to wait for MAX; is_host=true or false: whether the endpoint is on this "
          "node (default: 600, 30, by the endpoint); noted on one node", is_of_several=True),

@@ -16,7 +16,7 @@ from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
-from megatron_recover.control_plane.wire import Announcement, Beat, Enter, Heard, LeaderHello, RankHello
+from megatron_recover.control_plane.wire import Announcement, Beat, Enter, Heard, LeaderBeat, LeaderHello, RankHello
 from megatron_recover.core.request import NO_COORDINATOR, coordinator_lost
 from megatron_recover.core.values import (
     Apply,
@@ -485,7 +485,7 @@ def test_a_grant_is_used_once_confirmed_and_renewed_by_the_answers_to_beats(part
     alone = Alone(partner, free)
     member = alone.member
     partner.send(Grant(1, 1, 0), Beat("host", 1, 1, 0, ()))
-    partner.wait(lambda: not member.naming_refusal())
+    partner.wait(lambda: not member.naming_refusal() and any(isinstance(each, LeaderBeat) for each in partner.received))
     partner.received.clear()
     assert member.begin_naming() == ""
     assert "next grant" in member.begin_naming()

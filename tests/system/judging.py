@@ -6,6 +6,7 @@ which kind; a kind that is not in it is not drawn.
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import re
@@ -395,7 +396,14 @@ def is_one_history(evidence: Evidence) -> str:
                 applied.append(Applied(event["t"], replica, rank, event["generation"], event["step"]))
             elif event["event"] == "checkpoint" and event["phase"] == "finished":
                 named.append(Named(event["t"], replica, event["iteration"]))
-    return next(iter(History(applied, named).faults()), "")
+    named.sort(key=lambda each: each.at)
+    for earlier, later in itertools.pairwise(named):
+        if later.iteration <= earlier.iteration and later.replica != earlier.replica:
+            return (
+                f"replica {later.replica} named the checkpoint of iteration {later.iteration} after replica "
+                f"{earlier.replica} had named that of iteration {earlier.iteration}"
+            )
+    return next(iter(History(applied).faults()), "")
 
 
 def names_its_last(evidence: Evidence) -> str:
