@@ -307,14 +307,20 @@ def test_a_node_that_falls_silent_while_it_prepares_ends_the_job_in_time_and_by_
         assert end.exit_code == ExitCode.FAILED and end.reason.startswith("n2: nothing was heard of it for 0.6 s")
 
 
-def test_a_node_that_dies_while_ranks_start_is_lost_in_time(make_town: Make) -> None:
-    town = make_town(node_silence_s=0.1)
+def _all_launch_but_the_last(town: Town) -> list[Agent]:
+    """Have three nodes start their ranks, of which the last does not say so; return their agents."""
     agents = town.meet()
     for number, agent in enumerate(agents):
         agent.say(NodeReady(MembershipSettings(num_replicas=3), (number,), ((number, f"a:{number}"),)))
     town.until(lambda: all(agent.of(Launch) for agent in agents))
     for agent in agents[:2]:
         agent.say(NodeLaunched())
+    return agents
+
+
+def test_a_node_that_dies_while_ranks_start_is_lost_in_time(make_town: Make) -> None:
+    town = make_town(node_silence_s=0.1)
+    agents = _all_launch_but_the_last(town)
     town.run(0.1 * PREPARING_SILENCES - 0.1, *agents[:2])
     assert not town.of(trace.NodeLost)
     town.run(0.3, *agents[:2])
@@ -761,12 +767,7 @@ def test_a_node_may_come_back_before_the_end_of_its_broken_link_is_seen(make_tow
 
 def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_town: Make) -> None:
     town = make_town()
-    agents = town.meet()
-    for number, agent in enumerate(agents):
-        agent.say(NodeReady(MembershipSettings(num_replicas=3), (number,), ((number, f"a:{number}"),)))
-    town.until(lambda: all(agent.of(Launch) for agent in agents))
-    for agent in agents[:2]:
-        agent.say(NodeLaunched())
+    agents = _all_launch_but_the_last(town)
     town.leaders = {}
     town._lead(0)
     town._lead(1)

@@ -362,8 +362,8 @@ def test_a_writer_without_a_grant_keeps_the_other_replicas_waiting_for_less_than
     assert job.named() == "20" and SAVED in job.first.requests and len(met) == 6
 
 
-def test_a_writer_that_lost_its_right_while_it_published_moves_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    job.save(10)
+def _lapse_while_publishing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the first writer's lease lapse while the disk syncs what it publishes."""
     publish = SaveFolder.publish
 
     def slowly(folder: SaveFolder) -> None:
@@ -371,6 +371,11 @@ def test_a_writer_that_lost_its_right_while_it_published_moves_nothing(job: Job,
         job.first.refused = "its lease has lapsed"
 
     monkeypatch.setattr(SaveFolder, "publish", slowly)
+
+
+def test_a_writer_that_lost_its_right_while_it_published_moves_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.save(10)
+    _lapse_while_publishing(job, monkeypatch)
     job.save(20)
     assert job.named() == "10" and job.phases()[-1] == (0, 20, "unnamed")
 
@@ -381,13 +386,7 @@ def test_a_late_grant_names_what_was_published_and_not_the_older_branch(
 ) -> None:
     """Published and then refused, it has changed places with the older one; a second publishing would change them back."""
     job.older(10, 20, 30, named=latest)
-    publish = SaveFolder.publish
-
-    def slowly(folder: SaveFolder) -> None:
-        publish(folder)
-        job.first.refused = "its lease has lapsed"
-
-    monkeypatch.setattr(SaveFolder, "publish", slowly)
+    _lapse_while_publishing(job, monkeypatch)
     job.save(20)
     assert job.named() == str(latest) and job.phases()[-1] == (0, 20, "unnamed")
     job.first.refused = ""

@@ -133,34 +133,25 @@ def test_a_refusal_that_may_pass_by_itself_ends_no_chain(
 ) -> None:
     """A second submission by mistake finds the folder in use, and the mark would end the first job's chain."""
     save = tmp_path / "save"
-
-    def job(arguments: object, command: object) -> tuple[Job, str, None]:
-        made = Job(
-            argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
-            run_dir=create_run_dir(tmp_path / "run"), save=save,
-        )  # fmt: skip
-        return made, "", None
-
-    monkeypatch.setattr(describing, "job_of", job)
-    words = ["--chained", "--nproc-per-node", "2", "script.py", "--save", str(save)]
+    command = _chained(tmp_path, monkeypatch, save=save)
     first = SaveLock(save, tmp_path / "first")
     with pytest.raises(SystemExit) as end:
-        cli.main(["run", *words])
+        cli.main(command)
     assert end.value.code == 2 and f"--save {save} is in use by another job" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as end:
-        cli.main(["run", "--metrics-port", str(taken.getsockname()[1]), *words])
+        cli.main(["run", "--metrics-port", str(taken.getsockname()[1]), *command[1:]])
     assert end.value.code == 2 and "is in use on 127.0.0.1" in capsys.readouterr().err
     assert not (save / "STOP").exists()
     first.release(60.0)
 
 
-def _chained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int) -> list[str]:
-    """Return a command line of a chain, whose job is made up."""
+def _chained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int = 0, save: Path | None = None) -> list[str]:
+    """Return a command line of a chain, whose job is made up: this node's number in it, and the folder that it locks."""
 
     def job(arguments: object, command: object) -> tuple[Job, str, None]:
         made = Job(
             argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
-            run_dir=create_run_dir(tmp_path / "run"), node=node,
+            run_dir=create_run_dir(tmp_path / "run"), node=node, save=save,
         )  # fmt: skip
         return made, "", None
 
