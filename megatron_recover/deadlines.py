@@ -138,7 +138,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     sum fails, and the leader requests a generation. Transfers wait as long."""
     slowest_s: float
     """Longest wait of a rank inside a sum for the slowest member to enter the sum, without any byte
-    of anyone. Then the sum fails, and the leader requests a generation."""
+    of anyone. Then the sum fails, and the leader requests a generation. Longer while a job without
+    a coordinator saves its last checkpoint (`while_the_last_writer_saves`)."""
     stall_s: float
     """Longest wait of a leader for the status or vote of other members. Then the leader requests a
     generation. A member that does not enter that generation is removed by `follow_s`. Also the
@@ -277,6 +278,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             lease_s=factor * self.lease_s,
             lapse_s=factor * self.lapse_s,
         )
+
+    def while_the_last_writer_saves(self) -> Deadlines:
+        """Return the waits of the data plane at the end of a job without a coordinator.
+
+        Nobody can excuse the writer, and nobody could replace it. So the others wait for it as long
+        as a coordinator would have them wait for a member at work.
+        """
+        return msgspec.structs.replace(self, slowest_s=0.8 * self.deadline_s)
 
     @staticmethod
     def of(deadline_s: float = DEFAULT_S) -> Deadlines:

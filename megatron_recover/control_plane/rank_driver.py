@@ -29,6 +29,7 @@ from megatron_recover.core import values
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.grants import is_last_generation, writer_of
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
 from megatron_recover.data_plane.transport import Endpoint, Operand, Revoked, Transport, TransportError
@@ -203,6 +204,8 @@ class RankDriver:
             asked = tuple(sorted({*requests, *self._unsaid}))
             self._unsaid.clear()
             self.step = self._state.step
+            if label_of(work.label).kind is StepKind.END and self.is_last_generation():
+                self._endpoint.deadlines = self._deadlines.while_the_last_writer_saves()
             self._page.begin_step(self.step, work.label)
             self._feed(machine.Begin(work, asked, digest, self.stays))
             return self.step

@@ -223,6 +223,11 @@ class DirectTransport:
         self._calling = threading.Lock()
         self._writing = WriteGate()
 
+    @property
+    def deadlines(self) -> Deadlines:
+        """Return how long the parts of a call may last now."""
+        return self._endpoint.deadlines
+
     def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
         """Sum as `Transport.sum_into` does; CPU tensors, in ascending order of replica id."""
         check_operands(sources, results, device="cpu")
@@ -331,7 +336,7 @@ class DirectTransport:
         - DeadlineExceeded if no byte has moved for as long as the part may last;
         - TransportError in its place if this member lacks a resource to dial a peer of lower id.
         """
-        part, limit_s = CallPart.CONNECT, CallPart.CONNECT.limit_s(self._endpoint.deadlines)
+        part, limit_s = CallPart.CONNECT, CallPart.CONNECT.limit_s(self.deadlines)
         progressed_at = time.monotonic()
         self._endpoint.greet(self.me, expects=False)  # also if no peer is missing: strangers fill the kernel's queue
         while not exchange.complete():
@@ -343,7 +348,7 @@ class DirectTransport:
             moved = [self._advance(peer, exchange) for peer in peers]
             exchange.tell()
             part = self._part(exchange, peers)
-            now, limit_s = time.monotonic(), part.limit_s(self._endpoint.deadlines)
+            now, limit_s = time.monotonic(), part.limit_s(self.deadlines)
             if any(moved):
                 progressed_at = now
             elif now - progressed_at >= limit_s:

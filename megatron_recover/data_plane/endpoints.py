@@ -59,13 +59,13 @@ def open_endpoint(
         return RendezvousEndpoint(
             EchoServer(host, key, rank, report, ports=ports),
             direct(),
-            lambda direct, unreachable: GlooTransport(direct, deadlines, host=host, unreachable=unreachable),
+            lambda direct, unreachable: GlooTransport(direct, host=host, unreachable=unreachable),
             key=key, rank=rank,
         )  # fmt: skip
     if chosen == "nccl":
         from megatron_recover.data_plane import nccl
 
-        sums = nccl.Sums(nccl.load(), deadlines, has_own_collectives=num_ranks > 1)
+        sums = nccl.Sums(nccl.load(), close_s=deadlines.close_s, has_own_collectives=num_ranks > 1)
         return RendezvousEndpoint(
             EchoServer(host, key, rank, report, ports=ports),
             direct(),
@@ -118,10 +118,19 @@ class RendezvousEndpoint:
         if self._current is not None:
             self._current.close()
         echoes = {member: each[2] for member, each in both.items() if member != me}
-        probe_s = self._direct.deadlines.probe_s
+        probe_s = self.deadlines.probe_s
         asker = Party(Role.ECHO, me, self._rank)
         self._current = self._transport(direct, lambda: unreachable(echoes, self._key, asker, probe_s))
         return self._current
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Return how long the parts of a call may last; they are those of the direct transports."""
+        return self._direct.deadlines
+
+    @deadlines.setter
+    def deadlines(self, deadlines: Deadlines) -> None:
+        self._direct.deadlines = deadlines
 
     def close(self) -> None:
         """Stop listening, and close the current transport."""

@@ -54,7 +54,6 @@ from megatron_recover.data_plane.transport import (
     no_probe,
 )
 from megatron_recover.data_plane.writing import WriteGate
-from megatron_recover.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +78,6 @@ class GlooTransport:
     def __init__(
         self,
         direct: DirectTransport,
-        deadlines: Deadlines,
         *,
         host: str,
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
@@ -87,13 +85,14 @@ class GlooTransport:
         """Begin to build the group at once, in the transport's thread.
 
         A lone member needs neither group nor thread. If no thread can be started, each call raises
-        TransportError. `deadlines`: how long the parts of a call may last. `unreachable()` returns
-        the members that do not answer a probe; gloo's ring stalls on all members alike.
+        TransportError. `direct.deadlines` tell how long the parts of a call may last.
+        `unreachable()` returns the members that do not answer a probe; gloo's ring stalls on all
+        members alike.
         """
         self.generation = direct.generation
         self.members = direct.members
         self.me = direct.me
-        self._direct, self._deadlines = direct, deadlines
+        self._direct = direct
         self._unreachable = unreachable
         self._shared = _Shared(threading.Condition())
         self._writing = WriteGate()
@@ -101,7 +100,7 @@ class GlooTransport:
 
             def build() -> ProcessGroupGloo:
                 options = ProcessGroupGloo._Options()
-                options._timeout = timedelta(seconds=PATIENCE * deadlines.slowest_s)
+                options._timeout = timedelta(seconds=PATIENCE * direct.deadlines.slowest_s)
                 options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
                 meeting = _Meeting(direct, self._met)
                 try:
@@ -221,7 +220,7 @@ class GlooTransport:
         transport is revoked, if its thread has failed, or if the job makes no progress for as long
         as `part` may last.
         """
-        shared, limit_s = self._shared, part.limit_s(self._deadlines)
+        shared, limit_s = self._shared, part.limit_s(self._direct.deadlines)
         with shared.changed:
             shared.job = job
             shared.changed.notify_all()

@@ -66,7 +66,6 @@ from megatron_recover.data_plane.transport import (
     no_probe,
 )
 from megatron_recover.data_plane.writing import WriteGate
-from megatron_recover.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +90,6 @@ class NcclTransport:
         self,
         nccl: ModuleType,
         rendezvous: DirectTransport,
-        deadlines: Deadlines,
         scratch: Scratch,
         retirement: Retirement,
         *,
@@ -102,7 +100,8 @@ class NcclTransport:
 
         A lone member makes none.
 
-        - `deadlines`: how long the parts of a call may last.
+        - `rendezvous`: the direct transport of the generation. Its `deadlines` say how long the
+          parts of a call may last.
         - `scratch`, `retirement`: those of this rank, for its transports of all generations.
         - `unreachable()`: the members that do not answer a probe; NCCL does not report which peer
           its kernels wait for.
@@ -120,7 +119,6 @@ class NcclTransport:
         """Tensors that kernels may still read."""
         self._summed: set[Operand] = set()
         self._is_settled = False
-        self._deadlines = deadlines
         self._part, self._since = CallPart.CONNECT, 0.0
         """The part that the current call is in, and the monotonic time when it began."""
         self._failure = ""
@@ -233,7 +231,7 @@ class NcclTransport:
         After a revoke a recovery waits for this process, so it probes then only if the call had
         waited for half of its limit.
         """
-        stalled = time.monotonic() - self._since >= self._part.limit_s(self._deadlines) / 2
+        stalled = time.monotonic() - self._since >= self._part.limit_s(self._rendezvous.deadlines) / 2
         if stalled or not self._revoked.is_set():
             error.peers, error.stalled = self._unreachable(), stalled
 
@@ -318,7 +316,7 @@ class NcclTransport:
 
         Raises Revoked after a revoke.
         """
-        until = time.monotonic() + self._deadlines.slowest_s / 8
+        until = time.monotonic() + self._rendezvous.deadlines.slowest_s / 8
         while condition() and time.monotonic() < until:
             self._check()
             self._revoked.wait(LONGEST_SLICE_S)
@@ -361,7 +359,7 @@ class NcclTransport:
         self._part, self._since = part, time.monotonic()
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        slice_s, limit_s = SHORTEST_SLICE_S, self._part.limit_s(self._deadlines)
+        slice_s, limit_s = SHORTEST_SLICE_S, self._part.limit_s(self._rendezvous.deadlines)
         while True:
             self._check()
             if condition():
@@ -393,20 +391,21 @@ class NcclTransport:
 class Sums:
     """The NCCL sums of one rank: what its transports of all generations share."""
 
-    def __init__(self, nccl: ModuleType, deadlines: Deadlines, *, has_own_collectives: bool, cuda: Any = torch.cuda) -> None:
+    def __init__(self, nccl: ModuleType, *, close_s: float, has_own_collectives: bool, cuda: Any = torch.cuda) -> None:
         """Use the binding `nccl` (see `load`).
 
-        `has_own_collectives`: True if the replica has collectives of its own, over its ranks.
+        - `close_s`: seconds after which a retired communicator that is not at rest is kept.
+        - `has_own_collectives`: True if the replica has collectives of its own, over its ranks.
         """
-        self._nccl, self._deadlines, self._cuda = nccl, deadlines, cuda
+        self._nccl, self._cuda = nccl, cuda
         self._has_own_collectives = has_own_collectives
-        self._scratch, self._retirement = Scratch(cuda), Retirement(deadlines.close_s, cuda)
+        self._scratch, self._retirement = Scratch(cuda), Retirement(close_s, cuda)
         self._current: NcclTransport | None = None
 
     def transport(self, rendezvous: DirectTransport, unreachable: Callable[[], tuple[int, ...]]) -> NcclTransport:
         """Return the transport of a generation that all its members have promised."""
         self._current = NcclTransport(
-            self._nccl, rendezvous, self._deadlines, self._scratch, self._retirement,
+            self._nccl, rendezvous, self._scratch, self._retirement,
             unreachable=unreachable, cuda=self._cuda,
         )  # fmt: skip
         return self._current

@@ -183,6 +183,8 @@ class Endpoint(Protocol):
     address: str
     """The address that the control plane publishes to the peers. Only endpoints of the same kind
     can read it."""
+    deadlines: Deadlines
+    """The longest waits of the parts of a call. A new value counts from the next call on."""
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
         """Return the transport of `generation` among `addresses`, and close the previous one.

@@ -76,6 +76,7 @@ def within(seconds: float) -> Deadlines:
 
 class FakeEndpoint:
     address = "fake:1"
+    deadlines: Deadlines | None = None
 
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen

@@ -341,13 +341,14 @@ class Alone:
     def __init__(self, coordinator: Partner, free: str) -> None:
         self.events: list[trace.Event] = []
         self.ended: list[int] = []
+        self.endpoint, self.deadlines = FakeEndpoint([]), replace(Deadlines.of(), follow_s=0.05)
         context = RankContext(
             replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator=coordinator.address, leader=free, run_dir="",
             started_at=0.0,
         )  # fmt: skip
         self.member = RankDriver(
-            context, RecoverConfig(), FakeEndpoint([]), key=KEY, clock=NodeClock(None), record=self.events.append,
-            end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), follow_s=0.05),
+            context, RecoverConfig(), self.endpoint, key=KEY, clock=NodeClock(None), record=self.events.append,
+            end_process=lambda code: self.ended.append(int(code)), deadlines=self.deadlines,
         )  # fmt: skip
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), "print"))
         joining.start()
@@ -430,9 +431,14 @@ def test_a_save_that_ends_by_an_exception_is_not_said_to_be_over(partner: Partne
 
 def trained(member: RankDriver, iteration: int) -> None:
     """The only rank of the only replica trains a step."""
-    member.begin(Work(f"train {iteration}", 2, (0,)))
+    stepped(member, Work(f"train {iteration}", 2, (0,)))
+
+
+def stepped(member: RankDriver, work: Work, digest: int | None = None) -> None:
+    """It makes a step of any kind."""
+    number = member.begin(work, digest=digest)
     plan = member.next_order()
-    assert member.hold(Held(0, plan.generation, iteration))
+    assert member.hold(Held(0, plan.generation, number))
     assert isinstance(member.next_order(), Apply)
 
 
@@ -453,6 +459,9 @@ def test_without_its_coordinator_a_replica_trains_on_names_checkpoints_and_ends_
         assert member.end_naming() == 1
     member.request(NO_COORDINATOR)
     trained(member, 2)
+    assert alone.endpoint.deadlines is None, "who is late in a step is told from who is broken by the time that it takes"
+    stepped(member, Work("end 0", 0, (0,), digests=True), digest=1)
+    assert alone.endpoint.deadlines == replace(alone.deadlines, slowest_s=1440.0), "a writer may be saving: 0.8 of the deadline"
     with pytest.raises(JobStopped, match="training is over, and there is no coordinator") as stopped:
         member.close()
     assert stopped.value.exit_code == ExitCode.INTERRUPTED and not alone.ended

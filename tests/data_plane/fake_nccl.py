@@ -350,4 +350,4 @@ class Communicator:
 
 def sums_of(world: World, deadlines: Any, *, has_own_collectives: bool = True) -> Sums:
     """The sums of one member of the world."""
-    return Sums(world, deadlines, has_own_collectives=has_own_collectives, cuda=world)  # type: ignore[arg-type]
+    return Sums(world, close_s=deadlines.close_s, has_own_collectives=has_own_collectives, cuda=world)  # type: ignore[arg-type]

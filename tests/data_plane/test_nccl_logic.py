@@ -384,9 +384,11 @@ def test_a_revoke_between_a_sum_and_its_result_leaves_the_result_alone(pair: Pai
 @pytest.mark.parametrize(("size", "part"), [(3, CallPart.SLOWEST), (1, CallPart.SUM)])
 def test_each_part_of_a_sum_has_its_deadline(size: int, part: CallPart) -> None:
     """The smallest operand first: when its sum is complete, all have entered."""
-    with a_pair(SHORT) as pair:
+    with a_pair(LONG) as pair:
         pair.open()
         assert pair.sum()[0] == [None, None]
+        for endpoint in pair.endpoints:  # new ones count from the next call on
+            endpoint.deadlines = SHORT
         held = threading.Event()
         stuck = 2 if part is CallPart.SLOWEST else 5  # the counts have 2 elements
         pair.world.pause = lambda source: held.wait(60) if source.numel() == stuck else None

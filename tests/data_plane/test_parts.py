@@ -176,6 +176,16 @@ def test_of_gloo_a_member_that_does_not_come_is_named_as_slow() -> None:
         check_part(outcome, CallPart.SLOWEST, (2,), "the call was not entered for 2 s by replicas [2]")
 
 
+@pytest.mark.parametrize("kind", ["direct", "gloo"])
+def test_new_deadlines_of_an_endpoint_count_from_the_next_call_on(kind: str) -> None:
+    with endpoints(kind, 2, LONG) as (made, addresses):
+        transports: list[Any] = [one.open(1, number, addresses) for number, one in enumerate(made)]
+        assert at_once(*[lambda t=t: t.sum_into([torch.ones(3)], [torch.empty(3)], tag=0) for t in transports]) == [None] * 2
+        made[0].deadlines = replace(LONG, slowest_s=0.5)
+        (outcome,) = at_once(lambda: summed(transports[0]))
+    check_part(outcome, CallPart.SLOWEST, (1,), "the call was not entered for 0.5 s by replicas [1]")
+
+
 # --- Planted bugs: one wait for all parts, as it was ------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -11,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import psutil
@@ -144,6 +146,31 @@ def test_save_that_takes_many_stall_timeouts_costs_no_replica(
     assert len(losses_of) <= 2, f"a storm of generations while a replica saves: {losses_of}"
     assert [loss["replica"] for lost in losses_of for loss in lost] == ([2] if killed else []), "not seen at once"
     verdict, report = check(outcome.run_dir, reference(dataclasses.replace(job, save_interval=1000, extra=())))
+    assert verdict == 0, report
+
+
+def test_save_that_takes_many_stall_timeouts_is_waited_for_without_a_coordinator(
+    tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    # Nobody can excuse the writer. The others wait for it all the same: the alternative is to end without its checkpoint.
+    job = Job(replicas=3, save_interval=20, steps=1000, extra=("--recover-deadline-s", "45"))
+    slow = pathlib.Path(__file__).with_name("slow_save_pretrain.py")
+
+    def kills_the_coordinator() -> None:
+        events = tmp_path / "run" / "events.jsonl"
+        while not (events.exists() and '"label":"train 2"' in events.read_text()):  # `run_job` has a deadline
+            time.sleep(0.05)
+        [coordinator] = [each for each in psutil.Process().children(recursive=True) if each.name() == "coordinator"]
+        coordinator.kill()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        killing = pool.submit(kills_the_coordinator)
+        outcome = run_job(job, tmp_path / "run", data, save=tmp_path / "checkpoints", script=slow)
+        killing.result()
+    outcome.expect(ExitCode.INTERRUPTED)
+    assert outcome.saves() == [(20, "started"), (20, "finished")]
+    assert tracker(tmp_path / "checkpoints") == 20
+    verdict, report = check(outcome.run_dir)
     assert verdict == 0, report
 
 
