@@ -148,14 +148,13 @@ class Campaign:
     def attempt(self, seed: int) -> Row:
         """Run the scenario of a seed and judge it."""
         plan = scenario(seed)
-        reference = self._reference(plan)
         folder = self._folder / f"run-{seed}"
         folder.mkdir()
         since = time.monotonic()
         try:
-            evidence = self._run(seed, plan, reference, folder)
+            evidence = self._run(seed, plan, self._reference(plan, folder), folder)
             verdict = judge(evidence)
-        except (AssertionError, OSError) as error:  # it was killed at its deadline, or what strikes it does not work
+        except (AssertionError, OSError) as error:  # killed at its deadline, what strikes it does not work, no reference
             copies = (folder / "network" / "shared" if plan.slots else folder) / "copies" if plan.strike is not None else None
             evidence = Evidence(plan, Outcome(-1, str(error), folder / "run", ""), None, copies=copies, has_struck=False)
             verdict = f"FAILED: {str(error).splitlines()[0]}"
@@ -220,14 +219,15 @@ class Campaign:
     def _cage(self) -> nodes.Cage:
         return self._make_cage()
 
-    def _reference(self, plan: Scenario) -> pathlib.Path | None:
-        """The failure-free run that an exact one has to end like; made once."""
+    def _reference(self, plan: Scenario, folder: pathlib.Path) -> pathlib.Path | None:
+        """The failure-free run that an exact one has to end like; made once. One that fails stays in `folder`, of this run."""
         if plan.job.determinism != "exact":
             return None
         alone = plan.reference()
         if alone not in self._references:
-            self._references[alone] = self._folder / f"reference-{len(self._references)}"
-            run_job(alone, self._references[alone], self._data, quiet=True, deadline_s=DEADLINE_S).expect(0)
+            run_job(alone, folder / "reference", self._data, quiet=True, deadline_s=DEADLINE_S).expect(0)
+            made = self._folder / f"reference-{len(self._references)}"
+            self._references[alone] = (folder / "reference").rename(made)
         return self._references[alone]
 
 

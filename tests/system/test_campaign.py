@@ -7,6 +7,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +135,33 @@ def test_ctrl_c_is_answered_with_the_totals_so_far(
 
 
 @pytest.mark.usefixtures("interruptible")
+def test_a_reference_that_fails_fails_its_run_and_is_kept_and_made_again_for_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two runs with one reference, which cannot be run at all the first time."""
+    made: list[Path] = []
+
+    def run_job(job: jobs.Job, run_dir: Path, *args: object, **more: object) -> jobs.Outcome:
+        run_dir.mkdir()
+        made.append(run_dir)
+        return jobs.Outcome(-6 if len(made) == 1 else 0, "double free", run_dir, "the command")
+
+    plan = scenario(next(seed for seed in range(1, 99) if scenario(seed).job.determinism == "exact"))
+    monkeypatch.setattr(campaign, "text_data", lambda folder: folder)
+    monkeypatch.setattr(campaign, "run_job", run_job)
+    monkeypatch.setattr(campaign, "scenario", lambda seed: replace(plan, slots=(), strike=None))
+    monkeypatch.setattr(campaign, "judge", lambda evidence: "passed")
+    monkeypatch.setattr(campaign, "Row", lambda *given: SimpleNamespace(passed=given[-1] == "passed", verdict=given[-1]))
+    folder, keep = tmp_path / "campaign", tmp_path / "keep"
+    folder.mkdir()
+    runs = campaign.Campaign(folder, keep, pytest.fail)
+    assert runs.attempt(1).verdict.startswith("FAILED") and len(made) == 1
+    [kept] = keep.iterdir()
+    assert (kept / "reference").is_dir()
+    assert runs.attempt(2).passed and runs.attempt(3).passed
+    assert [each.name for each in made] == ["reference", "reference", "run", "run"]
+
+
 def test_kinds_that_cannot_be_had_are_left_out_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
