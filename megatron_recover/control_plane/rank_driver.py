@@ -120,6 +120,8 @@ class RankDriver:
         """Replica -> data address, for the members of the promised generation."""
         self._transport: Transport | None = None
         self._unsaid: list[str] = []
+        self._has_agreed_to_save = False
+        """True if the newest step is a `SAVE` step."""
         self._failure: JobStopped | None = None
         self._has_raised = self._heard = False
         self._closed = False
@@ -204,11 +206,19 @@ class RankDriver:
             asked = tuple(sorted({*requests, *self._unsaid}))
             self._unsaid.clear()
             self.step = self._state.step
-            if label_of(work.label).kind is StepKind.END and self.is_last_generation():
-                self._endpoint.deadlines = self._deadlines.while_the_last_writer_saves()
+            self._endpoint.deadlines = self._waits_in(label_of(work.label).kind)
             self._page.begin_step(self.step, work.label)
             self._feed(machine.Begin(work, asked, digest, self.stays))
             return self.step
+
+    def _waits_in(self, kind: StepKind) -> Deadlines:
+        """Return the waits of the data plane in the next step, which is of this kind.
+
+        The writer saves after a `SAVE` step, so the others wait for it in the step that follows,
+        whatever that is. It may also save before any `END` step.
+        """
+        may_save, self._has_agreed_to_save = self._has_agreed_to_save or kind is StepKind.END, kind is StepKind.SAVE
+        return self._deadlines.while_the_last_writer_saves() if may_save and self.is_last_generation() else self._deadlines
 
     def next_order(self) -> Plan | Apply:
         """Wait for the next plan or `Apply`, take it and return it.

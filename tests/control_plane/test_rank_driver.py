@@ -459,9 +459,13 @@ def test_without_its_coordinator_a_replica_trains_on_names_checkpoints_and_ends_
         assert member.end_naming() == 1
     member.request(NO_COORDINATOR)
     trained(member, 2)
-    assert alone.endpoint.deadlines is None, "who is late in a step is told from who is broken by the time that it takes"
-    stepped(member, Work("end 0", 0, (0,), digests=True), digest=1)
-    assert alone.endpoint.deadlines == replace(alone.deadlines, slowest_s=1440.0), "a writer may be saving: 0.8 of the deadline"
+    waits = {}
+    for label in ("save 2", "evaluate 2/1", "evaluate 2/2", "end 0", "end 1"):
+        digest = None if label.startswith("evaluate") else 1
+        stepped(member, Work(label, 0, (0,), digests=digest is not None), digest=digest)
+        waits[label] = alone.endpoint.deadlines
+    short, long = alone.deadlines, replace(alone.deadlines, slowest_s=1440.0)  # 0.8 of the deadline
+    assert waits == {"save 2": short, "evaluate 2/1": long, "evaluate 2/2": short, "end 0": long, "end 1": long}
     with pytest.raises(JobStopped, match="training is over, and there is no coordinator") as stopped:
         member.close()
     assert stopped.value.exit_code == ExitCode.INTERRUPTED and not alone.ended
