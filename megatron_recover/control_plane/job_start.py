@@ -26,7 +26,7 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.control_plane.wire import encode
 from megatron_recover.core.coordinator_state import MembershipSettings
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 
 _EARLIER = 0.95

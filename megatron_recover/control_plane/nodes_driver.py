@@ -62,9 +62,10 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.control_plane.traces import Traces
 from megatron_recover.control_plane.wire import Link, Message, encode
-from megatron_recover.core import condemning, values
+from megatron_recover.core import condemning
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import Loss, NewGeneration
 from megatron_recover.trace.node_clock import NodeClock
 
 TELL_S = 5
@@ -315,7 +316,7 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
-            case FenceDone(replica) | ReplicaGone(values.Loss(replica=replica)) if replica not in self._hosts:
+            case FenceDone(replica) | ReplicaGone(Loss(replica=replica)) if replica not in self._hosts:
                 self._drop(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
@@ -430,7 +431,7 @@ class NodesDriver:
         """Return the reason behind the name of the node, if the job has several nodes."""
         return reason if self._settings.most == 1 else f"{agent.hello.name}: {reason}"
 
-    def _announced(self, new: values.NewGeneration) -> None:
+    def _announced(self, new: NewGeneration) -> None:
         self._watch.allow()
         self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
         self._hangs.judge(condemning.Rostered(new.roster))
