@@ -33,9 +33,9 @@ SIGNAL_S = 300
 is given."""
 PORT = 29500
 """Default of `--port`."""
-QUEUE_S = 7 * 86400
-"""Array: seconds that an agent waits for the jobs of other nodes, which may still be in the queue.
-Its own time limit ends the wait before."""
+QUEUE_S = 3600
+"""Array: seconds from the first agent on that agents wait for the jobs of other nodes, which may
+still be in the queue. All nodes that have come are idle so long."""
 _WAIT = f"join_timeout={QUEUE_S}"
 REQUEUES = 3
 """Default of `--requeues`."""
@@ -366,28 +366,45 @@ def _allocation(settings: Settings) -> Iterator[str]:
 def _array(settings: Settings) -> Iterator[str]:
     if settings.meets:
         yield from _because(
-            "The agents meet through a file: the first one writes its address into it. They wait as long as the others are in "
-            "the queue."
+            "The agents meet through a file: the first one writes its address into it. From then on they wait for the others, "
+            "which may be in the queue, for join_timeout seconds. --rdzv-conf in the launch line may give another number."
         )
     yield from (f"# {each}" for each in _FLAGS)
     yield from _srun(settings, where="", cpus="$SLURM_CPUS_ON_NODE", endpoint="file:$start.endpoint")
     yield "step=$!"
     yield from _until_over("$step")
     if settings.meets:
-        yield from _because(
-            "A run that ended while its nodes met has left no folder. Jobs that start later would wait for it in vain."
-        )
-        yield 'if [ -e "$start.endpoint" ] && [ ! -e "$start" ]; then : > "$start.over"; fi'
-        yield from _because(
-            "The same if no coordinator was at the address in that file, and Slurm knows no job on its node any more: the node "
-            "was lost, so the trace has no end."
-        )
-        yield 'wait "$step"'
-        yield f'if [ $? = {ExitCode.TOO_FEW_REPLICAS:d} ] && [[ $verdict == unknown* ]] && [ -e "$start.endpoint.owner" ]; then'
-        yield '  owner=$(< "$start.endpoint.owner")'
-        yield '  nodes=$(squeue --noheader --states=RUNNING --format=%N --jobs="$SLURM_ARRAY_JOB_ID") &&'
-        yield '    ! grep -qxF -- "${owner%%.*}" <<< "$nodes" && : > "$start.over"'
-        yield "fi"
+        yield from _end_of_meeting()
+
+
+def _end_of_meeting() -> Iterator[str]:
+    """Yield the lines that end the other jobs of an array whose nodes have not met."""
+    yield from _because("Takes the jobs of this array from the queue that would wait in vain, also one that is held.")
+    yield "end_array() {"
+    yield '  : > "$start.over"'
+    yield '  scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"'
+    yield '  echo "The run ended before training began: see the logs of the nodes, $RUN/*.log"'
+    yield "}"
+    yield 'wait "$step"'
+    yield "status=$?"
+    too_few = f'[ "$status" = {ExitCode.TOO_FEW_REPLICAS:d} ]'
+    yield f'if [ ! -e "$start" ] && {{ [ -e "$start.endpoint" ] || {too_few}; }}; then'
+    yield from _because(
+        "A run that ended while its nodes met has left no folder: too few came, or one had a mistake, or the first one has "
+        "claimed the endpoint and never written its address.",
+        "  ",
+    )  # fmt: skip
+    yield "  end_array"
+    yield f'elif {too_few} && [[ $verdict == unknown* ]] && [ -e "$start.endpoint.owner" ]; then'
+    yield from _because(
+        "No coordinator was at the address in that file. If Slurm knows no job on its node any more, the node was lost, so "
+        "the trace has no end.",
+        "  ",
+    )  # fmt: skip
+    yield '  owner=$(< "$start.endpoint.owner")'
+    yield '  nodes=$(squeue --noheader --states=RUNNING --format=%N --jobs="$SLURM_ARRAY_JOB_ID") &&'
+    yield '    ! grep -qxF -- "${owner%%.*}" <<< "$nodes" && end_array'
+    yield "fi"
 
 
 def _until_over(step: str) -> Iterator[str]:
