@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,11 @@ TOY = Spec(run_dir="-", replicas=2, ranks=1, steps=3, microbatches=3)
 class Job:
     """A submitted script, with the stand-in for `megatron-recover run`."""
 
-    def __init__(self, machine: Machine, folder: Path, *, toy: Spec = TOY, minutes: int = 10, **settings: object) -> None:
+    def __init__(
+        self, machine: Machine, folder: Path, *, toy: Spec = TOY, minutes: int = 10, inherited: Mapping[str, str] = {},
+        **settings: object,
+    ) -> None:  # fmt: skip
+        """`inherited`: variables of the environment in which the job is submitted."""
         python = folder / "python"
         python.write_text(
             f'#!/bin/sh\n[ "$4" != run ] || {{ shift 4; exec {sys.executable} -m tests.slurm.agent "$@"; }}\n'
@@ -42,8 +47,9 @@ class Job:
         )  # fmt: skip
         (folder / "job.sbatch").write_text(script.text(self.settings))
         done = machine.run(
-            "sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT, env={**machine.environment, "PYTHONPATH": str(ROOT)}
-        )
+            "sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT,
+            env={**machine.environment, **inherited, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip()
 
@@ -94,6 +100,22 @@ def test_an_allocation_runs_an_agent_on_each_node_to_the_end_of_the_run(machine:
             [argv] = {shlex.join(each["argv"]) for each in notes}
             assert "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint n1:29500 --key-file" in argv and "--chained" in argv
             assert [path.name for path in job.run_dir.glob(".key*")] == []
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("shape", ["allocation", "array"])
+def test_a_job_that_is_submitted_inside_of_an_allocation_takes_nothing_of_it(
+    machine: Machine, tmp_path: Path, shape: str
+) -> None:
+    """Each of these variables is an option of srun, some of which exclude each other, or ask for what the node lacks."""
+    values = dict.fromkeys(script.OF_ANOTHER_JOB, "1")
+    values |= {"SLURM_GPU_BIND": "none", "SLURM_HINT": "nomultithread", "SLURM_TRES_PER_TASK": "gres/gpu:1"}
+    job = Job(machine, tmp_path, nodes=2, shape=shape, inherited=values)
+    try:
+        machine.until(lambda: not machine.run("squeue", "--noheader", "--jobs", job.id).stdout.strip(), "an end", 90)
+        for task in ("",) if shape == "allocation" else ("_0", "_1"):
+            assert job.said(task) == "finished 0\n"
     finally:
         job.close()
 

@@ -55,6 +55,16 @@ def test_jobs_of_an_array_wait_an_hour_for_the_queue_whatever_else_the_launch_li
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+def test_no_step_takes_an_option_of_the_allocation_in_which_the_job_was_submitted(name: str) -> None:
+    text = script.text(SETTINGS[name])
+    [unset] = [each for each in text.replace("\\\n", "").splitlines() if each.startswith("unset ")]
+    assert unset.split()[1:] == list(script.OF_ANOTHER_JOB)
+    sruns = [each for each in text.splitlines() if each.strip().startswith("srun --") and "--help" not in each]
+    assert sruns and all("--mem=0" in each for each in sruns)
+    assert text.index("unset SLURM") < text.index("srun ", text.index("launch=("))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_our_own_scripts_pass_the_judge(name: str) -> None:
     assert check.findings(script.text(SETTINGS[name])) == []
 

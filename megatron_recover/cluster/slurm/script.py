@@ -37,6 +37,11 @@ QUEUE_S = 3600
 """Array: seconds from the first agent on that agents wait for the jobs of other nodes, which may
 still be in the queue. All nodes that have come are idle so long."""
 _WAIT = f"join_timeout={QUEUE_S}"
+OF_ANOTHER_JOB = (
+    "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", "SLURM_TRES_PER_TASK", "SLURM_HINT", "SLURM_THREADS_PER_CORE",
+)  # fmt: skip
+"""Options of srun by variables, which a job inherits where it is submitted from inside a job."""
 REQUEUES = 3
 """Default of `--requeues`."""
 _GRACE_S = 60
@@ -109,7 +114,7 @@ def text(settings: Settings) -> str:
     is_array = settings.shape == "array"
     parts = (
         _head(settings), _array_directives(settings) if is_array else _allocation_directives(settings),
-        _common_directives(settings), [""], _places(settings), [""], _start(settings), [""],
+        _common_directives(settings), [""], _of_this_job(), [""], _places(settings), [""], _start(settings), [""],
         _array(settings) if is_array else _allocation(settings), [""], _decision(settings),
     )  # fmt: skip
     return "\n".join(line for part in parts for line in part) + "\n"
@@ -198,6 +203,17 @@ def _common_directives(settings: Settings) -> Iterator[str]:
     yield f"#SBATCH --output={settings.run_dir}/{name}"
 
 
+def _of_this_job() -> Iterator[str]:
+    """Yield the lines that leave no option of another job to the sruns."""
+    yield from _because(
+        "Options of srun by variables. A job that is submitted from inside another one inherits them: some exclude each other, "
+        "so that no step starts, and some show an agent one GPU. Each srun below has what it needs as a flag."
+    )
+    lines = textwrap.wrap(" ".join(OF_ANOTHER_JOB), _COLUMNS - len("unset  \\"))
+    for number, line in enumerate(lines, start=1):
+        yield ("unset " if number == 1 else "  ") + line + (" \\" if number < len(lines) else "")
+
+
 def _places(settings: Settings) -> Iterator[str]:
     yield "# --- Place for the modules of this cluster ---"
     yield from (f"module load {shlex.quote(each)}" for each in settings.modules)
@@ -257,7 +273,7 @@ def _start(settings: Settings) -> Iterator[str]:
     yield from _because("A judge that fails knows nothing of the run: it must not end one that goes on.")
     yield "judge() {"
     if settings.container:
-        yield '  srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --mpi=none "${container[@]}" \\'
+        yield '  srun --overlap --mem=0 --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --mpi=none "${container[@]}" \\'
     yield f'  {"  " if settings.container else ""}"$PYTHON" -P -m megatron_recover verdict "$start" || echo unknown'
     yield "}"
     ends_chain = settings.chain > 1 and settings.shape == "allocation"
@@ -312,7 +328,7 @@ _FLAGS = (
     "--kill-on-bad-exit=0, --wait=0: Slurm never ends an agent because another has ended.",
     "--mpi=none: agents are no MPI ranks. --input=none: no agent reads this script.",
     "--export=ALL: agents get the environment of this script, also after sbatch --export=NONE.",
-    "--cpus-per-task: all CPUs of the node, since srun does not inherit the number.",
+    "--cpus-per-task: all CPUs of the node, since srun does not inherit the number. --mem=0: all memory.",
     "--cpu-bind=none: ranks bind themselves, if --numa-binding asks for it.",
     "--output with %N: the node writes the log itself. An agent never waits for an srun that is dead.",
 )
@@ -322,7 +338,7 @@ def _srun(settings: Settings, *, where: str, cpus: str, endpoint: str, indent: s
     """Yield the lines of the srun that starts one agent in the background."""
     no_kill = "--no-kill " if settings.is_wide else ""
     lines = [
-        f"srun {no_kill}--nodes=1 --ntasks=1{where}",
+        f"srun {no_kill}--nodes=1 --ntasks=1 --mem=0{where}",
         "  --kill-on-bad-exit=0 --wait=0 --mpi=none --input=none --export=ALL",
         f'  --cpus-per-task="{cpus}" --cpu-bind=none "${{oom[@]}}"',
         '  --open-mode=append --output="$RUN/%N.log"' + (' "${container[@]}"' if settings.container else ""),
