@@ -65,6 +65,13 @@ def test_options_become_lines_of_the_script(capsys: pytest.CaptureFixture[str]) 
     assert '--nnodes 4 --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:4000"' in text
 
 
+def test_steps_of_one_node_get_a_network_of_their_job_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/how_to/slurm.md names this line for HPE Slingshot."""
+    network = "--network=job_vni,single_node_vni"
+    text = _printed(capsys, "--nodes", "4", "--shape", "allocation", f"--sbatch={network}", "--", *SAVING)
+    assert f"#SBATCH {network}\n" in text and check.findings(text) == []
+
+
 def test_one_node_has_nobody_to_meet_and_a_job_that_saves_nothing_never_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     text = _printed(capsys, "--", *SAVING[:3])
     assert not re.search('rdzv|nnodes|key|requeue "|--chained|STOP|--no-kill', text)
