@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from megatron_recover import trace
+from megatron_recover.cluster.meeting import MISSING_JOBS
 from megatron_recover.cluster.slurm import script
 from megatron_recover.observe.outcome import outcome
 from tests.cluster.jobs import ROOT, Spec
@@ -202,6 +203,39 @@ def test_a_marked_chain_ends_before_it_starts_anything(machine: Machine, tmp_pat
         assert os.listdir(job.run_dir) == [output.name]
     finally:
         job.close()
+
+
+def test_a_job_of_an_array_that_is_held_ends_the_others_in_time_and_is_cancelled(machine: Machine, tmp_path: Path) -> None:
+    """Here the real `run` meets nobody. Without an end of the wait the other job would hold its node idle."""
+    run_dir, save = tmp_path / "runs", tmp_path / "save"
+    run_dir.mkdir()
+    (tmp_path / "train.py").touch()
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 257 "
+        f"--mock-data --save {save} --load {save} --save-interval 2"
+    )
+    line = ("--nproc-per-node", "1", "--rdzv-conf", "join_timeout=3", str(tmp_path / "train.py"))
+    text = script.text(script.Settings(
+        command=(), launch=(*line, *flags.split()),
+        run_dir=str(run_dir), python=sys.executable, nodes=2, shape="array", save=str(save), chain=2,
+    ))  # fmt: skip
+    (tmp_path / "job.sbatch").write_text(text)
+    environment = {**machine.environment, "PYTHONPATH": str(ROOT)}
+    job = machine.run("sbatch", "--hold", "--parsable", str(tmp_path / "job.sbatch"), cwd=ROOT, env=environment).stdout.strip()
+    assert machine.run("scontrol", "release", f"{job}_0").returncode == 0
+    try:
+        machine.until(lambda: not machine.run("squeue", "--noheader", "--jobs", job).stdout.strip(), "an end", 120)
+        [log] = run_dir.glob("*.log")
+        assert "exit code 10" in log.read_text() and "1 of 2 nodes were there after 3 s" in log.read_text()
+        assert MISSING_JOBS in log.read_text() and MISSING_JOBS in (save / "STOP").read_text()
+        said = (run_dir / f"slurm-{job}_0.out").read_text()
+        assert f"The run ended before training began: see the logs of the nodes, {run_dir}/*.log" in said
+        assert (run_dir / f"{job}.over").exists() and not (run_dir / job).exists()
+        shown = machine.run("scontrol", "--oneliner", "show", "job", f"{job}_1").stdout
+        assert "JobState=CANCELLED" in shown, shown
+    finally:
+        machine.run("scancel", job)
 
 
 def test_a_killed_run_is_started_again(machine: Machine, tmp_path: Path) -> None:
