@@ -59,9 +59,9 @@ def main(argv: list[str]) -> int:
     ours, command = split(argv, parser)
     try:
         return _main(parser, ours, command)
-    except SystemExit:
+    except SystemExit as end:
         if "--chained" in ours and parser.refusal:
-            _leave_mark(command, ExitCode.BAD_INPUT, parser.refusal, None)
+            _leave_mark(command, int(end.code or 0), parser.refusal, None)
         raise
 
 
@@ -146,12 +146,13 @@ def _described(
 def _end_refused(parser: run_flags.RunParser, error: Exception, said: str, *, ends_for_others: bool = True) -> NoReturn:
     """Print `said` and exit, after bad input with 2, or as the meeting of the nodes has ended.
 
-    Bad input ends a chain of jobs, unless it may pass by itself. `ends_for_others`: this node ends
+    Bad input ends a chain of jobs, unless it may pass by itself. So do jobs of an array of which
+    too few have met: the next array would wait as long. `ends_for_others`: this node ends
     the chain also for what another node has found. Node 0 alone does so once the nodes have met:
     the others cannot know whether what node 0 has found may pass.
     """
     if isinstance(error, NotMet):
-        if error.exit_code == ExitCode.BAD_INPUT and ends_for_others:  # nodes that were late may meet at the next start
+        if error.stops and ends_for_others:
             parser.refusal = str(error)
         parser.exit(error.exit_code, several_nodes.last_words(error))
     if isinstance(error, _Examined):

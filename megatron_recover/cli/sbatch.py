@@ -16,7 +16,7 @@ from typing import get_args
 
 from megatron_recover.cli import run_flags
 from megatron_recover.cli.run_dirs import no_trace, run_folder
-from megatron_recover.cluster.slurm import check, script
+from megatron_recover.cluster.slurm import check, container, script
 from megatron_recover.cluster.slurm.node_list import expand
 from megatron_recover.config import below_one
 from megatron_recover.core.exit_code import ExitCode
@@ -145,7 +145,8 @@ def _check(place: Path, launch: Sequence[str]) -> int:
 
 def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Sequence[str]) -> script.Settings:
     """Return what the script depends on. Raises ValueError with one line for each mistake."""
-    words, save = _launch(launch, in_container=arguments.container_image is not None)
+    in_container = arguments.container_image is not None
+    words, save, is_module = _launch(launch, in_container=in_container)
     training = split(words, run_flags.parser())[1]
     nodes = 1 if arguments.nodes is None else arguments.nodes
     found = [*_refused(arguments.sbatch)]
@@ -161,6 +162,10 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     for flag, text in (("--run-dir", run_dir), ("--job-name", name)):
         if not _PLAIN.fullmatch(text):
             found.append(f"{flag} is {text!r}; Slurm replaces % in it and splits it at blanks: use letters, digits and ./+@=-_")
+    if in_container:
+        found += container.mistakes(None if is_module else training[0], words, arguments.container_mounts, run_dir)
+        if save is not None:  # the script looks for the mark outside of the container
+            save = container.host_path(save, container.mounts(_mounts(arguments, run_dir)))
     signal_s = script.SIGNAL_S if arguments.signal_s is None else arguments.signal_s
     if arguments.like is not None and arguments.signal_s is None:
         signal_s = _signal_s(arguments.like)
@@ -173,7 +178,7 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     default_python = f"{arguments.venv}/bin/python" if arguments.venv else sys.executable
     return script.Settings(
         command=tuple(command), launch=tuple(words), run_dir=run_dir,
-        python=arguments.python or ("/usr/bin/python3" if arguments.container_image else default_python),
+        python=arguments.python or ("/usr/bin/python3" if in_container else default_python),
         nodes=nodes, shape=shape, spares=arguments.spares or 0, save=save, chain=arguments.chain or 1,
         requeues=script.REQUEUES if arguments.requeues is None else arguments.requeues, signal_s=signal_s,
         port=arguments.port or script.PORT, directives=tuple(_directives(arguments, name)),
@@ -181,8 +186,10 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     )  # fmt: skip
 
 
-def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], str | None]:
+def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], str | None, bool]:
     """Return the words behind `megatron-recover run`, and the folder of `--save` if there is one.
+
+    The last value is True if the script is the name of a module.
 
     Raises ValueError with the remedy. Ends the process with code 2 where `run` would refuse them.
     """
@@ -199,7 +206,7 @@ def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], st
     if not (is_module or in_container or Path(training[0]).is_file()):
         raise ValueError(f"there is no training script {training[0]} here, where the job will run; write its path")
     save = value_of(training, "--save")
-    return words, None if save is None else str(Path(save).absolute())
+    return words, None if save is None else str(Path(save).absolute()), is_module
 
 
 def _mistakes(arguments: argparse.Namespace, shape: script.Shape, save: str | None, load: str | None) -> Iterator[str]:
@@ -256,7 +263,12 @@ def _directives(arguments: argparse.Namespace, name: str) -> Iterator[str]:
 def _container(arguments: argparse.Namespace, run_dir: str) -> Iterator[str]:
     if arguments.container_image is not None:
         yield f"--container-image={arguments.container_image}"
-        yield f"--container-mounts={','.join(filter(None, [arguments.container_mounts, f'{run_dir}:{run_dir}']))}"
+        yield f"--container-mounts={_mounts(arguments, run_dir)}"
+
+
+def _mounts(arguments: argparse.Namespace, run_dir: str) -> str:
+    """Return the mounts of the containers, with that of the run directories of all starts."""
+    return ",".join(filter(None, [arguments.container_mounts, f"{run_dir}:{run_dir}"]))
 
 
 def seconds(time: str) -> int:

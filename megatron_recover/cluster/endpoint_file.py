@@ -21,6 +21,10 @@ _REFUSED = "refused: "
 """First word of the file where its owner could not start the coordinator; the reason follows."""
 
 
+class NoAddress(ValueError):
+    """The owner of the endpoint has written no address in time."""
+
+
 def owner_file(file: Path) -> Path:
     """Return the file that only the owner of the endpoint can create."""
     return file.with_name(f"{file.name}.owner")
@@ -58,8 +62,8 @@ def refuse(file: Path, reason: str) -> None:
 def await_address(file: Path, patience_s: float, is_ended: Callable[[], object]) -> tuple[str, int] | None:
     """Return host and port of the endpoint once its owner has written them.
 
-    None if `is_ended()` is truthy before. Raises ValueError with the remedy after `patience_s`
-    seconds, and at once if the owner has refused.
+    None if `is_ended()` is truthy before. Raises `NoAddress` with the remedy after `patience_s`
+    seconds, and ValueError at once if the owner has refused.
     """
     until = time.monotonic() + patience_s
     while not is_ended():
@@ -77,12 +81,12 @@ def await_address(file: Path, patience_s: float, is_ended: Callable[[], object])
     return None
 
 
-def _nobody_wrote(file: Path, patience_s: float) -> ValueError:
+def _nobody_wrote(file: Path, patience_s: float) -> NoAddress:
     try:
         owner = owner_file(file).read_text()
     except OSError:
         owner = "nobody"
-    return ValueError(
+    return NoAddress(
         f"--rdzv-endpoint file:{file} had no address after {patience_s:g} s; {owner} was to write it, as {owner_file(file)} "
         "says: see that node, or give each job a file of its own"
     )

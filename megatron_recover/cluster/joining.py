@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover.cluster import endpoint_file
-from megatron_recover.cluster.meeting import JOIN_S, Meeting, owns_endpoint
+from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -41,9 +41,11 @@ _ANSWER_S = 5.0
 class NotMet(Exception):
     """The job ends before it has begun, on all nodes."""
 
-    def __init__(self, exit_code: int, reason: str) -> None:
+    def __init__(self, exit_code: int, reason: str, *, stops: bool = False) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
+        self.stops = stops or exit_code == ExitCode.BAD_INPUT
+        """True if the next start of a chain would end alike, so that a person has to look first."""
 
 
 class Place:
@@ -68,10 +70,13 @@ class Place:
             return
         if self._file is not None:
             _say(f"node {host_name()} waits for the address of the endpoint in {self._file}")
-            found = endpoint_file.await_address(self._file, meeting.join_s, lambda: request.kept)
+            self._dial_s = min(meeting.join_s, JOIN_S)  # a longer one is for jobs in a queue; the owner is there already
+            try:
+                found = endpoint_file.await_address(self._file, self._dial_s, lambda: request.kept)
+            except endpoint_file.NoAddress as error:
+                raise NotMet(ExitCode.TOO_FEW_REPLICAS, str(error)) from None
             if found is None:
                 raise NotMet(ExitCode.INTERRUPTED, f"{request.kept} before training began; no other node knows of this one")
-            self._dial_s = min(meeting.join_s, JOIN_S)  # it listened before the file had its address
             host, port = found
             meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
         self._endpoint = reachable.resolve(meeting.host, meeting.flag)
@@ -170,6 +175,8 @@ class Place:
             last_call_s=meeting.last_call_s, node_silence_s=meeting.node_s,
             deadlines=self._deadlines, ignored=self._request.numbers,
         )  # fmt: skip
+        if self._file is not None:
+            settings = msgspec.structs.replace(settings, if_too_few=MISSING_JOBS)
         events = ring.create(level=level)
         address = format_address(self._bound, meeting.port)
         try:
@@ -287,7 +294,9 @@ class _Heard:
             case Met():
                 self.met = message
             case JobEnds(exit_code, reason):
-                self.end = NotMet(exit_code, reason)
+                # The next array would hold its nodes idle as long. A run that has trained may end
+                # with the same code, but never for this reason.
+                self.end = NotMet(exit_code, reason, stops=reason.endswith(MISSING_JOBS))
             case Idle(reason=reason):
                 self.is_idle = True
                 _say(f"{reason}: this node waits for the end of the job")

@@ -50,6 +50,8 @@ class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines
     ignored: tuple[int, ...] = ()
     """Signals that the agents handle, and the coordinator ignores."""
+    if_too_few: str = "run the same command on every node, or give --nnodes MIN:MAX"
+    """The next command, for the message that ends the job where fewer than `least` nodes came."""
 
 
 class JobStart:
@@ -118,7 +120,7 @@ class JobStart:
         self._end(
             ExitCode.TOO_FEW_REPLICAS,
             f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here}); "
-            "run the same command on every node, or give --nnodes MIN:MAX",
+            + self._settings.if_too_few,
         )
 
     def _meet_if_owner_is_here(self) -> None:

@@ -72,7 +72,8 @@ ENDINGS: Mapping[int, Ending] = {
     ),
     ExitCode.TOO_FEW_REPLICAS: Ending(
         "fewer than `--recover-min-replicas` are left, and a checkpoint was saved if any replica lived and `--save` is set; or "
-        "fewer have started, or fewer nodes than `--nnodes` asks for have met, and nothing was trained",
+        "fewer have started, or fewer nodes than `--nnodes` asks for have met, and nothing was trained. In a chain of arrays "
+        "these nodes leave `STOP` if `join_timeout` has passed: each later array would hold its nodes idle as long",
         "resume, with as many replicas as there is hardware for",
     ),
     ExitCode.POISONED_MICROBATCH: Ending(

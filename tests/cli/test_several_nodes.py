@@ -22,7 +22,7 @@ import pytest
 from megatron_recover.authentication.key import key_of_several
 from megatron_recover.cli import run_dirs, several_nodes
 from megatron_recover.cluster import joining
-from megatron_recover.cluster.meeting import Meeting
+from megatron_recover.cluster.meeting import MISSING_JOBS, Meeting
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.exit_code import ExitCode
@@ -238,6 +238,22 @@ def test_what_does_not_fit_together_is_refused_on_all_nodes_before_anything_star
     if start in (a_run_directory_of_another_job, a_run_directory_of_another_job_by_a_file):
         (nodes.run_dir / "events.jsonl").unlink()  # it is as it was
         nodes.run_dir.rmdir()
+    nodes.assert_nothing_left()
+
+
+def test_jobs_of_an_array_that_wait_in_vain_end_with_one_message_and_stop_their_chain(nodes: Nodes) -> None:
+    save = nodes.folder / "save"
+    saves = f"--save {save} --load {save} --save-interval 2"
+    for _ in range(2):
+        nodes.start(None, "--nnodes 3 --nproc-per-node 2 --chained --rdzv-conf join_timeout=15", saves)
+    ends = set()
+    for code, output in nodes.end():
+        assert code == ExitCode.TOO_FEW_REPLICAS, output
+        ends.update(line for line in output.splitlines() if "exit code" in line)
+    [end] = ends
+    name = socket.gethostname()
+    assert f"2 of 3 nodes were there after 15 s ({name}, {name}); {MISSING_JOBS}" in end
+    assert (save / "STOP").read_text().startswith(f"exit code 10: 2 of 3 nodes were there after 15 s ({name}, {name}); ")
     nodes.assert_nothing_left()
 
 

@@ -280,7 +280,12 @@ def test_gpus_are_counted_as_cuda_shows_them(
 
 # --- Slurm ----------------------------------------------------------------------------------------
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "32", "SLURM_GPUS_ON_NODE": "4"}
+JOB = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2,5]", "SLURMD_NODENAME": "n5", "SLURM_JOB_CPUS_PER_NODE": "64(x2),32",
+    "SLURM_GPUS_PER_NODE": "4",
+}  # fmt: skip
+STEP = {"SLURM_CPUS_ON_NODE": "1", "SLURM_GPUS_ON_NODE": "1"}
+"""The numbers of a step that does not ask for all that its job has on the node."""
 LINE = (
     "srun --ntasks-per-node=1 --cpus-per-task=32 --cpu-bind=none --gpus-per-node=4 --mpi=none --no-kill --kill-on-bad-exit=0 "
     "--wait=0 megatron-recover run ..."
@@ -294,6 +299,8 @@ LINE = (
     (JOB | {"SLURM_STEP_TASKS_PER_NODE": "1(x2),4", "SLURM_NODEID": "1"}, 32, [("ok", "job 7")]),
     (JOB | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PTY_PORT": "1"}, 32, [("ok", "job 7")]),
     (JOB, 1, [("warn", "this task may use 1 of the 32 cores that the job has here")]),
+    (JOB | STEP, 1, [("warn", "this task may use 1 of the 32 cores that the job has here")]),
+    (JOB | STEP | {"CUDA_VISIBLE_DEVICES": "0"}, 32, [("warn", "this task sees 1 of the 4 GPUs that the job has here")]),
     (JOB | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}, 32,
      [("warn", "this task sees 1 of the 4 GPUs that the job has here (SLURM_GPUS_PER_TASK is 1)")]),
     (JOB | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 32, [("ok", "job 7")]),
@@ -306,6 +313,18 @@ def test_settings_of_slurm_that_bite_are_answered_with_the_line(
         (level, True) for level, _ in expected
     ]
     assert all(each.remedy.endswith(LINE) for each in found if each.level != "ok")
+
+
+@pytest.mark.parametrize(("environment", "numbers"), [
+    (JOB | {"SLURMD_NODENAME": "n2", "SLURM_GPUS_PER_NODE": "h100:8"},
+     "--cpus-per-task=64 --cpu-bind=none --gpus-per-node=h100:8"),
+    ({"SLURM_JOB_ID": "7"} | STEP, "--cpu-bind=none"),
+    (JOB | STEP | {"SLURMD_NODENAME": "other", "SLURM_GPUS_PER_NODE": "many"}, "--cpu-bind=none"),
+    (JOB | STEP | {"SLURM_JOB_NODELIST": "n[1", "SLURM_GPUS_PER_NODE": ""}, "--cpu-bind=none"),
+])  # fmt: skip
+def test_a_number_that_only_the_step_gives_is_no_number_of_the_job(environment: dict[str, str], numbers: str) -> None:
+    assert slurm.srun_line(environment).startswith(f"srun --ntasks-per-node=1 {numbers} --mpi=none ")
+    assert slurm.settings(environment | {"CUDA_VISIBLE_DEVICES": "0"}, 64)[0].level == ("warn" if "gpus" in numbers else "ok")
 
 
 # --- The verb, and `run` --------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from megatron_recover.cluster import joining
 from megatron_recover.cluster import membership as members
-from megatron_recover.cluster.endpoint_file import publish
+from megatron_recover.cluster.endpoint_file import claim, publish
 from megatron_recover.cluster.joining import Place
-from megatron_recover.cluster.meeting import JOIN_S, Meeting
+from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -154,6 +154,34 @@ def test_an_address_that_was_read_from_a_file_is_dialled_for_no_week(tmp_path: P
     known_s = JOIN_S + PREPARING_SILENCES * place._meeting.node_s
     silent: Any = SimpleNamespace(is_known=False, silent_s=lambda: known_s)
     assert place._silence(silent, "a:1").exit_code == ExitCode.TOO_FEW_REPLICAS
+
+
+def test_an_owner_that_has_claimed_and_never_publishes_is_awaited_for_no_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "JOIN_S", 0.2)
+    assert claim(tmp_path / "endpoint")
+    (tmp_path / "endpoint.owner").write_text("n7")
+    with pytest.raises(
+        joining.NotMet, match=r"had no address after 0.2 s; n7 was to write it, as .*endpoint.owner says"
+    ) as end:
+        Place(_file_meeting(tmp_path, join_s=3600), Deadlines.of(60.0), EndRequest())
+    assert (end.value.exit_code, end.value.stops) == (ExitCode.TOO_FEW_REPLICAS, False)
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_too_few_jobs_of_an_array_end_a_chain_and_too_few_nodes_of_an_allocation_do_not(tmp_path: Path, by_file: bool) -> None:
+    """An allocation waits for ten minutes at most, and all of its nodes start together."""
+    with bind_free(HOST) as free:
+        port = free.getsockname()[1]
+    given: dict[str, Any] = {} if by_file else {"endpoint_file": None, "host": HOST, "port": port}
+    meeting = replace(_file_meeting(tmp_path, join_s=1), **given)
+    with pytest.raises(joining.NotMet, match="^1 of 2 nodes were there after 1 s") as end:
+        Place(meeting, Deadlines.of(60.0), EndRequest()).join(
+            key=KEY, level="faults", slots=1, run_dir=lambda: tmp_path, run_id="", alike=()
+        )
+    assert (end.value.exit_code, end.value.stops) == (ExitCode.TOO_FEW_REPLICAS, by_file)
+    assert (MISSING_JOBS in str(end.value)) == by_file
 
 
 @pytest.mark.parametrize(

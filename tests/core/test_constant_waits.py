@@ -55,7 +55,7 @@ INTERVALS = {
     "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
     "cluster/coordinator.py _TURN_S": "between two looks at whether anybody still needs the coordinator",
     "cluster/meeting.py JOIN_S": "before there is a run: the default of join_timeout, which is torchrun's",
-    "cluster/slurm/script.py QUEUE_S": "before there is a run: other jobs may be in the queue, and a time limit ends the wait",
+    "cluster/slurm/script.py QUEUE_S": "before there is a run: the join_timeout of an array, whose jobs come from a queue",
     "cluster/gathering.py _LOOK_S": "between two looks at the folders of other nodes, while `traces_s` or `offer_s` runs",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
     "cluster/endpoint_file.py _LOOK_S": "between two looks at a file, while `join_timeout` runs",

@@ -30,10 +30,14 @@ EXPECTED = {
     "container_around_the_script": (6, "move --container-image to the srun", "_container"),
     "shell_without_exec": (12, "write exec in front of the agent's command", "_wrapper"),
     "wrapper": (12, "start the interpreter itself: srun ... /full/path/python -P -m megatron_recover run ...", "_wrapper"),
-    "no_step": (4, "start it by srun: srun --nodes=1 --ntasks=1 ... /full/path/python -P -m megatron_recover run ...",
+    "no_signal": (7, "add the line: #SBATCH --signal=USR2@300", "_no_signal"),
+    "one_core": (7, "add the line: #SBATCH --exclusive", "_one_core"),
+    "no_step": (6, "start it by srun: srun --nodes=1 --ntasks=1 ... /full/path/python -P -m megatron_recover run ...",
                 "_no_step"),
 }  # fmt: skip
 """File -> line and remedy of its one finding, and the rule that has it."""
+MISSING = ("_no_signal", "_one_core")
+"""The rules that strike where a script has few #SBATCH lines."""
 
 
 def test_there_is_a_bad_script_for_each_rule() -> None:
@@ -87,11 +91,13 @@ def test_a_signal_to_the_shell_is_right_where_the_shell_has_a_trap_for_it() -> N
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("#SBATCH -N 2-8\nsrun -n8 torchrun x", {"_no_kill", "_foreground", "_bad_exit", "_wait", "_open_mode"}),
-        ("#SBATCH -n 16 --ntasks-per-node=8\n$LAUNCH", {"_no_kill", "_tasks", "_no_step", "_open_mode"}),
-        ("#SBATCH --gpu-bind=closest\nsrun --wait=0 -K0 $LAUNCH", {"_gpus", "_open_mode"}),
-        ("srun 'an open quote", {"_no_step", "_open_mode"}),
-        ("", {"_no_step", "_open_mode"}),
+        ("#SBATCH -N 2-8\nsrun -n8 torchrun x", {"_no_kill", "_foreground", "_bad_exit", "_wait", "_open_mode", *MISSING}),
+        ("#SBATCH -n 16 --ntasks-per-node=8\n$LAUNCH", {"_no_kill", "_tasks", "_no_step", "_open_mode", *MISSING}),
+        ("#SBATCH --gpu-bind=closest\nsrun --wait=0 -K0 $LAUNCH", {"_gpus", "_open_mode", *MISSING}),
+        ("#SBATCH -c 8\nsrun --wait=0 -K0 -c8 --signal=USR2@60 $LAUNCH", {"_open_mode"}),
+        ("#SBATCH --cpus-per-gpu=8\nsrun --wait=0 -K0 $LAUNCH", {"_no_signal", "_open_mode"}),
+        ("srun 'an open quote", {"_no_step", "_open_mode", *MISSING}),
+        ("", {"_no_step", "_open_mode", *MISSING}),
     ],
 )
 def test_other_scripts_have_all_of_their_findings(text: str, expected: set[str]) -> None:

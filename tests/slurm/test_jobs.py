@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from megatron_recover import trace
+from megatron_recover.cluster.meeting import MISSING_JOBS
 from megatron_recover.cluster.slurm import script
 from megatron_recover.observe.outcome import outcome
 from tests.cluster.jobs import ROOT, Spec
@@ -26,7 +28,11 @@ TOY = Spec(run_dir="-", replicas=2, ranks=1, steps=3, microbatches=3)
 class Job:
     """A submitted script, with the stand-in for `megatron-recover run`."""
 
-    def __init__(self, machine: Machine, folder: Path, *, toy: Spec = TOY, minutes: int = 10, **settings: object) -> None:
+    def __init__(
+        self, machine: Machine, folder: Path, *, toy: Spec = TOY, minutes: int = 10, inherited: Mapping[str, str] = {},
+        **settings: object,
+    ) -> None:  # fmt: skip
+        """`inherited`: variables of the environment in which the job is submitted."""
         python = folder / "python"
         python.write_text(
             f'#!/bin/sh\n[ "$4" != run ] || {{ shift 4; exec {sys.executable} -m tests.slurm.agent "$@"; }}\n'
@@ -42,8 +48,9 @@ class Job:
         )  # fmt: skip
         (folder / "job.sbatch").write_text(script.text(self.settings))
         done = machine.run(
-            "sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT, env={**machine.environment, "PYTHONPATH": str(ROOT)}
-        )
+            "sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT,
+            env={**machine.environment, **inherited, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip()
 
@@ -94,6 +101,22 @@ def test_an_allocation_runs_an_agent_on_each_node_to_the_end_of_the_run(machine:
             [argv] = {shlex.join(each["argv"]) for each in notes}
             assert "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint n1:29500 --key-file" in argv and "--chained" in argv
             assert [path.name for path in job.run_dir.glob(".key*")] == []
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("shape", ["allocation", "array"])
+def test_a_job_that_is_submitted_inside_of_an_allocation_takes_nothing_of_it(
+    machine: Machine, tmp_path: Path, shape: str
+) -> None:
+    """Each of these variables is an option of srun, some of which exclude each other, or ask for what the node lacks."""
+    values = dict.fromkeys(script.OF_ANOTHER_JOB, "1")
+    values |= {"SLURM_GPU_BIND": "none", "SLURM_HINT": "nomultithread", "SLURM_TRES_PER_TASK": "gres/gpu:1"}
+    job = Job(machine, tmp_path, nodes=2, shape=shape, inherited=values)
+    try:
+        machine.until(lambda: not machine.run("squeue", "--noheader", "--jobs", job.id).stdout.strip(), "an end", 90)
+        for task in ("",) if shape == "allocation" else ("_0", "_1"):
+            assert job.said(task) == "finished 0\n"
     finally:
         job.close()
 
@@ -180,6 +203,39 @@ def test_a_marked_chain_ends_before_it_starts_anything(machine: Machine, tmp_pat
         assert os.listdir(job.run_dir) == [output.name]
     finally:
         job.close()
+
+
+def test_a_job_of_an_array_that_is_held_ends_the_others_in_time_and_is_cancelled(machine: Machine, tmp_path: Path) -> None:
+    """Here the real `run` meets nobody. Without an end of the wait the other job would hold its node idle."""
+    run_dir, save = tmp_path / "runs", tmp_path / "save"
+    run_dir.mkdir()
+    (tmp_path / "train.py").touch()
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 257 "
+        f"--mock-data --save {save} --load {save} --save-interval 2"
+    )
+    line = ("--nproc-per-node", "1", "--rdzv-conf", "join_timeout=3", str(tmp_path / "train.py"))
+    text = script.text(script.Settings(
+        command=(), launch=(*line, *flags.split()),
+        run_dir=str(run_dir), python=sys.executable, nodes=2, shape="array", save=str(save), chain=2,
+    ))  # fmt: skip
+    (tmp_path / "job.sbatch").write_text(text)
+    environment = {**machine.environment, "PYTHONPATH": str(ROOT)}
+    job = machine.run("sbatch", "--hold", "--parsable", str(tmp_path / "job.sbatch"), cwd=ROOT, env=environment).stdout.strip()
+    assert machine.run("scontrol", "release", f"{job}_0").returncode == 0
+    try:
+        machine.until(lambda: not machine.run("squeue", "--noheader", "--jobs", job).stdout.strip(), "an end", 120)
+        [log] = run_dir.glob("*.log")
+        assert "exit code 10" in log.read_text() and "1 of 2 nodes were there after 3 s" in log.read_text()
+        assert MISSING_JOBS in log.read_text() and MISSING_JOBS in (save / "STOP").read_text()
+        said = (run_dir / f"slurm-{job}_0.out").read_text()
+        assert f"The run ended before training began: see the logs of the nodes, {run_dir}/*.log" in said
+        assert (run_dir / f"{job}.over").exists() and not (run_dir / job).exists()
+        shown = machine.run("scontrol", "--oneliner", "show", "job", f"{job}_1").stdout
+        assert "JobState=CANCELLED" in shown, shown
+    finally:
+        machine.run("scancel", job)
 
 
 def test_a_killed_run_is_started_again(machine: Machine, tmp_path: Path) -> None:

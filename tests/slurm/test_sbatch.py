@@ -65,6 +65,13 @@ def test_options_become_lines_of_the_script(capsys: pytest.CaptureFixture[str]) 
     assert '--nnodes 4 --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:4000"' in text
 
 
+def test_steps_of_one_node_get_a_network_of_their_job_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/how_to/slurm.md names this line for HPE Slingshot."""
+    network = "--network=job_vni,single_node_vni"
+    text = _printed(capsys, "--nodes", "4", "--shape", "allocation", f"--sbatch={network}", "--", *SAVING)
+    assert f"#SBATCH {network}\n" in text and check.findings(text) == []
+
+
 def test_one_node_has_nobody_to_meet_and_a_job_that_saves_nothing_never_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     text = _printed(capsys, "--", *SAVING[:3])
     assert not re.search('rdzv|nnodes|key|requeue "|--chained|STOP|--no-kill', text)
@@ -132,6 +139,24 @@ def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> No
          "--run-dir is '{0}/a%b'; Slurm replaces % in it and splits it at blanks: use letters, digits and "
          "./+@=-_"),
         ("--container-mounts a:b -- train.py", "--container-mounts needs --container-image"),
+        ("--container-image i -- train.py",
+         "the training script is train.py: a container begins in the working directory of its image, not in {0}; write the "
+         "full path in the container, such as {0}/train.py, and name its folder in --container-mounts"),
+        ("--container-image i -- -m train --data-path 0.5 /data/a 0.5 data/b",
+         "--data-path is data/b: a container begins in the working directory of its image, not in {0}; write the "
+         "full path in the container, such as {0}/data/b, and name its folder in --container-mounts"),
+        ("--container-image i --requeues 0 -- -m train --save=ckpt",
+         "--save is ckpt: a container begins in the working directory of its image, not in {0}; write the "
+         "full path in the container, such as {0}/ckpt, and name its folder in --container-mounts"),
+        ("--container-image i -- /w/train.py --save /c --load /c",
+         "--save is /c, which is in no mount of the container: what is written there is lost with the step; make the "
+         "folder on the host, and give --container-mounts /c:/c"),
+        ("--container-image i --container-mounts /data:/data,tmpfs:/c -- -m train --load /c --save /c",
+         "--load is /c, which is in no mount of the container: what is written there is lost with the step; make the "
+         "folder on the host, and give --container-mounts /data:/data,tmpfs:/c,/c:/c"),
+        ("--container-image i -- --log-dir /logs /w/train.py",
+         "--log-dir is /logs, which is in no mount of the container: what is written there is lost with the step; make the "
+         "folder on the host, and give --container-mounts /logs:/logs"),
         ("--venv v -- train.py",
          "--venv is v; give its full path, since Slurm starts it in a folder that may be another"),
         ("--sbatch=--nodes=3 -- train.py", "--sbatch: --nodes is given by the script; leave it out"),
@@ -153,6 +178,26 @@ def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> No
 )  # fmt: skip
 def test_mistakes_are_named_with_the_remedy(words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _refused(capsys, *words.split())[0] == f"megatron-recover sbatch: {said.format(folder)}"
+
+
+@pytest.mark.parametrize(
+    ("given", "save", "place"),
+    [
+        ("/shared/x:/ckpt", "/ckpt/a", "/shared/x/a"),
+        ("/shared/ckpt", "/shared/ckpt/a", "/shared/ckpt/a"),
+        ("/a:/ckpt:ro+rprivate,/b:/ckpt/new,/c:/ckpt/newer", "/ckpt/new/er", "/b/er"),
+        ("./here:/ckpt", "/ckpt", "{0}/here"),
+        (None, "{0}/runs/train/ckpt", "{0}/runs/train/ckpt"),  # the folder of --run-dir is mounted by itself
+    ],
+)
+def test_the_script_looks_for_the_mark_where_the_host_has_the_folder_of_the_containers_save(
+    given: str | None, save: str, place: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mounts = [] if given is None else ["--container-mounts", given]
+    save = save.format(folder)
+    words = ["--container-image", "i", *mounts, "--chain", "2", "--job-name", "train", "--", "-m", "train"]
+    text = _printed(capsys, *words, "--save", save, "--load", save)
+    assert f"MARK={place.format(folder)}/STOP\n" in text and f"  --save {save}\n" in text
 
 
 _SBATCH = """\

@@ -42,16 +42,26 @@ def test_the_script_is_the_golden_one(name: str, request: pytest.FixtureRequest)
 @pytest.mark.parametrize(
     ("given", "printed"),
     [
-        (("--rdzv-conf", "last_call_timeout=60"), "--rdzv-conf last_call_timeout=60,join_timeout=604800"),
-        (("--rdzv-conf=last_call_timeout=60",), "--rdzv-conf=last_call_timeout=60,join_timeout=604800"),
+        (("--rdzv-conf", "last_call_timeout=60"), "--rdzv-conf last_call_timeout=60,join_timeout=3600"),
+        (("--rdzv-conf=last_call_timeout=60",), "--rdzv-conf=last_call_timeout=60,join_timeout=3600"),
         (("--rdzv-conf", "join_timeout=9"), "--rdzv-conf join_timeout=9\n"),
     ],
 )
-def test_jobs_of_an_array_wait_for_the_queue_whatever_else_the_launch_line_configures(
+def test_jobs_of_an_array_wait_an_hour_for_the_queue_whatever_else_the_launch_line_configures(
     given: tuple[str, ...], printed: str
 ) -> None:
     text = script.text(script.Settings(**COMMON, launch=(*given, *LAUNCH), nodes=4, shape="array"))
-    assert printed in text and text.count("join_timeout") == 1
+    assert printed in text and text.count("join_timeout=") == 1
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_step_takes_an_option_of_the_allocation_in_which_the_job_was_submitted(name: str) -> None:
+    text = script.text(SETTINGS[name])
+    [unset] = [each for each in text.replace("\\\n", "").splitlines() if each.startswith("unset ")]
+    assert unset.split()[1:] == list(script.OF_ANOTHER_JOB)
+    sruns = [each for each in text.splitlines() if each.strip().startswith("srun --") and "--help" not in each]
+    assert sruns and all("--mem=0" in each for each in sruns)
+    assert text.index("unset SLURM") < text.index("srun ", text.index("launch=("))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -136,20 +146,45 @@ def test_the_key_is_written_through_no_link_and_is_readable_for_its_owner_alone(
 def test_a_job_of_an_array_that_finds_no_coordinator_spares_the_later_ones_its_wait(
     tmp_path: Path, status: int, verdict: str, running: str, is_over: bool
 ) -> None:
-    (tmp_path / "squeue").write_text(f"#!/bin/bash\n{running}\n")
-    (tmp_path / "squeue").chmod(0o755)
-    start = tmp_path / "7"
-    start.mkdir()
-    (tmp_path / "7.endpoint").write_text("10.0.0.1:29400\n")
-    (tmp_path / "7.endpoint.owner").write_text("n1.cluster")
+    (tmp_path / "7").mkdir()
+    assert _end_of_a_job(tmp_path, status, verdict, running) == is_over
+
+
+@pytest.mark.parametrize(
+    ("published", "status", "is_over"),
+    [
+        (True, 10, True),  # too few jobs came
+        (True, 15, True),
+        (False, 10, True),  # the owner of the endpoint has died before it wrote its address
+        (False, 137, False),  # this agent has died, and the owner may be about to write it
+    ],
+)
+def test_a_run_that_ended_while_its_nodes_met_takes_the_jobs_that_wait_from_the_queue(
+    tmp_path: Path, published: bool, status: int, is_over: bool
+) -> None:
+    """A job that is held would keep the next array of a chain in the queue, and would find nobody once it is released."""
+    assert _end_of_a_job(tmp_path, status, "unknown", "echo n2; echo n1", published=published) == is_over
+
+
+def _end_of_a_job(folder: Path, status: int, verdict: str, running: str, *, published: bool = True) -> bool:
+    """Run the end of a script of an array whose agent ended with `status`; return whether it ends the whole array."""
+    for name, line in {"squeue": running, "scancel": f'echo "$@" >> {folder}/scancelled'}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
+    if published:
+        (folder / "7.endpoint").write_text("10.0.0.1:29400\n")
+    (folder / "7.endpoint.owner").write_text("n1.cluster")
     text = script.text(SETTINGS["array"])
-    end = text[text.index("# A run that ended while") : text.index("# The trace says how")]
-    begin = f'SLURM_ARRAY_JOB_ID=7 start={start} verdict="{verdict}"; (exit {status}) & step=$!; wait "$step"'
+    end = text[text.index("# Takes the jobs of this array") : text.index("# The trace says how")]
+    begin = f'SLURM_ARRAY_JOB_ID=7 RUN={folder} start={folder}/7 verdict="{verdict}"; (exit {status}) & step=$!; wait "$step"'
     done = subprocess.run(
-        ["bash", "-c", f"{begin}\n{end}"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True
+        ["bash", "-c", f"{begin}\n{end}"], env={"PATH": f"{folder}:/usr/bin:/bin"}, capture_output=True, text=True
     )
-    assert (done.stdout, done.stderr) == ("", "")
-    assert (tmp_path / "7.over").exists() == is_over
+    is_over, cancelled = (folder / "7.over").exists(), folder / "scancelled"
+    assert (cancelled.read_text() if cancelled.exists() else "") == ("--state=PENDING 7\n" if is_over else "")
+    logs = f"The run ended before training began: see the logs of the nodes, {folder}/*.log\n"
+    assert (done.stdout, done.stderr) == (logs if is_over else "", "")
+    return is_over
 
 
 def test_a_real_slurmctld_accepts_the_scripts(machine: Machine, tmp_path: Path) -> None:

@@ -107,6 +107,23 @@ def _batch_signal(script: BatchScript) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _no_signal(script: BatchScript) -> Iterator[Finding]:
+    agents = _agents(script)
+    if script.directive("--signal") is None and not (agents and all(each.value("--signal") is not None for each in agents)):
+        yield Finding(
+            script.last_directive, "without --signal the time limit leaves an agent KillWait to save (30 s by default), then "
+            "kills it", "add the line: #SBATCH --signal=USR2@300",
+        )  # fmt: skip
+
+
+def _one_core(script: BatchScript) -> Iterator[Finding]:
+    if all(script.directive(name) is None for name in ("--exclusive", "--cpus-per-task", "--cpus-per-gpu")):
+        yield Finding(
+            script.last_directive, "without --exclusive or --cpus-per-task the job gets one core for all ranks of a node",
+            "add the line: #SBATCH --exclusive",
+        )  # fmt: skip
+
+
 def _foreground(script: BatchScript) -> Iterator[Finding]:
     nodes = _num_nodes(script)
     if nodes == 1:
@@ -221,6 +238,6 @@ def _no_step(script: BatchScript) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[BatchScript], Iterator[Finding]], ...] = (
-    _no_kill, _bad_exit, _wait, _batch_signal, _foreground, _cpus, _gpus, _tasks, _chain, _open_mode, _container, _wrapper,
-    _no_step,
+    _no_kill, _bad_exit, _wait, _batch_signal, _no_signal, _one_core, _foreground, _cpus, _gpus, _tasks, _chain, _open_mode,
+    _container, _wrapper, _no_step,
 )  # fmt: skip

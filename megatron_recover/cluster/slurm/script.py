@@ -33,10 +33,15 @@ SIGNAL_S = 300
 is given."""
 PORT = 29500
 """Default of `--port`."""
-QUEUE_S = 7 * 86400
-"""Array: seconds that an agent waits for the jobs of other nodes, which may still be in the queue.
-Its own time limit ends the wait before."""
+QUEUE_S = 3600
+"""Array: seconds from the first agent on that agents wait for the jobs of other nodes, which may
+still be in the queue. All nodes that have come are idle so long."""
 _WAIT = f"join_timeout={QUEUE_S}"
+OF_ANOTHER_JOB = (
+    "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", "SLURM_TRES_PER_TASK", "SLURM_HINT", "SLURM_THREADS_PER_CORE",
+)  # fmt: skip
+"""Options of srun by variables, which a job inherits where it is submitted from inside a job."""
 REQUEUES = 3
 """Default of `--requeues`."""
 _GRACE_S = 60
@@ -109,7 +114,7 @@ def text(settings: Settings) -> str:
     is_array = settings.shape == "array"
     parts = (
         _head(settings), _array_directives(settings) if is_array else _allocation_directives(settings),
-        _common_directives(settings), [""], _places(settings), [""], _start(settings), [""],
+        _common_directives(settings), [""], _of_this_job(), [""], _places(settings), [""], _start(settings), [""],
         _array(settings) if is_array else _allocation(settings), [""], _decision(settings),
     )  # fmt: skip
     return "\n".join(line for part in parts for line in part) + "\n"
@@ -198,6 +203,17 @@ def _common_directives(settings: Settings) -> Iterator[str]:
     yield f"#SBATCH --output={settings.run_dir}/{name}"
 
 
+def _of_this_job() -> Iterator[str]:
+    """Yield the lines that leave no option of another job to the sruns."""
+    yield from _because(
+        "Options of srun by variables. A job that is submitted from inside another one inherits them: some exclude each other, "
+        "so that no step starts, and some show an agent one GPU. Each srun below has what it needs as a flag."
+    )
+    lines = textwrap.wrap(" ".join(OF_ANOTHER_JOB), _COLUMNS - len("unset  \\"))
+    for number, line in enumerate(lines, start=1):
+        yield ("unset " if number == 1 else "  ") + line + (" \\" if number < len(lines) else "")
+
+
 def _places(settings: Settings) -> Iterator[str]:
     yield "# --- Place for the modules of this cluster ---"
     yield from (f"module load {shlex.quote(each)}" for each in settings.modules)
@@ -257,7 +273,7 @@ def _start(settings: Settings) -> Iterator[str]:
     yield from _because("A judge that fails knows nothing of the run: it must not end one that goes on.")
     yield "judge() {"
     if settings.container:
-        yield '  srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --mpi=none "${container[@]}" \\'
+        yield '  srun --overlap --mem=0 --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --mpi=none "${container[@]}" \\'
     yield f'  {"  " if settings.container else ""}"$PYTHON" -P -m megatron_recover verdict "$start" || echo unknown'
     yield "}"
     ends_chain = settings.chain > 1 and settings.shape == "allocation"
@@ -312,7 +328,7 @@ _FLAGS = (
     "--kill-on-bad-exit=0, --wait=0: Slurm never ends an agent because another has ended.",
     "--mpi=none: agents are no MPI ranks. --input=none: no agent reads this script.",
     "--export=ALL: agents get the environment of this script, also after sbatch --export=NONE.",
-    "--cpus-per-task: all CPUs of the node, since srun does not inherit the number.",
+    "--cpus-per-task: all CPUs of the node, since srun does not inherit the number. --mem=0: all memory.",
     "--cpu-bind=none: ranks bind themselves, if --numa-binding asks for it.",
     "--output with %N: the node writes the log itself. An agent never waits for an srun that is dead.",
 )
@@ -322,7 +338,7 @@ def _srun(settings: Settings, *, where: str, cpus: str, endpoint: str, indent: s
     """Yield the lines of the srun that starts one agent in the background."""
     no_kill = "--no-kill " if settings.is_wide else ""
     lines = [
-        f"srun {no_kill}--nodes=1 --ntasks=1{where}",
+        f"srun {no_kill}--nodes=1 --ntasks=1 --mem=0{where}",
         "  --kill-on-bad-exit=0 --wait=0 --mpi=none --input=none --export=ALL",
         f'  --cpus-per-task="{cpus}" --cpu-bind=none "${{oom[@]}}"',
         '  --open-mode=append --output="$RUN/%N.log"' + (' "${container[@]}"' if settings.container else ""),
@@ -366,28 +382,45 @@ def _allocation(settings: Settings) -> Iterator[str]:
 def _array(settings: Settings) -> Iterator[str]:
     if settings.meets:
         yield from _because(
-            "The agents meet through a file: the first one writes its address into it. They wait as long as the others are in "
-            "the queue."
+            "The agents meet through a file: the first one writes its address into it. From then on they wait for the others, "
+            "which may be in the queue, for join_timeout seconds. --rdzv-conf in the launch line may give another number."
         )
     yield from (f"# {each}" for each in _FLAGS)
     yield from _srun(settings, where="", cpus="$SLURM_CPUS_ON_NODE", endpoint="file:$start.endpoint")
     yield "step=$!"
     yield from _until_over("$step")
     if settings.meets:
-        yield from _because(
-            "A run that ended while its nodes met has left no folder. Jobs that start later would wait for it in vain."
-        )
-        yield 'if [ -e "$start.endpoint" ] && [ ! -e "$start" ]; then : > "$start.over"; fi'
-        yield from _because(
-            "The same if no coordinator was at the address in that file, and Slurm knows no job on its node any more: the node "
-            "was lost, so the trace has no end."
-        )
-        yield 'wait "$step"'
-        yield f'if [ $? = {ExitCode.TOO_FEW_REPLICAS:d} ] && [[ $verdict == unknown* ]] && [ -e "$start.endpoint.owner" ]; then'
-        yield '  owner=$(< "$start.endpoint.owner")'
-        yield '  nodes=$(squeue --noheader --states=RUNNING --format=%N --jobs="$SLURM_ARRAY_JOB_ID") &&'
-        yield '    ! grep -qxF -- "${owner%%.*}" <<< "$nodes" && : > "$start.over"'
-        yield "fi"
+        yield from _end_of_meeting()
+
+
+def _end_of_meeting() -> Iterator[str]:
+    """Yield the lines that end the other jobs of an array whose nodes have not met."""
+    yield from _because("Takes the jobs of this array from the queue that would wait in vain, also one that is held.")
+    yield "end_array() {"
+    yield '  : > "$start.over"'
+    yield '  scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"'
+    yield '  echo "The run ended before training began: see the logs of the nodes, $RUN/*.log"'
+    yield "}"
+    yield 'wait "$step"'
+    yield "status=$?"
+    too_few = f'[ "$status" = {ExitCode.TOO_FEW_REPLICAS:d} ]'
+    yield f'if [ ! -e "$start" ] && {{ [ -e "$start.endpoint" ] || {too_few}; }}; then'
+    yield from _because(
+        "A run that ended while its nodes met has left no folder: too few came, or one had a mistake, or the first one has "
+        "claimed the endpoint and never written its address.",
+        "  ",
+    )  # fmt: skip
+    yield "  end_array"
+    yield f'elif {too_few} && [[ $verdict == unknown* ]] && [ -e "$start.endpoint.owner" ]; then'
+    yield from _because(
+        "No coordinator was at the address in that file. If Slurm knows no job on its node any more, the node was lost, so "
+        "the trace has no end.",
+        "  ",
+    )  # fmt: skip
+    yield '  owner=$(< "$start.endpoint.owner")'
+    yield '  nodes=$(squeue --noheader --states=RUNNING --format=%N --jobs="$SLURM_ARRAY_JOB_ID") &&'
+    yield '    ! grep -qxF -- "${owner%%.*}" <<< "$nodes" && end_array'
+    yield "fi"
 
 
 def _until_over(step: str) -> Iterator[str]:
