@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover.cluster import endpoint_file
-from megatron_recover.cluster.meeting import JOIN_S, Meeting, owns_endpoint
+from megatron_recover.cluster.meeting import JOIN_S, Meeting, listened_at, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -61,8 +61,9 @@ class Place:
         self._dial_s = meeting.join_s
         """Seconds for which this node tries to reach a coordinator."""
         if may_claim and (mine := self._claim()):
-            self.address = self._bound = mine
+            self.address = mine
             self._endpoint: tuple[str, ...] = (self.address,)
+            self._listened: tuple[str, ...] = self._endpoint
             self._is_here = True
             self.may_own = True
             return
@@ -74,10 +75,10 @@ class Place:
             self._dial_s = min(meeting.join_s, JOIN_S)  # it listened before the file had its address
             host, port = found
             meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
-        self._endpoint = reachable.resolve(meeting.host, meeting.flag)
-        self.address = reachable.node_address(
-            (meeting.host, meeting.port), flag=meeting.flag, interface=meeting.interface, local_addr=meeting.local_addr
-        )
+        flags = {"interface": meeting.interface, "local_addr": meeting.local_addr}
+        addresses = reachable.endpoint_addresses(meeting.host, meeting.flag, **flags)
+        self._endpoint = reachable.with_route(addresses, meeting.port)
+        self.address = reachable.node_address(self._endpoint, meeting.port, flag=meeting.flag, **flags)
         """Address at which the processes of this node listen."""
         ours = {self.address, *(each for addresses in reachable.interfaces().values() for each in addresses)}
         self.may_own = owns_endpoint(meeting, endpoint_addresses=self._endpoint, my_addresses=ours, my_host_name=host_name())
@@ -85,7 +86,7 @@ class Place:
         here = [each for each in self._endpoint if each in ours or reachable.is_loopback(each)]
         self._is_here = bool(here)
         """True if the endpoint is an address of this node."""
-        self._bound = here[0] if here else self.address
+        self._listened = listened_at(meeting, here, self.address)
 
     def _claim(self) -> str:
         """Return the address of this node if it owns the endpoint of a file from now on; else "".
@@ -145,12 +146,13 @@ class Place:
                 with contextlib.suppress(OSError):
                     endpoint_file.refuse(self._file, str(error))
             failure, hello = error, msgspec.structs.replace(hello, mistake=hello.mistake or str(error))
-        where = format_address(self._endpoint[0], self._meeting.port)
+        wheres = [format_address(each, self._meeting.port) for each in self._endpoint]
         if coordinator is not None and self._is_here:  # else another node may own the endpoint, and refuses this one
-            where = coordinator.address
+            wheres = [coordinator.address]
+        where = " or ".join(wheres)
         membership = Membership(
-            where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
-            patience_s=self._dial_s,
+            wheres[0], hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
+            patience_s=self._dial_s, others=wheres[1:],
         )  # fmt: skip
         joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events, request=self._request)
         try:
@@ -171,18 +173,19 @@ class Place:
             deadlines=self._deadlines, ignored=self._request.numbers,
         )  # fmt: skip
         events = ring.create(level=level)
-        address = format_address(self._bound, meeting.port)
+        addresses = [format_address(each, meeting.port) for each in self._listened]
         try:
-            process = CoordinatorProcess(settings, key, events=events, clock=clock, address=address, ports=meeting.ports)
+            process = CoordinatorProcess(settings, key, events=events, clock=clock, addresses=addresses, ports=meeting.ports)
             return process, events
         except OSError as error:
-            may_be_other = self._file is None and meeting.node_rank is None and reachable.is_loopback(self._bound)
+            is_alone = all(map(reachable.is_loopback, self._listened))
+            may_be_other = self._file is None and meeting.node_rank is None and is_alone
             if error.errno == errno.EADDRINUSE and may_be_other:
                 return None  # all nodes are on this machine, and another one was first
             refused = InUse if error.errno == errno.EADDRINUSE else ValueError
             raise refused(
-                f"{meeting.flag}: nothing can listen at {address} on node {host_name()} ({error.strerror}); give another port, "
-                "the same on all nodes, and each node its own --node-rank"
+                f"{meeting.flag}: nothing can listen at {' and '.join(addresses)} on node {host_name()} ({error.strerror}); "
+                "give another port, the same on all nodes, and each node its own --node-rank"
             ) from error
 
     def _wait(self, joined: Joined, where: str, mistake: str) -> Met:

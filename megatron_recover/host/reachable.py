@@ -11,7 +11,7 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_recover.host.addresses import HOST, INTERFACE, family_of, host_name
@@ -19,8 +19,13 @@ from megatron_recover.host.addresses import HOST, INTERFACE, family_of, host_nam
 HOSTS = Path("/etc/hosts")
 _LINK_LOCAL = "fe80:"
 """Begin of IPv6 addresses that mean something on one link only. They cannot be published."""
-_ANYWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737). It shows which one the default route has here."""
+_ANYWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""An address of each family that no host has (RFC 5737, RFC 3849). It shows which address of this
+node the default route has."""
+
+
+class NotFound(ValueError):
+    """A host has no address here that another node reaches."""
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
@@ -54,7 +59,7 @@ def interface_of(address: str, known: Mapping[str, Iterable[str]]) -> str | None
 def resolve(host: str, flag: str) -> tuple[str, ...]:
     """Return the addresses of `host`, the value of `flag`, in the system's order.
 
-    Addresses of loopback are left out if there are others. Raises ValueError with the remedy if the
+    Addresses of loopback are left out if there are others. Raises `NotFound` with the remedy if the
     host does not resolve on this node, or if it is a name that resolves only to loopback. An
     address of loopback itself is accepted: the user knows that all nodes are on one machine.
     """
@@ -63,7 +68,7 @@ def resolve(host: str, flag: str) -> tuple[str, ...]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # socket.gaierror included
         why = error.strerror if isinstance(error, OSError) else "no host has such a name"
-        raise ValueError(
+        raise NotFound(
             f"{flag}: {host} does not resolve on node {node} ({why}); give an address, or enter the name in {HOSTS} or at the "
             f"name server of {node}"
         ) from error
@@ -75,7 +80,7 @@ def resolve(host: str, flag: str) -> tuple[str, ...]:
             remedy = f"in {HOSTS} of {node}, line {line[0]} ({line[1]}), give {host} the address that others reach"
         else:
             remedy = f"have the name server of {node} return the address that others reach, or give that address"
-        raise ValueError(
+        raise NotFound(
             f"{flag}: {host} resolves to {' and '.join(addresses)} on node {node}, which no other node reaches; {remedy}"
         )
     return tuple(each for each in addresses if not is_loopback(each)) or addresses
@@ -91,47 +96,75 @@ def _line_of(host: str) -> tuple[int, str] | None:
     return None
 
 
-def node_address(endpoint: tuple[str, int], *, flag: str, interface: str | None, local_addr: str | None) -> str:
+def endpoint_addresses(host: str, flag: str, *, interface: str | None, local_addr: str | None) -> tuple[str, ...]:
+    """Return the addresses of `host`, at which the nodes meet, as `resolve` does.
+
+    The name of this node itself may be unknown here, or resolve only to loopback: the installer of
+    Debian enters 127.0.1.1. Return `own_address` then, unless that is one of loopback, too.
+    Raises ValueError with the remedy.
+    """
+    try:
+        return resolve(host, flag)
+    except NotFound:
+        own = own_address(interface=interface, local_addr=local_addr) if _is_own_name(host) else HOST
+        if is_loopback(own):
+            raise
+        return (own,)
+
+
+def _is_own_name(host: str) -> bool:
+    """Return whether a name is that of this node, with or without a domain."""
+    own = host_name()
+    return host == own or (("." in host) != ("." in own) and host.partition(".")[0] == own.partition(".")[0])
+
+
+def with_route(targets: Sequence[str], port: int) -> tuple[str, ...]:
+    """Return those addresses to which this node has a route, or all if there are none."""
+    return tuple(each for each in targets if _source(each, port) is not None) or tuple(targets)
+
+
+def node_address(targets: Sequence[str], port: int, *, flag: str, interface: str | None, local_addr: str | None) -> str:
     """Return the address at which the processes of this node listen, which other nodes reach.
 
     It is that of `local_addr`, the value of `--local-addr`. Without one it is that of `interface`,
-    the value of `--interface`. Without both it is the one from which this node sends to `endpoint`,
-    the host and port that `flag` gives. Raises ValueError with the remedy, also if the endpoint
-    does not resolve.
+    the value of `--interface`. Without both it is the one from which this node sends to `targets`,
+    the addresses of the endpoint, whose host `flag` gives. If these are several of one family, the
+    default route's comes first: another one may be that of a bridge of containers, which many nodes
+    have. Raises ValueError with the remedy.
     """
-    targets = resolve(endpoint[0], flag)
     if local_addr is not None:
         return _own(local_addr, targets)
     if interface is not None:
         return _of_interface(interface, targets)
-    for target in targets:
-        if (address := _source(target, endpoint[1])) is not None:
-            return address
-    raise ValueError(
-        f"{flag}: node {host_name()} has no route to {' or '.join(targets)}; see `ip route get {targets[0]}`, or give "
-        "--interface NAME"
-    )
+    sources = [address for target in targets if (address := _source(target, port)) is not None]
+    if not sources:
+        raise ValueError(
+            f"{flag}: node {host_name()} has no route to {' or '.join(targets)}; see `ip route get {targets[0]}`, or give "
+            "--interface NAME"
+        )
+    default = _source(_ANYWHERE[family_of(sources[0])], 1) if len(sources) > 1 else None
+    return default if default in sources else sources[0]
 
 
 def own_address(*, interface: str | None, local_addr: str | None) -> str:
     """Return the address of this node where no other node is known yet, as in `node_address`.
 
-    Without both arguments it is the first address to which the host's name resolves that is one of
-    this node, or else that of the default route, or else the first of an interface: the first name
-    may be that of a bridge of containers. It is one of loopback only if there is no other. Raises
-    ValueError with the remedy.
+    Without both arguments it is an address of this node to which the host's name resolves, or else
+    that of the default route, or else the first of an interface: the first name may be that of a
+    bridge of containers. If the name resolves to several, the default route's comes first. It is
+    one of loopback only if there is no other. Raises ValueError with the remedy.
     """
     if local_addr is not None:
         return _own(local_addr, ())
     if interface is not None:
         return _of_interface(interface, ())
     own = [address for each in interfaces().values() for address in each if not is_loopback(address)]
+    named: list[str] = []
     with contextlib.suppress(OSError, UnicodeError):
-        for entry in socket.getaddrinfo(host_name(), None, type=socket.SOCK_STREAM):
-            if str(entry[4][0]) in own:
-                return str(entry[4][0])
-    default = _source(_ANYWHERE, 1)
-    return default if default in own else own[0] if own else HOST
+        entries = socket.getaddrinfo(host_name(), None, type=socket.SOCK_STREAM)
+        named = [str(entry[4][0]) for entry in entries if str(entry[4][0]) in own]
+    default = next((found for each in _ANYWHERE.values() if (found := _source(each, 1)) in own), None)
+    return default if default in (named or own) else [*named, *own, HOST][0]
 
 
 def _own(local_addr: str, targets: Iterable[str]) -> str:
