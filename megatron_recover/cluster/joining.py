@@ -71,14 +71,11 @@ class Place:
             _say(f"node {host_name()} waits for the address of the endpoint in {self._file}")
             found = endpoint_file.await_address(self._file, meeting.join_s, lambda: request.kept)
             if found is None:
-                raise NotMet(ExitCode.INTERRUPTED, f"{request.kept} before training began; no other node knows of this one")
+                raise NotMet(ExitCode.INTERRUPTED, self._interrupted())
             self._dial_s = min(meeting.join_s, JOIN_S)  # it listened before the file had its address
             host, port = found
             meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
-        flags = {"interface": meeting.interface, "local_addr": meeting.local_addr}
-        addresses = reachable.endpoint_addresses(meeting.host, meeting.flag, **flags)
-        self._endpoint = reachable.with_route(addresses, meeting.port)
-        self.address = reachable.node_address(self._endpoint, meeting.port, flag=meeting.flag, **flags)
+        self._endpoint, self.address = self._awaited(self._addresses)
         """Address at which the processes of this node listen."""
         ours = {self.address, *(each for addresses in reachable.interfaces().values() for each in addresses)}
         self.may_own = owns_endpoint(meeting, endpoint_addresses=self._endpoint, my_addresses=ours, my_host_name=host_name())
@@ -88,6 +85,27 @@ class Place:
         """True if the endpoint is an address of this node."""
         self._listened = listened_at(meeting, here, self.address)
 
+    def _addresses(self) -> tuple[tuple[str, ...], str]:
+        """Return the addresses of the endpoint, and that of this node. Raises ValueError."""
+        meeting = self._meeting
+        flags = {"interface": meeting.interface, "local_addr": meeting.local_addr}
+        found = reachable.endpoint_addresses(meeting.host, meeting.flag, **flags)
+        endpoint = reachable.with_route(found, meeting.port)
+        return endpoint, reachable.node_address(endpoint, meeting.port, flag=meeting.flag, **flags)
+
+    def _awaited[T](self, look: Callable[[], T]) -> T:
+        """Return what `look` finds by names, once these resolve (`reachable.in_time`).
+
+        Raises `NotMet` if a signal comes first.
+        """
+        found = reachable.in_time(look, self._dial_s, lambda: self._request.kept, _say)
+        if found is None:
+            raise NotMet(ExitCode.INTERRUPTED, self._interrupted())
+        return found
+
+    def _interrupted(self) -> str:
+        return f"{self._request.kept} before training began; no other node knows of this one"
+
     def _claim(self) -> str:
         """Return the address of this node if it owns the endpoint of a file from now on; else "".
 
@@ -95,7 +113,8 @@ class Place:
         """
         if self._file is None or os.path.lexists(endpoint_file.owner_file(self._file)):
             return ""
-        address = reachable.own_address(interface=self._meeting.interface, local_addr=self._meeting.local_addr)
+        flags = {"interface": self._meeting.interface, "local_addr": self._meeting.local_addr}
+        address = self._awaited(lambda: reachable.own_address(**flags))
         return address if endpoint_file.claim(self._file) else ""
 
     def join(

@@ -11,7 +11,8 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_recover.host.addresses import HOST, INTERFACE, family_of, host_name
@@ -24,8 +25,22 @@ _ANYWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 node the default route has."""
 
 
+_ASK_S = 1.0
+UNKNOWN_S = 60.0
+"""Seconds for which a name that is unknown is asked for again. Its entry may come later than this
+node: Kubernetes makes that of the first pod when the pod has an address."""
+
+
 class NotFound(ValueError):
     """A host has no address here that another node reaches."""
+
+
+class Unknown(NotFound):
+    """A name has no entry at present."""
+
+
+class NoAnswer(NotFound):
+    """No name server has answered. The same name may resolve at the next start."""
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
@@ -59,16 +74,20 @@ def interface_of(address: str, known: Mapping[str, Iterable[str]]) -> str | None
 def resolve(host: str, flag: str) -> tuple[str, ...]:
     """Return the addresses of `host`, the value of `flag`, in the system's order.
 
-    Addresses of loopback are left out if there are others. Raises `NotFound` with the remedy if the
-    host does not resolve on this node, or if it is a name that resolves only to loopback. An
-    address of loopback itself is accepted: the user knows that all nodes are on one machine.
+    Addresses of loopback are left out if there are others. Raises `NotFound` with the remedy if
+    `host` is a name that resolves only to loopback; if it does not resolve on this node, `Unknown`
+    or `NoAnswer`. An address of loopback itself is accepted: the user knows that all nodes are on
+    one machine.
     """
     node = host_name()
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # socket.gaierror included
         why = error.strerror if isinstance(error, OSError) else "no host has such a name"
-        raise NotFound(
+        kind = NotFound
+        if isinstance(error, socket.gaierror):
+            kind = NoAnswer if error.errno == socket.EAI_AGAIN else Unknown
+        raise kind(
             f"{flag}: {host} does not resolve on node {node} ({why}); give an address, or enter the name in {HOSTS} or at the "
             f"name server of {node}"
         ) from error
@@ -84,6 +103,31 @@ def resolve(host: str, flag: str) -> tuple[str, ...]:
             f"{flag}: {host} resolves to {' and '.join(addresses)} on node {node}, which no other node reaches; {remedy}"
         )
     return tuple(each for each in addresses if not is_loopback(each)) or addresses
+
+
+def in_time[T](
+    look: Callable[[], T], patience_s: float, is_ended: Callable[[], object], say: Callable[[str], None]
+) -> T | None:
+    """Return what `look` returns, once the names that it needs resolve.
+
+    None if `is_ended()` is truthy before. While no name server answers, `look` is called again for
+    `patience_s` seconds; while a name is unknown, for at most `UNKNOWN_S`. `say` is called once,
+    with a line about the wait. Raises the `NoAnswer` or `Unknown` of `look` after that time, and
+    its other errors at once.
+    """
+    ends: dict[type, float] = {}
+    while not is_ended():
+        try:
+            return look()
+        except (NoAnswer, Unknown) as error:
+            limit_s = patience_s if isinstance(error, NoAnswer) else min(patience_s, UNKNOWN_S)
+            now = time.monotonic()
+            if not ends:
+                say(f"{str(error).partition(';')[0]}; this is asked again, for at most {limit_s:g} s")
+            if now >= ends.setdefault(type(error), now + limit_s):
+                raise
+        time.sleep(_ASK_S)
+    return None
 
 
 def _line_of(host: str) -> tuple[int, str] | None:
@@ -105,6 +149,8 @@ def endpoint_addresses(host: str, flag: str, *, interface: str | None, local_add
     """
     try:
         return resolve(host, flag)
+    except NoAnswer:  # it may give the address that other nodes find
+        raise
     except NotFound:
         own = own_address(interface=interface, local_addr=local_addr) if _is_own_name(host) else HOST
         if is_loopback(own):
@@ -168,8 +214,14 @@ def own_address(*, interface: str | None, local_addr: str | None) -> str:
 
 
 def _own(local_addr: str, targets: Iterable[str]) -> str:
-    """Return the address of `--local-addr`, of a family of `targets` if it has several."""
-    addresses = _suitable_first(resolve(local_addr, "--local-addr"), targets)
+    """Return the address of `--local-addr`, of a family of `targets` if it has several.
+
+    A name of this node that it does not know is a mistake, and no entry that comes later.
+    """
+    try:
+        addresses = _suitable_first(resolve(local_addr, "--local-addr"), targets)
+    except Unknown as error:
+        raise NotFound(str(error)) from error
     own = {address for each in interfaces().values() for address in each}
     for address in addresses:
         if address in own or is_loopback(address):

@@ -207,6 +207,21 @@ def test_the_coordinator_is_reached_at_each_address_of_the_owners_name_or_at_the
     assert given.get("local_addr") in (None, place.address)
 
 
+def test_a_signal_ends_the_wait_for_a_name_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    request: Any = SimpleNamespace(kept="")
+
+    def getaddrinfo(*_: object, **__: object) -> None:
+        request.kept = "SIGTERM"
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(joining.reachable.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(joining.reachable, "_ASK_S", 0.0)
+    with pytest.raises(joining.NotMet, match="SIGTERM before training began") as end:
+        Place(Meeting(least_nodes=2, most_nodes=2, host="head", flag="--master-addr"), Deadlines.of(60.0), request)
+    assert end.value.exit_code == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err.count("this is asked again, for at most 600 s") == 1
+
+
 def _file_meeting(folder: Path, **given: Any) -> Meeting:
     fields = {"local_addr": HOST, "join_s": 30, **given}
     return Meeting(least_nodes=2, most_nodes=2, endpoint_file=folder / "endpoint", **fields)

@@ -24,6 +24,8 @@ INTERVALS = {
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
     "cli/drain.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
     "cli/drain.py WAIT_S": "the default of --wait: a person reads that the replica has not left yet",
+    "host/reachable.py _ASK_S": "between two questions for a name, while `join_s` or UNKNOWN_S runs",
+    "host/reachable.py UNKNOWN_S": "before there is a run: a name that has no entry yet is refused, and the node starts again",
     "cluster/joining.py _TURN_S": "between two looks at whether all nodes have met, while --rdzv-conf's wait runs",
     "cluster/joining.py _ANSWER_S": "before there is a run: a signalled node leaves without the coordinator's answer",
     "control_plane/nodes_driver.py TELL_S": "before there is a run: a node that is told nothing waits as for one never started",

@@ -14,7 +14,11 @@ import pytest
 
 from megatron_recover.host import reachable
 from megatron_recover.host.reachable import (
+    NoAnswer,
+    NotFound,
+    Unknown,
     endpoint_addresses,
+    in_time,
     interface_of,
     interfaces,
     is_loopback,
@@ -137,6 +141,82 @@ def test_a_name_that_leads_no_other_node_here_is_refused(names: dict[str, list[s
     with pytest.raises(ValueError) as refusal:
         resolve(host, "--rdzv-endpoint")
     assert str(refusal.value) == expected.format(hosts=reachable.HOSTS)
+
+
+class Clock:
+    """Time that passes where somebody sleeps; what happens then is a function of the seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+        self.happens = lambda seconds: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.happens(self.now - 1e6)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(reachable, "time", made)
+    return made
+
+
+def test_a_name_server_that_comes_back_costs_no_start_and_one_line_says_what_is_awaited(
+    names: dict[str, list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, said = reachable.socket.getaddrinfo, list[str]()
+
+    def getaddrinfo(host: str, port: object, **named: object) -> object:
+        if clock.now < 1e6 + 400:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return known(host, port, **named)
+
+    monkeypatch.setattr(reachable.socket, "getaddrinfo", getaddrinfo)
+    clock.happens = lambda seconds: names.update({"head": ["10.0.0.3"]}) if seconds >= 450 else None  # its entry is late, too
+    assert in_time(lambda: resolve("head", "--master-addr"), 600.0, bool, said.append) == ("10.0.0.3",)
+    assert said == [
+        "--master-addr: head does not resolve on node n03 (Temporary failure in name resolution); this is asked again, for at "
+        "most 600 s"
+    ]
+    assert 450 <= clock.now - 1e6 < 460
+
+
+@pytest.mark.parametrize(
+    ("code", "patience_s", "kind", "limit_s"),
+    [
+        (socket.EAI_AGAIN, 600.0, NoAnswer, 600),
+        (socket.EAI_NONAME, 600.0, Unknown, 60),
+        (socket.EAI_NODATA, 600.0, Unknown, 60),
+        (socket.EAI_NONAME, 5.0, Unknown, 5),
+    ],
+)
+def test_a_name_that_does_not_resolve_in_time_is_refused_in_the_name_of_the_node(
+    code: int, patience_s: float, kind: type, limit_s: int, names: object, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getaddrinfo(*_: object, **__: object) -> object:
+        raise socket.gaierror(code, "it is so")
+
+    monkeypatch.setattr(reachable.socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(kind, match=r"--master-addr: head does not resolve on node n03 \(it is so\); give an address"):
+        in_time(lambda: resolve("head", "--master-addr"), patience_s, bool, lambda line: None)
+    assert limit_s <= clock.now - 1e6 <= limit_s + 2
+    with pytest.raises(kind if kind is NoAnswer else NotFound, match="--local-addr: head does not resolve") as refusal:
+        own_address(interface=None, local_addr="head")
+    assert not isinstance(refusal.value, Unknown), "nothing is to wait for the name of this node itself"
+
+
+def test_what_no_wait_can_mend_is_refused_at_once_and_a_signal_ends_the_wait(names: dict[str, list[str]], clock: Clock) -> None:
+    names["localhost"] = ["127.0.0.1"]
+    with pytest.raises(NotFound, match="localhost resolves to 127.0.0.1"):
+        in_time(lambda: resolve("localhost", "--master-addr"), 600.0, bool, lambda line: None)
+    assert clock.now == 1e6
+    ended = list[str]()
+    clock.happens = lambda seconds: ended.append("SIGTERM")
+    assert in_time(lambda: resolve("head", "--master-addr"), 600.0, lambda: ended, lambda line: None) is None
 
 
 def test_the_first_node_takes_its_names_address_or_that_of_the_default_route(
