@@ -144,13 +144,12 @@ def endpoint_addresses(host: str, flag: str, *, interface: str | None, local_add
     """Return the addresses of `host`, at which the nodes meet, as `resolve` does.
 
     The name of this node itself may be unknown here, or resolve only to loopback: the installer of
-    Debian enters 127.0.1.1. Return `own_address` then, unless that is one of loopback, too.
+    Debian enters 127.0.1.1. No name server may be there. Return `own_address` then, unless that is
+    one of loopback, too.
     Raises ValueError with the remedy.
     """
     try:
         return resolve(host, flag)
-    except NoAnswer:  # it may give the address that other nodes find
-        raise
     except NotFound:
         own = own_address(interface=interface, local_addr=local_addr) if _is_own_name(host) else HOST
         if is_loopback(own):

@@ -263,6 +263,10 @@ def test_of_several_routes_to_the_endpoint_the_default_one_is_taken(
     assert node_address(targets, 29400, flag="--master-addr", interface=None, local_addr=None) == expected
 
 
+def unanswered(*_: object, **__: object) -> None:
+    raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+
 def test_this_nodes_own_name_needs_no_entry_that_others_reach(
     names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +279,11 @@ def test_this_nodes_own_name_needs_no_entry_that_others_reach(
         return endpoint_addresses(host, "--master-addr", interface=interface, local_addr=local_addr)
 
     assert found("n03") == ("10.0.0.3",)
+    with monkeypatch.context() as patch:
+        patch.setattr(reachable.socket, "getaddrinfo", unanswered)
+        assert found("n03") == ("10.0.0.3",)
+        with pytest.raises(NoAnswer):
+            found("n04")
     names |= {"n03": ["127.0.1.1"], "n03.cluster": ["127.0.1.1"], "n04": ["127.0.1.1"], "localhost": ["127.0.0.1"]}
     assert found("n03") == found("n03.cluster") == ("10.0.0.3",)
     assert found("n03", interface="ib0") == found("n03", local_addr="10.1.0.3") == ("10.1.0.3",)
