@@ -31,7 +31,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_recover.authentication.handshake import MAGIC, NONCE_BYTES, Acceptor, Admits, Refused, Reply
 from megatron_recover.deadlines import INTRODUCTION_S
@@ -168,7 +168,7 @@ The thread that calls `Admission.turn` or `Admission.tell` calls it.
 
 
 class Admission:
-    """One listener, and the connections to it that have not proven themselves.
+    """The listeners of a party, all at one port, and connections that have not proven themselves.
 
     It never waits. On the control plane and in an echo server its owner calls `turn` when its
     descriptor is readable, and after the seconds that `due_s` returns. On the listener of the data
@@ -182,14 +182,16 @@ class Admission:
         name: str,
         report: ReportStrangers,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        also: Sequence[socket.socket] = (),
     ) -> None:
-        """Begin to admit connections to `listener`.
+        """Begin to admit connections to `listener`, and to `also`, at its port of other addresses.
 
         `name` is the listener's in reports. `turn` reports at most every `TELL_S` seconds; `tell`
         reports at once. Neither reports fewer than `MANY` connections. `clock` returns seconds.
         """
-        listener.setblocking(False)
-        self._listener, self._key, self._name, self._report, self._clock = listener, key, name, report, clock
+        self._listeners = (listener, *also)
+        self._key, self._name, self._report, self._clock = key, name, report, clock
         self._port = listener.getsockname()[1]
         self.unproven: dict[int, Unproven] = {}
         """Connections that have not proven themselves, by descriptor, the oldest first."""
@@ -198,7 +200,9 @@ class Admission:
         `PAUSE_S`."""
         self._reserve = Reserve()
         self._poll = select.epoll()
-        self._poll.register(listener, select.EPOLLIN)
+        for each in self._listeners:
+            each.setblocking(False)
+            self._poll.register(each, select.EPOLLIN)
         self._watches_listener = True
         self._rests_until = 0.0
         self._num_let_go, self._told_at = 0, -TELL_S
@@ -210,12 +214,13 @@ class Admission:
         return self._poll.fileno()
 
     def close(self) -> None:
-        """Close the listener, and the connections that have not proven themselves.
+        """Close the listeners, and the connections that have not proven themselves.
 
         In a forked child this closes the child's copies.
         """
         self._poll.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for unproven in self.unproven.values():
             unproven.sock.close()
         self.unproven.clear()
@@ -246,10 +251,10 @@ class Admission:
         if accepts:
             self._rests_until = now if expects else now + REST_S
             self._watch_listener(True)
-        proven, has_arrived = [], False
+        proven, arrived = [], set()
         for descriptor, _ in self._poll.poll(0):
             if (unproven := self.unproven.get(descriptor)) is None:
-                has_arrived = True
+                arrived.add(descriptor)
                 continue
             try:
                 if unproven.advance():
@@ -257,10 +262,12 @@ class Admission:
                     proven.append(unproven)
             except (Refused, OSError):
                 self.let_go(unproven)
-        if has_arrived:
+        if arrived:
             self._watch_listener(bool(expects))
             if accepts:
-                self._accept(admits, ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE, max(MAX_UNPROVEN, expects))
+                at_most, most_unproven = ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE, max(MAX_UNPROVEN, expects)
+                for listener in (each for each in self._listeners if each.fileno() in arrived):
+                    self._accept(listener, admits, at_most, most_unproven)
         while self.unproven and (oldest := next(iter(self.unproven.values()))).until <= now:
             self.let_go(oldest)
         if self._tell_at is not None and now >= self._tell_at:
@@ -288,20 +295,21 @@ class Admission:
     def _watch_listener(self, wanted: bool) -> None:
         """Choose whether a new connection makes the descriptor readable."""
         if wanted != self._watches_listener:
-            self._poll.modify(self._listener, select.EPOLLIN if wanted else 0)
+            for listener in self._listeners:
+                self._poll.modify(listener, select.EPOLLIN if wanted else 0)
             self._watches_listener = wanted
 
-    def _accept(self, admits: Admits, at_most: int, most_unproven: int) -> None:
+    def _accept(self, listener: socket.socket, admits: Admits, at_most: int, most_unproven: int) -> None:
         for _ in range(at_most):
             try:
-                sock = self._listener.accept()[0]
+                sock = listener.accept()[0]
             except BlockingIOError:
                 return
             except OSError as error:
                 if not out_of_descriptors(error):
                     continue  # that connection was gone before it was accepted
-                turned_away = self._reserve.turn_away(self._listener, error)
-                self.is_stuck = not self.unproven and not turned_away
+                turned_away = self._reserve.turn_away(listener, error)
+                self.is_stuck |= not self.unproven and not turned_away
                 if self.unproven:
                     self.let_go(next(iter(self.unproven.values())))
                 return

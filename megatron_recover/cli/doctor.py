@@ -81,13 +81,12 @@ def _address(meeting: Meeting) -> tuple[str | None, str]:
     if not meeting.is_of_several:
         return None, ""
     try:
-        found = reachable.node_address(
-            (meeting.host, meeting.port), flag=meeting.flag, interface=meeting.interface, local_addr=meeting.local_addr
-        )
-        is_here = all(map(reachable.is_loopback, reachable.resolve(meeting.host, meeting.flag)))
+        flags = {"interface": meeting.interface, "local_addr": meeting.local_addr}
+        endpoint = reachable.endpoint_addresses(meeting.host, meeting.flag, **flags)
+        found = reachable.node_address(endpoint, meeting.port, flag=meeting.flag, **flags)
     except ValueError as error:
         return None, str(error)
-    return (None if is_here else found), ""
+    return (None if all(map(reachable.is_loopback, endpoint)) else found), ""
 
 
 def _software(arguments: Namespace, command: Sequence[str]) -> list[Finding]:

@@ -87,7 +87,7 @@ TORCHRUN = (
          "`none` with several nodes)"),
     Flag("--rdzv-conf", "taken", "join_timeout=S (also timeout=S with static): seconds to wait for MIN nodes; "
          "last_call_timeout=S: seconds from then on to wait for MAX; is_host=true or false: whether the endpoint is on this "
-         "node (default: 600, 30, by the endpoint); noted on one node", is_of_several=True),
+         "node (default: 600, 30, by the endpoint); other keys, and all on one node, are noted", is_of_several=True),
     Flag("--standalone", "taken", "there is one node", takes_value=False),
     Flag("--max-restarts", "noted", "survivors go on, so nothing is restarted"),
     Flag("--monitor-interval", "noted", "a process that ends is noticed at once"),

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_recover.cluster.meeting import JOIN_S, LAST_CALL_S, Meeting
+from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.deadlines import LEAST_NODE_S, NODE_S
 from megatron_recover.host.addresses import HOST, LARGEST_PORT, Ports
 
@@ -26,6 +26,8 @@ _STATIC_PORT = 29500
 _NO_STORE = "nodes meet at a process of megatron-recover, and not in a store of torch"
 _NODE_TIMEOUT = "--node-timeout says when a silent node is removed"
 _UNUSED = {
+    "timeout": "join_timeout says for how long nodes wait for others",
+    "is_host": "with static the node of number 0 has the endpoint",
     "store_type": _NO_STORE,
     "read_timeout": _NO_STORE,
     "close_timeout": _NO_STORE,
@@ -33,7 +35,9 @@ _UNUSED = {
     "keep_alive_interval": _NODE_TIMEOUT,
     "keep_alive_max_attempt": _NODE_TIMEOUT,
 }
-"""Keys of `--rdzv-conf` that torch reads and that change nothing here, with the reason."""
+"""Keys of `--rdzv-conf` that torch reads and that change nothing here, with the reason. The first
+two change something with the other backend (`_used`)."""
+_UNREAD = "no rendezvous of static or c10d reads it"
 _YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
@@ -109,8 +113,8 @@ def notes(meeting: Meeting, given: Mapping[str, str]) -> Iterator[str]:
         remedy = "give --master-addr, the name or address of node 0"
         yield f"the nodes meet at {meeting.host}, which only this machine reaches; {remedy}"
     for key in _pairs(given.get("rdzv_conf", "")):
-        if key in _UNUSED:
-            yield f"--rdzv-conf {key} changes nothing here: {_UNUSED[key]}"
+        if key not in _used(is_static=meeting.is_static):
+            yield f"--rdzv-conf {key} changes nothing here: {_UNUSED.get(key, _UNREAD)}"
 
 
 def _nodes(text: str) -> tuple[int, int] | None:
@@ -179,27 +183,28 @@ def _pairs(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
+def _used(*, is_static: bool) -> tuple[str, ...]:
+    """Return the keys of `--rdzv-conf` that change something here."""
+    return ("join_timeout", "last_call_timeout", "timeout" if is_static else "is_host")
+
+
 def _conf(text: str, found: list[str], *, is_static: bool) -> dict[str, Any]:
     """Return the fields of `Meeting` that `--rdzv-conf` gives. Append each mistake to `found`."""
     fields: dict[str, Any] = {}
-    seconds = {"join_timeout": "join_s", "last_call_timeout": "last_call_s"}
-    if is_static:
-        seconds["timeout"] = "join_s"
+    seconds = {"join_timeout": "join_s", "last_call_timeout": "last_call_s", "timeout": "join_s"}
+    used = _used(is_static=is_static)
     for key, value in _pairs(text).items():
         if not key or not value:
             found.append(f"--rdzv-conf is {text}; give KEY=VALUE, separated by commas")
-        elif key in seconds:
+        elif key in used and key in seconds:
             if not (value.isdecimal() and int(value) > 0):
                 found.append(f"--rdzv-conf has {key}={value}; give a whole number of seconds of at least 1")
             else:
                 fields[seconds[key]] = int(value)
-        elif key == "is_host" and not is_static:
+        elif key in used:
             if value.lower() not in (*_YES, *_NO):
                 found.append(f"--rdzv-conf has is_host={value}; give true or false")
             fields["is_host"] = value.lower() in _YES
-        elif key not in _UNUSED or (key == "store_type" and value.lower() != "tcp"):
-            found.append(
-                f"--rdzv-conf has {key}, which cannot be had; it takes join_timeout (default: {JOIN_S}) and "
-                f"last_call_timeout (default: {LAST_CALL_S}), in seconds"
-            )
+        elif key == "store_type" and value.lower() != "tcp":
+            found.append(f"--rdzv-conf has store_type={value}, which cannot be had; leave it out: {_NO_STORE}")
     return fields

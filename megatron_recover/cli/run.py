@@ -37,6 +37,7 @@ from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import misplaced, split, value_of
 from megatron_recover.host.in_use import InUse
+from megatron_recover.host.reachable import NoAnswer
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.observe import ending, stop_mark, summary
@@ -158,7 +159,7 @@ def _end_refused(parser: run_flags.RunParser, error: Exception, said: str, *, en
     if isinstance(error, _Examined):
         parser.refusal = said
         parser.exit(ExitCode.BAD_INPUT)
-    if isinstance(error, InUse):
+    if isinstance(error, (InUse, NoAnswer)):
         parser.error_for_now(said)
     parser.error(said)
 

@@ -8,10 +8,10 @@ agent: the other nodes go on without it. It ends when:
 - the agent that has started it dies before it has introduced itself.
 
 `cluster.membership.Membership` runs it as ``python -P -m megatron_recover.cluster.coordinator KEY
-LISTENER RING CLOCK SETTINGS``:
+LISTENERS RING CLOCK SETTINGS``:
 
 - KEY: the descriptor of the sealed key of the job;
-- LISTENER: the descriptor of the listening socket;
+- LISTENERS: the descriptors of the listening sockets, with commas between them;
 - RING: the descriptor of the ring for its events (`trace/ring.py`);
 - CLOCK: the descriptor of the clock of this node (`trace/node_clock.py`);
 - SETTINGS: `NodesSettings` as JSON.
@@ -47,13 +47,14 @@ def main() -> None:
     settings = msgspec.json.decode(settings_text, type=NodesSettings)
     for number in {*TOLD_TO_ALL, *settings.ignored}:  # a scheduler sends them to all processes; the agents react
         signal.signal(number, signal.SIG_IGN)
-    listener = socket.socket(fileno=int(listening))
-    listener.setblocking(False)
+    listener, *others = [socket.socket(fileno=int(each)) for each in listening.split(",")]
     loop = Loop()
     clock = NodeClock(int(clock_memory), COORDINATOR)
     log = RingLog(int(events), clock)
     clock.report_refused(lambda ahead_s: log.record(trace.ClockRefused(replica=-1, rank=-1, ahead_s=round(ahead_s, 3))))
-    driver = NodesDriver(settings, listener, key=read_sealed(int(key)), clock=clock, loop=loop, record=log.record)
+    driver = NodesDriver(
+        settings, listener, key=read_sealed(int(key)), clock=clock, loop=loop, record=log.record, also=others
+    )  # fmt: skip
     parent, until = os.getppid(), float("inf")
     while not driver.is_done and loop.time() < until:
         loop.run_once(_TURN_S)

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover.cluster import endpoint_file
-from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, owns_endpoint
+from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, listened_at, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -63,8 +63,9 @@ class Place:
         self._dial_s = meeting.join_s
         """Seconds for which this node tries to reach a coordinator."""
         if may_claim and (mine := self._claim()):
-            self.address = self._bound = mine
+            self.address = mine
             self._endpoint: tuple[str, ...] = (self.address,)
+            self._listened: tuple[str, ...] = self._endpoint
             self._is_here = True
             self.may_own = True
             return
@@ -76,13 +77,10 @@ class Place:
             except endpoint_file.NoAddress as error:
                 raise NotMet(ExitCode.TOO_FEW_REPLICAS, str(error)) from None
             if found is None:
-                raise NotMet(ExitCode.INTERRUPTED, f"{request.kept} before training began; no other node knows of this one")
+                raise NotMet(ExitCode.INTERRUPTED, self._interrupted())
             host, port = found
             meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
-        self._endpoint = reachable.resolve(meeting.host, meeting.flag)
-        self.address = reachable.node_address(
-            (meeting.host, meeting.port), flag=meeting.flag, interface=meeting.interface, local_addr=meeting.local_addr
-        )
+        self._endpoint, self.address = self._awaited(self._addresses)
         """Address at which the processes of this node listen."""
         ours = {self.address, *(each for addresses in reachable.interfaces().values() for each in addresses)}
         self.may_own = owns_endpoint(meeting, endpoint_addresses=self._endpoint, my_addresses=ours, my_host_name=host_name())
@@ -90,7 +88,28 @@ class Place:
         here = [each for each in self._endpoint if each in ours or reachable.is_loopback(each)]
         self._is_here = bool(here)
         """True if the endpoint is an address of this node."""
-        self._bound = here[0] if here else self.address
+        self._listened = listened_at(meeting, here, self.address)
+
+    def _addresses(self) -> tuple[tuple[str, ...], str]:
+        """Return the addresses of the endpoint, and that of this node. Raises ValueError."""
+        meeting = self._meeting
+        flags = {"interface": meeting.interface, "local_addr": meeting.local_addr}
+        found = reachable.endpoint_addresses(meeting.host, meeting.flag, **flags)
+        endpoint = reachable.with_route(found, meeting.port)
+        return endpoint, reachable.node_address(endpoint, meeting.port, flag=meeting.flag, **flags)
+
+    def _awaited[T](self, look: Callable[[], T]) -> T:
+        """Return what `look` finds by names, once these resolve (`reachable.in_time`).
+
+        Raises `NotMet` if a signal comes first.
+        """
+        found = reachable.in_time(look, self._dial_s, lambda: self._request.kept, _say)
+        if found is None:
+            raise NotMet(ExitCode.INTERRUPTED, self._interrupted())
+        return found
+
+    def _interrupted(self) -> str:
+        return f"{self._request.kept} before training began; no other node knows of this one"
 
     def _claim(self) -> str:
         """Return the address of this node if it owns the endpoint of a file from now on; else "".
@@ -99,7 +118,8 @@ class Place:
         """
         if self._file is None or os.path.lexists(endpoint_file.owner_file(self._file)):
             return ""
-        address = reachable.own_address(interface=self._meeting.interface, local_addr=self._meeting.local_addr)
+        flags = {"interface": self._meeting.interface, "local_addr": self._meeting.local_addr}
+        address = self._awaited(lambda: reachable.own_address(**flags))
         return address if endpoint_file.claim(self._file) else ""
 
     def join(
@@ -150,12 +170,13 @@ class Place:
                 with contextlib.suppress(OSError):
                     endpoint_file.refuse(self._file, str(error))
             failure, hello = error, msgspec.structs.replace(hello, mistake=hello.mistake or str(error))
-        where = format_address(self._endpoint[0], self._meeting.port)
+        wheres = [format_address(each, self._meeting.port) for each in self._endpoint]
         if coordinator is not None and self._is_here:  # else another node may own the endpoint, and refuses this one
-            where = coordinator.address
+            wheres = [coordinator.address]
+        where = " or ".join(wheres)
         membership = Membership(
-            where, hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
-            patience_s=self._dial_s,
+            wheres[0], hello, key=key, clock=clock, loop=loop, deadlines=self._deadlines,
+            patience_s=self._dial_s, others=wheres[1:],
         )  # fmt: skip
         joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events, request=self._request)
         try:
@@ -178,18 +199,19 @@ class Place:
         if self._file is not None:
             settings = msgspec.structs.replace(settings, if_too_few=MISSING_JOBS)
         events = ring.create(level=level)
-        address = format_address(self._bound, meeting.port)
+        addresses = [format_address(each, meeting.port) for each in self._listened]
         try:
-            process = CoordinatorProcess(settings, key, events=events, clock=clock, address=address, ports=meeting.ports)
+            process = CoordinatorProcess(settings, key, events=events, clock=clock, addresses=addresses, ports=meeting.ports)
             return process, events
         except OSError as error:
-            may_be_other = self._file is None and meeting.node_rank is None and reachable.is_loopback(self._bound)
+            is_alone = all(map(reachable.is_loopback, self._listened))
+            may_be_other = self._file is None and meeting.node_rank is None and is_alone
             if error.errno == errno.EADDRINUSE and may_be_other:
                 return None  # all nodes are on this machine, and another one was first
             refused = InUse if error.errno == errno.EADDRINUSE else ValueError
             raise refused(
-                f"{meeting.flag}: nothing can listen at {address} on node {host_name()} ({error.strerror}); give another port, "
-                "the same on all nodes, and each node its own --node-rank"
+                f"{meeting.flag}: nothing can listen at {' and '.join(addresses)} on node {host_name()} ({error.strerror}); "
+                "give another port, the same on all nodes, and each node its own --node-rank"
             ) from error
 
     def _wait(self, joined: Joined, where: str, mistake: str) -> Met:

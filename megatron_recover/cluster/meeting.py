@@ -85,3 +85,25 @@ def owns_endpoint(
     if meeting.node_rank is not None and (meeting.is_static or is_ambiguous):
         return meeting.node_rank == 0
     return is_ambiguous or meeting.host == my_host_name or not set(endpoint_addresses).isdisjoint(my_addresses)
+
+
+def listened_at(meeting: Meeting, here: Collection[str], address: str) -> tuple[str, ...]:
+    """Return the addresses at which the owner of the endpoint listens, `address` first.
+
+    `here`: the addresses of the endpoint that are this node's. `address`: the one that this node
+    publishes.
+
+    Other nodes may resolve the endpoint's name to another address than this node, since some
+    systems resolve their own name to all addresses of the node. So the owner listens:
+
+    - at `address` alone if the name resolves to none of this node, or if `--local-addr` or
+      `--interface` chooses one of those to which it resolves;
+    - else at each address of this node to which the name resolves, and at the one that a flag
+      chooses;
+    - at the endpoint itself if that is an address of this node and no name: all dial that.
+    """
+    is_chosen = meeting.local_addr is not None or meeting.interface is not None
+    if not here or (is_chosen and address in here):
+        return (address,)
+    first = [address] if address in here or (is_chosen and meeting.host not in here) else []
+    return (*first, *(each for each in here if each != address))

@@ -11,7 +11,7 @@ import os
 import secrets
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -34,6 +34,9 @@ from megatron_recover.trace.node_clock import NodeClock
 
 _TURN_S = 0.05
 _PAUSE_S = 0.2
+_TRY_S = 2.0
+"""Seconds for the first try at each of several addresses. Each further round of tries takes twice
+as long as the one before."""
 
 
 def new_identity() -> int:
@@ -51,23 +54,27 @@ class CoordinatorProcess:
         *,
         events: int,
         clock: int,
-        address: str = ANY_PORT,
+        addresses: Sequence[str] = (ANY_PORT,),
         ports: Ports | None = None,
     ) -> None:
-        """Listen at `address`, or at one of `ports` if its port is 0, and start the process.
+        """Listen at `addresses`, all with one port, and start the process.
+
+        A single address may have port 0, which stands for one of `ports`.
 
         `events`: the descriptor of its ring. `clock`: that of this node's clock.
 
-        Raises OSError if the address cannot be used, or no process can be started.
+        Raises OSError if an address cannot be used, or no process can be started.
         """
-        with listen(address, ports) as listener:
-            self.address = address_of(listener)
+        with contextlib.ExitStack() as stack:
+            listeners = [stack.enter_context(listen(each, ports)) for each in addresses]
+            self.address = address_of(listeners[0])
             """Address (host:port) of the coordinator."""
             sealed = keys.sealed(key)
-            descriptors = (sealed, listener.fileno(), events, clock)
+            listening = [each.fileno() for each in listeners]
+            descriptors = (sealed, *listening, events, clock)
             command = [
-                *module_command("megatron_recover.cluster.coordinator"), *map(str, descriptors),
-                msgspec.json.encode(settings).decode(),
+                *module_command("megatron_recover.cluster.coordinator"), str(sealed), ",".join(map(str, listening)),
+                str(events), str(clock), msgspec.json.encode(settings).decode(),
             ]  # fmt: skip
             try:
                 self.process = subprocess.Popen(
@@ -98,13 +105,16 @@ class Membership:
         loop: Loop,
         deadlines: Deadlines,
         patience_s: float,
+        others: Sequence[str] = (),
     ) -> None:
         """Begin to connect to the coordinator at `address`, for at most `patience_s`, and greet it.
 
-        Until then a connection that fails is made anew: the coordinator may not listen yet.
+        Until then a connection that fails is made anew: the coordinator may not listen yet. If
+        `others` has further addresses that may be the coordinator's, all are tried in turn.
         """
         self.address = address
-        """Address (host:port) at which leaders reach the coordinator, too."""
+        """Address (host:port) at which leaders reach the coordinator, too, once it is known."""
+        self._addresses, self._num_tries = (address, *others), 0
         self.is_lost = False
         """True once the link has ended."""
         self._loop, self._deadlines = loop, deadlines
@@ -146,8 +156,11 @@ class Membership:
 
     @property
     def refusal(self) -> str:
-        """Return why the process at the address is not this job's coordinator, if it is not."""
-        return self._link.refusal if self._link is not None else ""
+        """Return why the process at the address is not this job's coordinator, if it is not.
+
+        Empty until each of several addresses was tried: one of them may be that of another job.
+        """
+        return self._link.refusal if self._link is not None and self._num_tries >= len(self._addresses) - 1 else ""
 
     def silent_s(self) -> float:
         """Return the seconds since the coordinator was heard last."""
@@ -198,10 +211,15 @@ class Membership:
     def _connect(self) -> None:
         if self.is_lost:
             return
+        num_rounds, number = divmod(self._num_tries, len(self._addresses))
+        self.address = self._addresses[number]
+        patience_s = self._give_up_at - self._loop.time()
+        if len(self._addresses) > 1:
+            patience_s = min(patience_s, _TRY_S * 2**num_rounds)
         try:
-            self._link = OutgoingLink(
+            link = self._link = OutgoingLink(
                 self.address, self._key, Party(Role.AGENT), Party(Role.COORDINATOR),
-                clock=self._clock, patience_s=self._give_up_at - self._loop.time(),
+                clock=self._clock, patience_s=patience_s,
             )  # fmt: skip
         except LinkClosed as closed:
             if self.is_known:  # refused at once
@@ -209,12 +227,21 @@ class Membership:
             else:
                 self._connect_later(str(closed))
             return
-        self._loop.watch(self._link, self._received, self._ended)
+        self._loop.watch(link, self._received, self._ended)
         self.send(self._hello)
+        if len(self._addresses) > 1:
+            self._loop.after(patience_s, lambda: self._leave(link))
+
+    def _leave(self, link: OutgoingLink) -> None:
+        """Turn to the next address if nothing has answered at that of `link`."""
+        if self._link is link and not link.proven and not self.is_lost:
+            self._loop.drop(link)
+            self._connect_later(f"nothing answered at {self.address}")
 
     def _connect_later(self, why: str) -> None:
-        """Try again after a pause; give up after the time that the coordinator has."""
+        """Try again after a pause, at the next address; give up after the coordinator's time."""
         self._link = None
+        self._num_tries += 1
         if self._loop.time() < self._give_up_at:
             self._loop.after(_PAUSE_S, self._connect)
         else:
@@ -245,6 +272,7 @@ class Membership:
         """
         assert self._link is not None
         if self._link.proven:
+            self._addresses = (self.address,)
             patience_s = min(self._patience_s, JOIN_S)  # a longer one is for jobs in a queue, not for this
             self._why, self._give_up_at, self.is_known = why, self._loop.time() + patience_s, True
             self._connect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_recover.authentication.admission import PAUSE_S, Admission, ReportStrangers
 from megatron_recover.authentication.handshake import Admits, Party, Reply, Role
@@ -30,8 +30,9 @@ class Gate:
         clock: NodeClock,
         expects: Callable[[], int],
         report: ReportStrangers,
+        also: Sequence[socket.socket] = (),
     ) -> None:
-        """Begin to listen.
+        """Begin to listen at `listener`, and at those of `also` (`Admission`).
 
         - `me` is this end's role.
         - `admits(peer, wanted)` returns whether that peer may connect to the wanted party.
@@ -43,7 +44,7 @@ class Gate:
         """
         self._loop, self._me, self._admits, self._on_link, self._expects = loop, me, admits, on_link, expects
         self._clock = clock
-        self.admission = Admission(listener, key, me.name.lower(), report, loop.time)
+        self.admission = Admission(listener, key, me.name.lower(), report, loop.time, also=also)
         self._turn_at: float | None = None
         """Time of the next turn if nothing arrives before, by the loop's clock; None if no turn is
         planned."""

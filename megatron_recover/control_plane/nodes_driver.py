@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -93,8 +93,9 @@ class NodesDriver:
         clock: NodeClock,
         loop: Loop,
         record: Callable[[trace.Event], None],
+        also: Sequence[socket.socket] = (),
     ) -> None:
-        """Accept agents and leaders at `listener`.
+        """Accept agents and leaders at `listener`, and at those of `also` (`Admission`).
 
         `key` is the job's; `clock` is that of this node.
         """
@@ -128,7 +129,7 @@ class NodesDriver:
         self._traces = Traces(self._agents.links, loop)
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept, clock=clock,
-            expects=self._num_expected,
+            expects=self._num_expected, also=also,
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
             ),

@@ -23,7 +23,7 @@ from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, LinkClosed, PeerHello, listen
-from megatron_recover.host.addresses import address_of
+from megatron_recover.host.addresses import address_of, format_address, parse_address
 from megatron_recover.trace.node_clock import NodeClock
 from tests.cluster.strangers import raise_descriptor_limit
 from tests.control_plane.partners import KEY, KEYS, PATIENCE_S, call
@@ -36,13 +36,15 @@ ME, PEER = Party(Role.LEADER, 0), Party(Role.LEADER, 1)
 class House:
     """One leader with its gate; callers and strangers are served by the same loop."""
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, address: str = "127.0.0.1:0", *others: str) -> None:
         self.now: float | None = None
         """Seconds of the loop's clock, where a test sets it."""
         self.expects = True
         self.loop = Loop(clock=lambda: time.monotonic() if self.now is None else self.now)
         self.listener = listen(address)
         self.address = address_of(self.listener)
+        _, port = parse_address(self.address)
+        also = [listen(format_address(each, port)) for each in others]
         self.links: list[tuple[Link, Party]] = []
         self.seen: list[object] = []
         self.told: list[int] = []
@@ -50,6 +52,7 @@ class House:
         self.gate = Gate(
             self.loop, self.listener, KEY, Role.LEADER, lambda peer, wanted: wanted == ME, self._proven,
             clock=NodeClock(None), expects=lambda: self.expects, report=lambda name, number: self.told.append(number),
+            also=also,
         )  # fmt: skip
         self.strangers: list[socket.socket] = []
 
@@ -96,6 +99,23 @@ def test_messages_then_the_end_and_the_link_is_forgotten(house: House) -> None:
     house.loop.send(client, PeerHello(4))
     house.until(lambda: len(house.seen) == 2)
     assert house.seen == [PeerHello(3), "closed"] and [peer for _, peer in house.links] == [PEER]
+
+
+def test_a_gate_at_several_addresses_admits_who_comes_to_any_and_closes_all() -> None:
+    house = House("127.0.0.1:0", "127.0.0.2", "127.0.0.3")
+    _, port = parse_address(house.address)
+    for number, host in enumerate(("127.0.0.3", "127.0.0.1", "127.0.0.2"), start=1):
+        house.watch(call(format_address(host, port), PEER, ME))
+        house.until(lambda: len(house.links) == number, host)  # noqa: B023
+    house.expects = False
+    house.stranger(b"GET ")
+    house.until(lambda: house.gate.admission.rests)
+    house.watch(call(format_address("127.0.0.2", port), PEER, ME))
+    house.until(lambda: len(house.links) == 4, "after the rest")
+    house.close()
+    for host in ("127.0.0.1", "127.0.0.2", "127.0.0.3"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, port))
 
 
 def test_a_refused_connection_is_a_closed_link(free: str) -> None:

@@ -113,6 +113,18 @@ def test_with_several_nodes_only_what_does_nothing_is_noted() -> None:
         "--rdzv-conf keep_alive_interval changes nothing here: --node-timeout says when a silent node is removed",
         f"--rdzv-conf store_type {NO_STORE}",
     )
+    assert read("--nnodes 2 --rdzv-endpoint h:1 --rdzv-conf timeout=900,is_host=true,rank=0").notes == (
+        "--rdzv-conf is_host changes nothing here: with static the node of number 0 has the endpoint",
+        "--rdzv-conf rank changes nothing here: no rendezvous of static or c10d reads it",
+    )
+
+
+def test_a_key_of_rdzv_conf_that_torch_ignores_is_noted_and_ends_nothing() -> None:
+    choice = read(f"{C10D} --rdzv-endpoint h --rdzv-conf timeout=900,join_timout=60,is_host=0")
+    assert choice.nodes.join_s == 600 and choice.notes == (
+        "--rdzv-conf timeout changes nothing here: join_timeout says for how long nodes wait for others",
+        "--rdzv-conf join_timout changes nothing here: no rendezvous of static or c10d reads it",
+    )
     assert read("--nnodes 2").notes == (
         "the nodes meet at 127.0.0.1, which only this machine reaches; give --master-addr, the name or address of node 0",
     )
@@ -142,9 +154,8 @@ C10D = "--nnodes 2 --rdzv-backend c10d"
          "seconds of at least 1"),
         (f"{C10D} --rdzv-endpoint h --rdzv-conf join_timeout", "--rdzv-conf is join_timeout; give KEY=VALUE, separated by "
          "commas"),
-        *[(f"{C10D} --rdzv-endpoint h --rdzv-conf {key}=x", f"--rdzv-conf has {key}, which cannot be had; it takes "
-           "join_timeout (default: 600) and last_call_timeout (default: 30), in seconds")
-          for key in ("timeout", "store_type", "rank", "x")],
+        (f"{C10D} --rdzv-endpoint h --rdzv-conf store_type=file", "--rdzv-conf has store_type=file, which cannot be had; leave "
+         "it out: nodes meet at a process of megatron-recover, and not in a store of torch"),
         (f"{C10D} --rdzv-endpoint h --rdzv-conf is_host=2", "--rdzv-conf has is_host=2; give true or false"),
         *[(f"--port-range {text}", f"--port-range is {text}; give A-B, two ports from 1 to 65535, the lower one first")
           for text in ("5", "0-5", "6-5", "1-65536", "a-b")],
@@ -160,7 +171,7 @@ def test_what_cannot_be_is_refused_in_one_line_with_the_remedy(line: str, expect
 
 def test_a_mistake_in_a_variable_names_the_variable() -> None:
     with pytest.raises(ValueError) as refusal:
-        read("--nnodes 2", PET_MASTER_PORT="x", PET_RDZV_CONF="y=1")
+        read("--nnodes 2", PET_MASTER_PORT="x", PET_RDZV_CONF="y")
     assert [line.split(" ")[:2] for line in str(refusal.value).splitlines()] == [
         ["--master-port", "(PET_MASTER_PORT"], ["--rdzv-conf", "(PET_RDZV_CONF"],
     ]  # fmt: skip

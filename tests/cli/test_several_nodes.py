@@ -28,6 +28,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.placement import place
 from megatron_recover.host.addresses import HOST, bind_free
+from megatron_recover.host.reachable import is_loopback, own_address
 from tests import forks
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,6 +54,7 @@ class Nodes:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        self.host = "127.0.0.1"
         self.launchers: list[forks.Program | subprocess.Popen[str]] = []
         self.outputs: list[Path] = []
 
@@ -80,7 +82,7 @@ class Nodes:
         """The flags that say where a node meets the others; without a number it finds them through a file."""
         if number is None:
             return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"file:{self.folder / 'job' / 'endpoint'}"]
-        return ["--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(self.port)]
+        return ["--node-rank", str(number), "--master-addr", self.host, "--master-port", str(self.port)]
 
     def end(self) -> list[tuple[int, str]]:
         """Return exit code and output of each."""
@@ -162,6 +164,14 @@ def too_many_replicas(nodes: Nodes) -> None:
     nodes.start(1, "--nnodes 2 --nproc-per-node 2 --replicas 5")
 
 
+def too_many_replicas_and_the_own_name(nodes: Nodes) -> None:
+    """A name that resolves to loopback here, as in many containers, is that of another address of this machine."""
+    if is_loopback(own_address(interface=None, local_addr=None)):
+        pytest.skip("this machine has no address that others reach")
+    nodes.host = socket.gethostname()
+    too_many_replicas(nodes)
+
+
 def no_script_on_one(nodes: Nodes) -> None:
     """The third node comes when the others have ended."""
     nodes.start(0, "--nnodes 3 --nproc-per-node 2")
@@ -218,6 +228,7 @@ def too_few_nodes(nodes: Nodes) -> None:
         (other_flags_and_a_file, ": --clip-grad is "),
         (same_rank, "--node-rank 1 is also that of "),
         (too_many_replicas, "5 replicas of 1 ranks need 5 slots, and the nodes have 4"),
+        (too_many_replicas_and_the_own_name, "5 replicas of 1 ranks need 5 slots, and the nodes have 4"),
         (no_script_on_one, "there is no training script"),
         (no_script_on_the_first, "there is no training script"),
         (no_script_on_one_of_a_file, "there is no training script"),

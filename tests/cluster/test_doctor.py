@@ -63,6 +63,8 @@ def test_what_is_wrong_with_a_machine_is_seen_and_answered_with_the_remedy(tmp_p
     found = examined_in_a_namespace(setup, Need(num_ranks=16, num_nodes=2, address="127.0.0.1", folders=folders))
     lines = {check: finding.line("n1") for check, finding in found.items()}
     assert lines[Check.HOST_NAME].startswith(f"warn  n1  host name: {name} is 127.0.1.1: other nodes cannot reach that; take")
+    named = examined_in_a_namespace(setup.partition(";")[0], Need(num_nodes=2, address="10.0.0.3"))[Check.HOST_NAME]
+    assert named.value.endswith("other nodes cannot reach that, so 10.0.0.3 is used") and "--interface" in named.remedy
     assert lines[Check.SHARED_MEMORY].startswith("warn  n1  /dev/shm: 4 MiB free of 4: a data loader or NCCL")
     assert lines[Check.OPEN_FILES].startswith("fail  n1  open files: 256 (hard limit); 16 ranks need 288; `ulimit -n 1024`")
     assert lines[Check.ADDRESS] == (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +84,60 @@ def test_an_agent_that_meets_the_coordinator_of_another_start_knows_that_its_own
     loop.close()
 
 
+def test_all_addresses_of_the_endpoint_are_tried_in_turn_and_the_one_that_has_answered_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the first address nobody listens, at the second nobody answers, and at the third there is the key of another job."""
+    monkeypatch.setattr(members, "_TRY_S", 0.2)
+    loop, heard, deadlines = Loop(), list[Message](), Deadlines.of(60.0)
+    settings = NodesSettings(owner=1, least=1, most=1, join_s=60.0, last_call_s=0.0, node_silence_s=60.0, deadlines=deadlines)
+    listener, silent, stranger = listen("127.0.0.5:0"), listen("127.0.0.3:0"), listen("127.0.0.4:0")
+    drivers = [
+        NodesDriver(settings, each, key=key, clock=NodeClock(None), loop=loop, record=lambda event: None)
+        for each, key in ((listener, KEY), (stranger, bytes(32)))
+    ]
+    addresses = ["127.0.0.2:1", *map(address_of, (silent, stranger, listener))]
+    membership = Membership(
+        addresses[0], NodeHello(1, "a", 1), key=KEY, clock=NodeClock(None), loop=loop, deadlines=deadlines, patience_s=60.0,
+        others=addresses[1:],
+    )  # fmt: skip
+    membership.handle(heard.append, lambda why: None)
+    end = time.monotonic() + 30.0
+    while not heard:
+        assert time.monotonic() < end and not membership.refusal and not membership.is_lost
+        loop.run_once(0.05)
+    assert membership.address == addresses[3] and type(heard[0]) is Met
+    drivers[0].close()
+    [agent] = drivers[0]._agents
+    loop.drop(agent.link)
+    while not membership.is_lost:
+        assert time.monotonic() < end and membership.address == addresses[3]
+        loop.run_once(0.05)
+    drivers[1].close()
+    silent.close()
+    loop.close()
+
+
+def test_the_key_of_another_job_at_one_address_is_told_once_all_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_TRY_S", 0.2)
+    loop, deadlines = Loop(), Deadlines.of(60.0)
+    settings = NodesSettings(owner=1, least=1, most=1, join_s=60.0, last_call_s=0.0, node_silence_s=60.0, deadlines=deadlines)
+    listener = listen("127.0.0.4:0")
+    driver = NodesDriver(settings, listener, key=bytes(32), clock=NodeClock(None), loop=loop, record=lambda event: None)
+    membership = Membership(
+        address_of(listener), NodeHello(1, "a", 1), key=KEY, clock=NodeClock(None), loop=loop, deadlines=deadlines,
+        patience_s=60.0, others=["127.0.0.2:1"],
+    )  # fmt: skip
+    end = time.monotonic() + 30.0
+    while not membership.refusal:
+        assert time.monotonic() < end
+        loop.run_once(0.05)
+    assert membership._num_tries >= 1
+    membership.close()
+    driver.close()
+    loop.close()
+
+
 def test_signs_of_life_go_on_while_the_thread_of_an_agent_is_busy_and_messages_wait() -> None:
     loop, heard = Loop(), list[Message]()
     deadlines = replace(Deadlines.of(60.0), beat_s=0.02)
@@ -117,6 +173,53 @@ def test_a_coordinator_that_a_file_names_has_a_port_of_the_range(tmp_path: Path,
     meeting = Meeting(least_nodes=2, most_nodes=2, endpoint_file=tmp_path / "e", ports=(port, port), local_addr=HOST)
     own = Place(meeting, Deadlines.of(60.0), EndRequest())._own(1, b"k" * 32, "faults", 0)
     assert own is not None and own[0].address == f"{HOST}:{port}"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["127.0.0.2", "127.0.0.3"]),
+        ({"local_addr": "127.0.0.3"}, ["127.0.0.3"]),
+        ({"local_addr": "127.0.0.4"}, ["127.0.0.4", "127.0.0.2", "127.0.0.3"]),
+    ],
+    ids=["no flag", "one of the name", "another"],
+)
+def test_the_coordinator_is_reached_at_each_address_of_the_owners_name_or_at_the_one_that_is_given(
+    given: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def start(command: list[str], *, pass_fds: tuple[int, ...], **_: Any) -> SimpleNamespace:
+        for number in command[-4].split(","):
+            assert int(number) in pass_fds
+            with socket.socket(fileno=os.dup(int(number))) as listener:
+                found.append(address_of(listener))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(members.subprocess, "Popen", start)
+    monkeypatch.setattr(joining.reachable, "endpoint_addresses", lambda *_, **__: ("127.0.0.2", "127.0.0.3"))
+    with bind_free("127.0.0.2") as free:
+        port = free.getsockname()[1]
+    meeting = Meeting(least_nodes=2, most_nodes=2, host="head", port=port, node_rank=0, **given)
+    place = Place(meeting, Deadlines.of(60.0), EndRequest())
+    own = place._own(1, b"k" * 32, "faults", 0)
+    assert own is not None and own[0].address == found[0] and found == [f"{each}:{port}" for each in expected]
+    assert given.get("local_addr") in (None, place.address)
+
+
+def test_a_signal_ends_the_wait_for_a_name_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    request: Any = SimpleNamespace(kept="")
+
+    def getaddrinfo(*_: object, **__: object) -> None:
+        request.kept = "SIGTERM"
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(joining.reachable.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(joining.reachable, "_ASK_S", 0.0)
+    with pytest.raises(joining.NotMet, match="SIGTERM before training began") as end:
+        Place(Meeting(least_nodes=2, most_nodes=2, host="head", flag="--master-addr"), Deadlines.of(60.0), request)
+    assert end.value.exit_code == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err.count("this is asked again, for at most 600 s") == 1
 
 
 def _file_meeting(folder: Path, **given: Any) -> Meeting:

@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 
 from megatron_recover.host import reachable
-from megatron_recover.host.reachable import interface_of, interfaces, is_loopback, node_address, own_address, resolve
+from megatron_recover.host.reachable import (
+    NoAnswer,
+    NotFound,
+    Unknown,
+    endpoint_addresses,
+    in_time,
+    interface_of,
+    interfaces,
+    is_loopback,
+    node_address,
+    own_address,
+    resolve,
+)
 
 NODE = reachable.host_name()
 NETWORK = """
@@ -39,7 +51,7 @@ import json, sys
 from megatron_recover.host.reachable import interface_of, interfaces, node_address
 def ask(endpoint, interface, local_addr):
     try:
-        address = node_address((endpoint, 29400), flag="--rdzv-endpoint", interface=interface, local_addr=local_addr)
+        address = node_address((endpoint,), 29400, flag="--rdzv-endpoint", interface=interface, local_addr=local_addr)
         return [address, interface_of(address, interfaces())]
     except ValueError as error:
         return str(error)
@@ -131,6 +143,82 @@ def test_a_name_that_leads_no_other_node_here_is_refused(names: dict[str, list[s
     assert str(refusal.value) == expected.format(hosts=reachable.HOSTS)
 
 
+class Clock:
+    """Time that passes where somebody sleeps; what happens then is a function of the seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+        self.happens = lambda seconds: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.happens(self.now - 1e6)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(reachable, "time", made)
+    return made
+
+
+def test_a_name_server_that_comes_back_costs_no_start_and_one_line_says_what_is_awaited(
+    names: dict[str, list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, said = reachable.socket.getaddrinfo, list[str]()
+
+    def getaddrinfo(host: str, port: object, **named: object) -> object:
+        if clock.now < 1e6 + 400:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return known(host, port, **named)
+
+    monkeypatch.setattr(reachable.socket, "getaddrinfo", getaddrinfo)
+    clock.happens = lambda seconds: names.update({"head": ["10.0.0.3"]}) if seconds >= 450 else None  # its entry is late, too
+    assert in_time(lambda: resolve("head", "--master-addr"), 600.0, bool, said.append) == ("10.0.0.3",)
+    assert said == [
+        "--master-addr: head does not resolve on node n03 (Temporary failure in name resolution); this is asked again, for at "
+        "most 600 s"
+    ]
+    assert 450 <= clock.now - 1e6 < 460
+
+
+@pytest.mark.parametrize(
+    ("code", "patience_s", "kind", "limit_s"),
+    [
+        (socket.EAI_AGAIN, 600.0, NoAnswer, 600),
+        (socket.EAI_NONAME, 600.0, Unknown, 60),
+        (socket.EAI_NODATA, 600.0, Unknown, 60),
+        (socket.EAI_NONAME, 5.0, Unknown, 5),
+    ],
+)
+def test_a_name_that_does_not_resolve_in_time_is_refused_in_the_name_of_the_node(
+    code: int, patience_s: float, kind: type, limit_s: int, names: object, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getaddrinfo(*_: object, **__: object) -> object:
+        raise socket.gaierror(code, "it is so")
+
+    monkeypatch.setattr(reachable.socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(kind, match=r"--master-addr: head does not resolve on node n03 \(it is so\); give an address"):
+        in_time(lambda: resolve("head", "--master-addr"), patience_s, bool, lambda line: None)
+    assert limit_s <= clock.now - 1e6 <= limit_s + 2
+    with pytest.raises(kind if kind is NoAnswer else NotFound, match="--local-addr: head does not resolve") as refusal:
+        own_address(interface=None, local_addr="head")
+    assert not isinstance(refusal.value, Unknown), "nothing is to wait for the name of this node itself"
+
+
+def test_what_no_wait_can_mend_is_refused_at_once_and_a_signal_ends_the_wait(names: dict[str, list[str]], clock: Clock) -> None:
+    names["localhost"] = ["127.0.0.1"]
+    with pytest.raises(NotFound, match="localhost resolves to 127.0.0.1"):
+        in_time(lambda: resolve("localhost", "--master-addr"), 600.0, bool, lambda line: None)
+    assert clock.now == 1e6
+    ended = list[str]()
+    clock.happens = lambda seconds: ended.append("SIGTERM")
+    assert in_time(lambda: resolve("head", "--master-addr"), 600.0, lambda: ended, lambda line: None) is None
+
+
 def test_the_first_node_takes_its_names_address_or_that_of_the_default_route(
     names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,11 +230,71 @@ def test_the_first_node_takes_its_names_address_or_that_of_the_default_route(
     assert own_address(interface=None, local_addr=None) == "10.0.0.3"
     names["n03"] = ["10.1.0.3"]
     assert own_address(interface=None, local_addr=None) == "10.1.0.3"
+    names["n03"] = ["172.17.0.1", "10.0.0.3"]  # of nss-myhostname, which knows all of them
+    assert own_address(interface=None, local_addr=None) == "10.0.0.3"
     del names["n03"]
+    monkeypatch.setattr(reachable, "_source", lambda target, port: "fd00::3" if ":" in target else None)
+    known["eno1"] = ("fd00::3",)
+    assert own_address(interface=None, local_addr=None) == "fd00::3", "a node without IPv4"
     monkeypatch.setattr(reachable, "_source", lambda target, port: None)  # no default route
     assert own_address(interface=None, local_addr=None) == "172.17.0.1"
     known.clear()
     assert own_address(interface=None, local_addr=None) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("targets", "routes", "expected"),
+    [
+        (("172.17.0.1", "10.0.0.3"), {}, "10.0.0.3"),  # the endpoint is this node's; others know it by the second address
+        (("10.0.0.3", "172.17.0.1"), {}, "10.0.0.3"),
+        (("10.1.0.3",), {}, "10.1.0.3"),
+        (("172.17.0.1", "10.0.0.9"), {"10.0.0.9": "10.0.0.3"}, "10.0.0.3"),  # another node's, and the bridge is here, too
+        (("fd00::9", "10.0.0.9"), {"fd00::9": "fd00::3", "10.0.0.9": "10.0.0.3"}, "fd00::3"),  # the system's order of families
+        (("10.5.0.9", "10.1.0.9"), {"10.1.0.9": "10.1.0.3"}, "10.1.0.3"),
+    ],
+)
+def test_of_several_routes_to_the_endpoint_the_default_one_is_taken(
+    targets: tuple[str, ...], routes: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bridge of containers has the same address on many nodes."""
+    own = ("172.17.0.1", "10.0.0.3", "10.1.0.3", "fd00::3")
+    default = {"192.0.2.1": "10.0.0.3", "2001:db8::1": "fd00::3"}
+    monkeypatch.setattr(reachable, "_source", lambda target, port: target if target in own else (routes | default).get(target))
+    assert node_address(targets, 29400, flag="--master-addr", interface=None, local_addr=None) == expected
+
+
+def unanswered(*_: object, **__: object) -> None:
+    raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+
+def test_this_nodes_own_name_needs_no_entry_that_others_reach(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's installer gives it 127.0.1.1, and a container's name may be known nowhere."""
+    known = {"eno1": ("10.0.0.3",), "ib0": ("10.1.0.3",), "lo": ("127.0.0.1",)}
+    monkeypatch.setattr(reachable, "interfaces", lambda: known)
+    monkeypatch.setattr(reachable, "_source", lambda target, port: "10.0.0.3")
+
+    def found(host: str, interface: str | None = None, local_addr: str | None = None) -> tuple[str, ...]:
+        return endpoint_addresses(host, "--master-addr", interface=interface, local_addr=local_addr)
+
+    assert found("n03") == ("10.0.0.3",)
+    with monkeypatch.context() as patch:
+        patch.setattr(reachable.socket, "getaddrinfo", unanswered)
+        assert found("n03") == ("10.0.0.3",)
+        with pytest.raises(NoAnswer):
+            found("n04")
+    names |= {"n03": ["127.0.1.1"], "n03.cluster": ["127.0.1.1"], "n04": ["127.0.1.1"], "localhost": ["127.0.0.1"]}
+    assert found("n03") == found("n03.cluster") == ("10.0.0.3",)
+    assert found("n03", interface="ib0") == found("n03", local_addr="10.1.0.3") == ("10.1.0.3",)
+    names["n03.cluster"] = ["10.1.0.3"]
+    assert found("n03.cluster") == ("10.1.0.3",)
+    for other in ("n04", "n05", "localhost"):
+        with pytest.raises(ValueError, match=other):
+            found(other)
+    known.clear()
+    with pytest.raises(ValueError, match="n03 resolves to 127.0.1.1 on node n03, which no other node reaches"):
+        found("n03")
 
 
 def test_a_name_that_is_none_is_refused() -> None:
@@ -164,6 +312,6 @@ def test_loopback_is_an_interface_and_has_every_address_of_127() -> None:
 
 
 def test_a_node_of_several_on_one_machine_has_the_address_that_it_is_given() -> None:
-    endpoint = ("127.0.0.1", 29400)
-    assert node_address(endpoint, flag="--rdzv-endpoint", interface=None, local_addr="127.0.0.2") == "127.0.0.2"
-    assert node_address(endpoint, flag="--rdzv-endpoint", interface="lo", local_addr=None) == "127.0.0.1"
+    endpoint = ("127.0.0.1",)
+    assert node_address(endpoint, 29400, flag="--rdzv-endpoint", interface=None, local_addr="127.0.0.2") == "127.0.0.2"
+    assert node_address(endpoint, 29400, flag="--rdzv-endpoint", interface="lo", local_addr=None) == "127.0.0.1"

@@ -20,6 +20,7 @@ from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.host.reachable import NoAnswer, Unknown
 from megatron_recover.observe import ending, margin, stop_mark
 from megatron_recover.observe.history import History
 from megatron_recover.trace import event_files
@@ -143,6 +144,20 @@ def test_a_refusal_that_may_pass_by_itself_ends_no_chain(
     assert end.value.code == 2 and "is in use on 127.0.0.1" in capsys.readouterr().err
     assert not (save / "STOP").exists()
     first.release(60.0)
+
+
+def test_a_name_server_that_did_not_answer_ends_no_chain_and_an_unknown_name_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (NoAnswer("head does not resolve"), Unknown("head does not resolve")):
+
+        def job(arguments: object, command: object, error: ValueError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(describing, "job_of", job)
+        with pytest.raises(SystemExit) as end:
+            cli.main(["run", "--chained", "--nproc-per-node", "2", "script.py", "--save", str(tmp_path)])
+        assert end.value.code == 2 and (tmp_path / "STOP").exists() == isinstance(error, Unknown)
 
 
 def _chained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int = 0, save: Path | None = None) -> list[str]:

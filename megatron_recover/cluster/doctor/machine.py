@@ -196,15 +196,16 @@ class HostName:
         """Wait up to `timeout_s` seconds, and judge what the name of this node resolves to."""
         self._thread.join(max(0.0, timeout_s))
         name, addresses = self._name, self._found
-        remedy = f"give {name} its address in /etc/hosts or DNS, or give --local-addr"
+        remedy = f"give {name} its address in /etc/hosts or DNS, or give --local-addr or --interface"
         if self._thread.is_alive():
             return warn(Check.HOST_NAME, f"{name}: the look-up does not answer", f"see /etc/resolv.conf; or {remedy}")
         value = f"{name} is {', '.join(addresses) or 'not known here'}"
         if need.num_nodes > 1 and not addresses:
             return warn(Check.HOST_NAME, value, remedy)
         if need.num_nodes > 1 and (loopback := [each for each in addresses if is_loopback(each)]):
-            remedy = f"take {name} out of the line of {loopback[0]} in /etc/hosts, or give --local-addr"
-            return warn(Check.HOST_NAME, f"{value}: other nodes cannot reach that", remedy)
+            used = f", so {need.address} is used" if need.address and not is_loopback(need.address) else ""
+            remedy = f"take {name} out of the line of {loopback[0]} in /etc/hosts, or give --local-addr or --interface"
+            return warn(Check.HOST_NAME, f"{value}: other nodes cannot reach that{used}", remedy)
         return ok(Check.HOST_NAME, value)
 
 
