@@ -21,6 +21,14 @@ _REFUSED = "refused: "
 """First word of the file where its owner could not start the coordinator; the reason follows."""
 
 
+class NoAddress(ValueError):
+    """The owner of the endpoint has written no address in time."""
+
+
+class OwnerRefused(ValueError):
+    """The owner of the endpoint cannot start the coordinator. It alone knows if that may pass."""
+
+
 def owner_file(file: Path) -> Path:
     """Return the file that only the owner of the endpoint can create."""
     return file.with_name(f"{file.name}.owner")
@@ -58,8 +66,8 @@ def refuse(file: Path, reason: str) -> None:
 def await_address(file: Path, patience_s: float, is_ended: Callable[[], object]) -> tuple[str, int] | None:
     """Return host and port of the endpoint once its owner has written them.
 
-    None if `is_ended()` is truthy before. Raises ValueError with the remedy after `patience_s`
-    seconds, and at once if the owner has refused.
+    None if `is_ended()` is truthy before. Raises `NoAddress` with the remedy after `patience_s`
+    seconds, and `OwnerRefused` at once if the owner has refused.
     """
     until = time.monotonic() + patience_s
     while not is_ended():
@@ -72,17 +80,17 @@ def await_address(file: Path, patience_s: float, is_ended: Callable[[], object])
             if time.monotonic() > until:
                 raise _nobody_wrote(file, patience_s) from None
         if text.startswith(_REFUSED):
-            raise ValueError(f"--rdzv-endpoint file:{file}: no job begins here, as {text.removeprefix(_REFUSED)}")
+            raise OwnerRefused(f"--rdzv-endpoint file:{file}: no job begins here, as {text.removeprefix(_REFUSED)}")
         time.sleep(_LOOK_S)
     return None
 
 
-def _nobody_wrote(file: Path, patience_s: float) -> ValueError:
+def _nobody_wrote(file: Path, patience_s: float) -> NoAddress:
     try:
         owner = owner_file(file).read_text()
     except OSError:
         owner = "nobody"
-    return ValueError(
+    return NoAddress(
         f"--rdzv-endpoint file:{file} had no address after {patience_s:g} s; {owner} was to write it, as {owner_file(file)} "
         "says: see that node, or give each job a file of its own"
     )

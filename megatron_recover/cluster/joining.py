@@ -44,6 +44,9 @@ class NotMet(Exception):
     def __init__(self, exit_code: int, reason: str) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
+        self.is_of_owner = False
+        """True on the node with the coordinator, which alone knows whether the reason may pass by
+        itself. A coordinator that refuses this node is another job's, or it has another key."""
 
 
 class Place:
@@ -53,8 +56,8 @@ class Place:
         """Find this node's address, and whether it owns the endpoint.
 
         `request` keeps the signals to this process. `may_claim`: this node may become the owner of
-        a file in which nodes find the endpoint. Raises ValueError with the remedy, and `NotMet`
-        if a signal comes first.
+        a file in which nodes find the endpoint. Raises ValueError with the remedy, and `NotMet` if
+        a signal comes first, or the owner of that file writes no address.
         """
         self._meeting, self._deadlines, self._request = meeting, deadlines.with_node(meeting.node_s), request
         self._file = meeting.endpoint_file
@@ -68,7 +71,12 @@ class Place:
             return
         if self._file is not None:
             _say(f"node {host_name()} waits for the address of the endpoint in {self._file}")
-            found = endpoint_file.await_address(self._file, meeting.join_s, lambda: request.kept)
+            try:
+                found = endpoint_file.await_address(self._file, meeting.join_s, lambda: request.kept)
+            except endpoint_file.NoAddress as error:
+                raise NotMet(ExitCode.TOO_FEW_REPLICAS, str(error)) from None
+            except endpoint_file.OwnerRefused as error:
+                raise NotMet(ExitCode.BAD_INPUT, str(error)) from None
             if found is None:
                 raise NotMet(ExitCode.INTERRUPTED, f"{request.kept} before training began; no other node knows of this one")
             self._dial_s = min(meeting.join_s, JOIN_S)  # it listened before the file had its address
@@ -155,9 +163,10 @@ class Place:
         joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events, request=self._request)
         try:
             return joined._replace(met=self._wait(joined, where, hello.mistake))
-        except NotMet:
+        except NotMet as end:
             if failure is not None:
                 raise failure from None
+            end.is_of_owner = coordinator is not None and not membership.refusal
             raise
 
     def _own(self, identity: int, key: bytes, level: Level, clock: int) -> tuple[CoordinatorProcess, int] | None:
