@@ -136,7 +136,8 @@ def _described(
     try:
         described = monitor_flags.read(arguments), *describing.job_of(arguments, command)
     except (NotMet, ValueError) as error:
-        _end_refused(parser, error, "\n".join([*str(error).splitlines(), *behind]))
+        is_mine = not isinstance(error, NotMet) or error.is_of_owner
+        _end_refused(parser, error, "\n".join([*str(error).splitlines(), *behind]), ends_for_others=is_mine)
     except OSError as error:
         _end_refused(parser, error, several_nodes.mistake_of(error))
     for line in behind:
@@ -148,9 +149,9 @@ def _end_refused(parser: run_flags.RunParser, error: Exception, said: str, *, en
     """Print `said` and exit, after bad input with 2, or as the meeting of the nodes has ended.
 
     Bad input ends a chain of jobs, unless it may pass by itself. So do jobs of an array of which
-    too few have met: the next array would wait as long. `ends_for_others`: this node ends
-    the chain also for what another node has found. Node 0 alone does so once the nodes have met:
-    the others cannot know whether what node 0 has found may pass.
+    too few have met: the next array would wait as long. `ends_for_others`: this node ends the chain
+    also for what another node has found. The node of the coordinator alone does so: the others
+    cannot know whether what it has found may pass.
     """
     if isinstance(error, NotMet):
         if error.stops and ends_for_others:

@@ -25,6 +25,10 @@ class NoAddress(ValueError):
     """The owner of the endpoint has written no address in time."""
 
 
+class OwnerRefused(ValueError):
+    """The owner of the endpoint cannot start the coordinator. It alone knows if that may pass."""
+
+
 def owner_file(file: Path) -> Path:
     """Return the file that only the owner of the endpoint can create."""
     return file.with_name(f"{file.name}.owner")
@@ -63,7 +67,7 @@ def await_address(file: Path, patience_s: float, is_ended: Callable[[], object])
     """Return host and port of the endpoint once its owner has written them.
 
     None if `is_ended()` is truthy before. Raises `NoAddress` with the remedy after `patience_s`
-    seconds, and ValueError at once if the owner has refused.
+    seconds, and `OwnerRefused` at once if the owner has refused.
     """
     until = time.monotonic() + patience_s
     while not is_ended():
@@ -76,7 +80,7 @@ def await_address(file: Path, patience_s: float, is_ended: Callable[[], object])
             if time.monotonic() > until:
                 raise _nobody_wrote(file, patience_s) from None
         if text.startswith(_REFUSED):
-            raise ValueError(f"--rdzv-endpoint file:{file}: no job begins here, as {text.removeprefix(_REFUSED)}")
+            raise OwnerRefused(f"--rdzv-endpoint file:{file}: no job begins here, as {text.removeprefix(_REFUSED)}")
         time.sleep(_LOOK_S)
     return None
 

@@ -46,6 +46,9 @@ class NotMet(Exception):
         self.exit_code = exit_code
         self.stops = stops or exit_code == ExitCode.BAD_INPUT
         """True if the next start of a chain would end alike, so that a person has to look first."""
+        self.is_of_owner = False
+        """True on the node with the coordinator, which alone knows whether the reason may pass by
+        itself. A coordinator that refuses this node is another job's, or it has another key."""
 
 
 class Place:
@@ -55,8 +58,8 @@ class Place:
         """Find this node's address, and whether it owns the endpoint.
 
         `request` keeps the signals to this process. `may_claim`: this node may become the owner of
-        a file in which nodes find the endpoint. Raises ValueError with the remedy, and `NotMet`
-        if a signal comes first.
+        a file in which nodes find the endpoint. Raises ValueError with the remedy, and `NotMet` if
+        a signal comes first, or the owner of that file writes no address.
         """
         self._meeting, self._deadlines, self._request = meeting, deadlines.with_node(meeting.node_s), request
         self._file = meeting.endpoint_file
@@ -76,6 +79,8 @@ class Place:
                 found = endpoint_file.await_address(self._file, self._dial_s, lambda: request.kept)
             except endpoint_file.NoAddress as error:
                 raise NotMet(ExitCode.TOO_FEW_REPLICAS, str(error)) from None
+            except endpoint_file.OwnerRefused as error:
+                raise NotMet(ExitCode.BAD_INPUT, str(error)) from None
             if found is None:
                 raise NotMet(ExitCode.INTERRUPTED, self._interrupted())
             host, port = found
@@ -181,9 +186,10 @@ class Place:
         joined = Joined(membership, loop, key, clock, clock_memory, coordinator, events, request=self._request)
         try:
             return joined._replace(met=self._wait(joined, where, hello.mistake))
-        except NotMet:
+        except NotMet as end:
             if failure is not None:
                 raise failure from None
+            end.is_of_owner = coordinator is not None and not membership.refusal
             raise
 
     def _own(self, identity: int, key: bytes, level: Level, clock: int) -> tuple[CoordinatorProcess, int] | None:

@@ -6,7 +6,9 @@ a thread of its own: no disk that stalls holds up anything else. So `status` and
 
 Note [Who may ask]. Only the user of the job and root may ask it to give replicas back. Node 0 makes
 the folder of requests for its user alone, and follows only regular files of that user or of root.
-Others may write into a run directory (umask 002), and may have put anything at its name before.
+Others may write into a run directory (umask 002), and may have put anything at its name before or
+since. So the folder is opened anew for each look, never through a link, and its files are reached
+through its descriptor alone. Nothing is removed from a folder that is not the job's.
 A request stays in the folder until the launcher has answered it, since a recorder may die with one
 that the launcher has not got. The next recorder passes it again, and the launcher knows its id.
 """
@@ -20,9 +22,10 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -30,6 +33,7 @@ from megatron_recover.host.whole_file import replacing
 
 STATUS_FILE = "status.json"
 REQUESTS = "requests"
+_SUFFIX = ".json"
 _INTERVAL_S = 1.0
 """Seconds between two looks for requests, and between two writes of the state."""
 _LONGEST = 4096
@@ -138,8 +142,7 @@ class StatusKeeper:
         self._refused: tuple[Answer, ...] = ()
         """Refusals of requests that the launcher does not get."""
         self._owner: int | None = None
-        """User whose requests are followed; None while none are, which `_why_closed` explains."""
-        self._why_closed = ""
+        """User whose requests are followed; None until a look has found a folder of the job's."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
         self._thread.start()
@@ -158,33 +161,34 @@ class StatusKeeper:
         while not is_last:
             is_last = self._is_over.wait(_INTERVAL_S)
             newest = self._newest
-            if self._owner is None:
-                try:
-                    self._owner = open_folder(self._run_dir)
-                except ValueError as error:
-                    self._why_closed = str(error)
-            self._look({answer.id for answer in newest.answers} if newest is not None else set(), is_last=is_last)
+            answered = {answer.id for answer in newest.answers} if newest is not None else set()
+            with contextlib.suppress(OSError):  # the next look may find a folder
+                if self._owner is None:
+                    make_folder(self._run_dir)
+                with opened(self._run_dir, self._owner) as folder:
+                    if not folder.why_closed:
+                        self._owner = folder.owner
+                    self._look(folder, answered, is_last=is_last)
             if newest is not None:
                 told = msgspec.structs.replace(newest, answers=(*newest.answers, *self._refused))
                 if told != self._written:
                     self._written = told
                     write(self._run_dir, told)
 
-    def _look(self, answered: set[str], *, is_last: bool) -> None:
+    def _look(self, folder: Folder, answered: set[str], *, is_last: bool) -> None:
         """Pass new requests to the launcher, and remove those that it has answered.
 
         At the end of the job all are removed.
         """
         self._waiting -= answered
         refused = {answer.id for answer in self._refused}
-        for place in _places(self._run_dir):
-            name = place.stem
+        for name in folder.names():
             if is_last or name in answered:
-                _remove(place)
+                folder.remove(name)
             elif name not in self._waiting and name not in refused and len(self._waiting) < _AT_ONCE:
-                request = take(place, self._owner)
-                if request is not None and self._owner is None:
-                    self._refused = (*self._refused, Answer(name, self._why_closed))[-ANSWERS:]
+                request = folder.take(name)
+                if request is not None and folder.why_closed:
+                    self._refused = (*self._refused, Answer(name, folder.why_closed))[-ANSWERS:]
                 elif request is not None:
                     self._waiting.add(name)
                     self._on_request(request)
@@ -217,71 +221,86 @@ def made_now(folder: Path) -> os.stat_result:
         return os.fstat(file.fileno())
 
 
-def open_folder(run_dir: Path) -> int:
-    """Make the folder of requests for this user alone, on node 0; return the number of the user.
+class Folder(NamedTuple):
+    """The folder of requests while it is open."""
 
-    Raises ValueError with the reason if no request in the folder can be followed.
+    descriptor: int
+    owner: int
+    why_closed: str
+    """Reason why no request in the folder is followed, and nothing removed; empty if it is good."""
+
+    def names(self) -> list[str]:
+        """Return the names that requests may have, without their suffix, oldest first."""
+        return sorted(
+            name.removesuffix(_SUFFIX) for name in os.listdir(self.descriptor) if fnmatchcase(name, f"[0-9]*{_SUFFIX}")
+        )
+
+    def take(self, name: str) -> Request | None:
+        """Return the request of this name; None if there is none.
+
+        A file that is no request of the folder's owner or of root is removed. A file that cannot be
+        read stays.
+        """
+        try:
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.open(f"{name}{_SUFFIX}", flags, dir_fd=self.descriptor)
+            try:
+                found = os.fstat(file)
+                is_request = stat.S_ISREG(found.st_mode) and (self.why_closed or found.st_uid in (0, self.owner))
+                text = os.read(file, _LONGEST) if is_request else b""
+            finally:
+                os.close(file)
+        except OSError:
+            return None
+        with contextlib.suppress(ValueError):
+            if (request := msgspec.json.decode(text, type=Request)).id == name:
+                return request
+        self.remove(name)
+        return None
+
+    def remove(self, name: str) -> None:
+        """Remove the file of this name, if it can be, from a good folder."""
+        if not self.why_closed:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{name}{_SUFFIX}", dir_fd=self.descriptor)
+
+
+def make_folder(run_dir: Path) -> None:
+    """Make the folder of requests, on node 0, if nothing has its name. Raises OSError."""
+    with contextlib.suppress(FileExistsError):
+        (run_dir / REQUESTS).mkdir(0o700)
+
+
+@contextlib.contextmanager
+def opened(run_dir: Path, owner: int | None) -> Iterator[Folder]:
+    """Open the folder of requests, and close it to others than its user.
+
+    `owner` is the user that this process is in the run directory; None: not known yet. Raises
+    OSError if there is no such folder, also if a link has its name.
     """
     folder = run_dir / REQUESTS
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(0o700)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            owner, own = os.fstat(descriptor).st_uid, made_now(run_dir).st_uid
-            if owner == own:
-                os.fchmod(descriptor, 0o700)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise ValueError(f"the job cannot use {folder} ({error.strerror})") from error
-    if owner != own:
-        raise ValueError(f"{folder} belongs to user {owner}, and the job to user {own}: remove the folder, and ask again")
-    return own
+        found, own = os.fstat(descriptor), made_now(run_dir).st_uid if owner is None else owner
+        why_closed = ""
+        if found.st_uid != own:
+            why_closed = f"{folder} belongs to user {found.st_uid}, and the job to user {own}: remove the folder, and ask again"
+        elif stat.S_IMODE(found.st_mode) != 0o700:
+            os.fchmod(descriptor, 0o700)
+        yield Folder(descriptor, own, why_closed)
+    finally:
+        os.close(descriptor)
 
 
 def ask(run_dir: Path, drain: str, by: str) -> str:
-    """Leave a request for the job in its run directory; return its id. Raises OSError.
+    """Leave a request for the job in its run directory; return its id.
 
-    The job removes the file once it has answered.
+    The job removes the file once it has answered. Raises OSError, and ValueError with the remedy if
+    the folder is a link, which the job does not follow.
     """
     folder, name = run_dir / REQUESTS, f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}"
-    with replacing(folder / f"{name}.json") as file:
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link, which the job does not follow: remove it, and ask again")
+    with replacing(folder / f"{name}{_SUFFIX}") as file:
         file.write(msgspec.json.encode(Request(id=name, drain=drain, by=by)))
     return name
-
-
-def take(place: Path, owner: int | None) -> Request | None:
-    """Return the request in a file; None if there is none.
-
-    A file that is no request of this owner or of root is removed (None: of anybody). A file that
-    cannot be read stays.
-    """
-    try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            found = os.fstat(descriptor)
-            is_request = stat.S_ISREG(found.st_mode) and (owner is None or found.st_uid in (0, owner))
-            text = os.read(descriptor, _LONGEST) if is_request else b""
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return None
-    with contextlib.suppress(ValueError):
-        if (request := msgspec.json.decode(text, type=Request)).id == place.stem:
-            return request
-    _remove(place)
-    return None
-
-
-def _places(run_dir: Path) -> list[Path]:
-    """Return the files that may be requests, oldest first."""
-    try:
-        return sorted((run_dir / REQUESTS).glob("[0-9]*.json"))
-    except OSError:
-        return []
-
-
-def _remove(place: Path) -> None:
-    with contextlib.suppress(OSError):
-        place.unlink()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_recover.core.placement import place
 from megatron_recover.host.addresses import HOST, bind_free
 from megatron_recover.host.reachable import is_loopback, own_address
 from tests import forks
+from tests.host.test_addresses import free_range
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -306,15 +308,46 @@ def test_a_second_host_that_takes_itself_for_the_first_is_refused_by_the_one_at_
     nodes.assert_nothing_left()
 
 
+def chained(nodes: Nodes, name: str) -> tuple[str, str, Path]:
+    """The launcher's flags of a chain on two nodes, the script's, and the folder that it saves to."""
+    save = nodes.folder / name
+    return "--nnodes 2 --nproc-per-node 2 --chained", f"--save {save} --load {save} --save-interval 2", save
+
+
+def test_what_the_nodes_find_together_ends_a_chain_on_the_node_of_the_coordinator(nodes: Nodes) -> None:
+    starts = [chained(nodes, name) for name in ("save", "other")]
+    for number, (line, saves, _) in enumerate(starts):
+        nodes.start(number, line, saves)
+    assert [code for code, _ in nodes.end()] == [ExitCode.BAD_INPUT, ExitCode.BAD_INPUT]
+    assert [(save / "STOP").exists() for _, _, save in starts] == [True, False]
+    nodes.assert_nothing_left()
+
+
+def test_a_port_of_a_file_that_is_in_use_ends_no_chain(nodes: Nodes) -> None:
+    line, saves, save = chained(nodes, "save")
+    first, last = free_range("0.0.0.0", 8)
+    with ExitStack() as taken:
+        for port in range(first, last + 1):
+            taken.enter_context(socket.create_server(("0.0.0.0", port)))
+        for _ in range(2):
+            nodes.start(None, f"{line} --port-range {first}-{last}", saves)
+        ends = nodes.end()
+    assert [code for code, _ in ends] == [ExitCode.BAD_INPUT, ExitCode.BAD_INPUT]
+    assert any("no job begins here, as " in output for _, output in ends), ends
+    assert not (save / "STOP").exists()
+
+
 def test_another_key_is_told_to_the_node_that_has_it_and_the_others_wait_on(nodes: Nodes, tmp_path: Path) -> None:
     other = tmp_path / "other key"
     other.write_text("x" * 44)
     other.chmod(0o600)
     nodes.start(0, "--nnodes 2 --nproc-per-node 2 --rdzv-conf join_timeout=20")
-    nodes.start(1, key=other)
+    line, saves, save = chained(nodes, "save")
+    nodes.start(1, line, saves, key=other)
     code, output = nodes.end_of(1)
     assert code == ExitCode.BAD_INPUT
     assert "give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes" in output
+    assert not (save / "STOP").exists(), "the endpoint may be another job's for a time"
     assert nodes.launchers[0].poll() is None
     nodes.launchers[0].send_signal(signal.SIGINT)
     code, output = nodes.end_of(0)

@@ -118,7 +118,7 @@ class Folder:
 
     def die(self) -> None:
         """End the thread as a kill does: nothing is passed, written or removed any more."""
-        self.keeper._look = lambda answered, is_last: None  # type: ignore[method-assign,misc,assignment]
+        self.keeper._look = lambda folder, answered, is_last: None  # type: ignore[method-assign,misc,assignment]
         self.keeper._newest = None
         self.keeper.finish(30)
 
@@ -184,6 +184,7 @@ def test_a_folder_of_somebody_else_has_requests_refused_once(tmp_path: Path, mon
     (tmp_path / REQUESTS).mkdir()
     os.chown(tmp_path / REQUESTS, 12345, 12345)
     folder = Folder(tmp_path, monkeypatch)
+    (tmp_path / REQUESTS / "0-no-request.json").touch()
     asked = ask(tmp_path, "1", "a@b")
     folder.until(lambda: (now := read(tmp_path)) and now.answers)
     folder.keeper.take(running(step=2))
@@ -193,6 +194,47 @@ def test_a_folder_of_somebody_else_has_requests_refused_once(tmp_path: Path, mon
     assert "belongs to user 12345, and the job to user 0: remove the folder" in now.answers[0].refused
     assert not folder.passed
     folder.keeper.finish(30)
+    assert folder.names == ["0-no-request.json", f"{asked}.json"], "the folder is not the job's"
+
+
+def test_no_file_is_removed_through_a_link_at_the_name_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run_dir.mkdir()
+    elsewhere.mkdir()
+    for name in ("0-none.json", "1-other.json"):
+        (elsewhere / name).write_text(json.dumps({"id": "1-other", "drain": "1", "by": "a@b"}))
+    (run_dir / REQUESTS).symlink_to(elsewhere)
+    folder = Folder(run_dir, monkeypatch)
+    folder.keeper.take(running(step=2))
+    folder.until(lambda: (now := read(run_dir)) and now.step == 2)
+    assert "requests is a link, which the job does not follow: remove it" in refusal(["1", str(run_dir)], capsys)
+    folder.keeper.finish(30)
+    assert not folder.passed and folder.names == ["0-none.json", "1-other.json"]
+
+
+def test_a_folder_that_has_made_room_for_the_jobs_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / REQUESTS).symlink_to(tmp_path / "nowhere")
+    folder = Folder(tmp_path, monkeypatch)
+    (tmp_path / REQUESTS).unlink()
+    folder.until((tmp_path / REQUESTS).is_dir)
+    asked = ask(tmp_path, "1", "a@b")
+    folder.until(lambda: folder.passed)
+    folder.keeper.finish(30)
+    assert [each.id for each in folder.passed] == [asked] and not folder.names
+
+
+def test_a_link_that_takes_the_place_of_the_folder_leads_nowhere(folder: Folder, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "0-none.json").touch()
+    (folder.run_dir / REQUESTS).rename(tmp_path / "first")
+    (folder.run_dir / REQUESTS).symlink_to(elsewhere)
+    folder.keeper.take(running(step=2))
+    folder.until(lambda: (now := read(folder.run_dir)) and now.step == 2)
+    folder.keeper.finish(30)
+    assert folder.names == ["0-none.json"]
 
 
 def carrier(found: list[Request]) -> tuple[Requests, list[Any], list[Status]]:

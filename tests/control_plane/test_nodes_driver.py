@@ -230,6 +230,19 @@ def test_the_loss_of_a_node_is_one_event_for_all_its_replicas_and_no_others(make
     assert town.announced(0)[-1].new.losses[0].detail.startswith("node n1: its agent is gone")
 
 
+def test_a_fence_counts_for_the_next_writer_when_all_nodes_of_the_replica_have_confirmed_it(make_town: Make) -> None:
+    town = make_town(least=2, most=2)
+    agents = town.start([[0], [0, 1]], num_nodes=2)
+    agents[0].say(ReplicaGone(Loss(0, LossKind.SUSPECTED)))
+    town.until(lambda: all(FenceReplica(0) in agent.received for agent in agents))
+    agents[0].say(FenceDone(0))
+    agents[0].say(FenceDone(0))
+    town.run(0.1, *agents)
+    assert [event.writer for event in town.of(trace.Granted)] == [0], "its ranks on node 1 may still name a checkpoint"
+    agents[1].say(FenceDone(0))
+    town.until(lambda: [event.writer for event in town.of(trace.Granted)] == [0, 1])
+
+
 def test_a_silent_node_is_shown_at_once_removed_after_its_time_and_fenced_when_it_comes_back(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])

@@ -18,12 +18,14 @@ from megatron_recover.core.coordinator import (
     Arm,
     AtWork,
     CoordinatorState,
+    Dismiss,
     EndJob,
     ExitAsked,
     Fence,
     FenceConfirmed,
     Give,
     Launched,
+    LeaveAsked,
     MembershipSettings,
     Progressed,
     ReplicaLost,
@@ -45,6 +47,7 @@ from megatron_recover.core.membership_messages import (
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
+    ReplicaLeaving,
     ReplicaSaving,
     Void,
 )
@@ -1182,6 +1185,14 @@ def test_after_the_loss_of_the_writer_the_next_grant_waits_for_its_end(end: coor
     assert gifts(effects) == [Grant(2, 2, 1)]
     state, effects = feed(state, Named(0, 1), FenceConfirmed(0), TimerFired("lease 1"))
     assert gifts(effects) == [], "what comes later ends nothing of the next writer"
+
+
+def test_after_the_writer_has_left_the_next_grant_waits_for_its_lease() -> None:
+    state, _ = feed(started(), LeaveAsked((0,), "a"))
+    state, effects = feed(state, ReplicaLeaving(0, 1))
+    assert gifts(effects) == [] and effects[-2:] == [Dismiss(0), Arm("lease 1", "lapse_s")]
+    _, effects = feed(state, TimerFired("lease 1"))
+    assert gifts(effects) == [Grant(2, 2, 1)]
 
 
 def test_the_loss_of_a_writer_that_holds_nothing_arms_no_lease() -> None:
