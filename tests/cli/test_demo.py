@@ -311,6 +311,7 @@ def test_the_real_demo_proves_its_claims_within_its_budget(tmp_path: Path) -> No
     content = json.loads(done.stdout)
     assert content["proven"] is True
     assert content["summary"]["steps"] >= 20
+    assert (tmp_path / "demo" / "faulty" / "loss.svg").read_text().startswith("<?xml")
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"{content['seconds']:.0f} s, {cpu_s:.0f} CPU-seconds")
     assert cpu_s < 180, "3 minutes on a machine of which the demo has one core all the time"

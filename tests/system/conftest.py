@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import hashlib
+import os
 import pathlib
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -23,15 +27,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory, data: pathlib.Path) -> C
 
     One replica computes all microbatches itself: that `exact` runs of any number of replicas equal it bit for bit is the claim.
     """
-    made: dict[Job, pathlib.Path] = {}
-    folder = tmp_path_factory.mktemp("reference")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"  # for all workers of pytest-xdist
+    folder.mkdir(exist_ok=True)
 
     def get(job: Job) -> pathlib.Path:
         alone = dataclasses.replace(job, replicas=1, run_flags=(), timeouts=(), module="megatron_recover")
-        if alone not in made:
-            run_dir = folder / f"run{len(made)}"
-            run_job(alone, run_dir, data).expect(0)
-            made[alone] = run_dir
-        return made[alone]
+        run_dir = folder / hashlib.sha256(repr(alone).encode()).hexdigest()[:16]
+        ended = run_dir.with_suffix(".ended")
+        with open(run_dir.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not ended.exists():
+                shutil.rmtree(run_dir, ignore_errors=True)  # of a try that failed
+                run_job(alone, run_dir, data).expect(0)
+                ended.touch()
+        return run_dir
 
     return get
