@@ -18,8 +18,9 @@ EXPECTED = {
     "kill_on_bad_exit": (12, "write --kill-on-bad-exit=0", "_bad_exit"),
     "wait": (12, "write --wait=0", "_wait"),
     "signal_to_the_shell": (6, "write #SBATCH --signal=USR2@120, by which each agent gets the signal", "_batch_signal"),
-    "one_srun_for_all_nodes": (12, "start one srun for each node in the background: --nodes=1 --ntasks=1 --nodelist=NODE ... &, and "
-                               "wait behind the loop", "_foreground"),
+    "one_srun_for_all_nodes": (
+        12, "start one srun for each node in the background: --nodes=1 --ntasks=1 --nodelist=NODE ... &, "
+        "and wait behind the loop", "_foreground"),
     "srun_in_the_foreground": (12, "end the line with &", "_foreground"),
     "no_wait_behind_the_agents": (12, "add the line: wait", "_early_end"),
     "torchrun": (12, "write megatron-recover run", "_torchrun"),
