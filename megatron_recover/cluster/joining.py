@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_recover.authentication.handshake import OTHER_PROTOCOL
 from megatron_recover.cluster import endpoint_file
-from megatron_recover.cluster.meeting import JOIN_S, Meeting, owns_endpoint
+from megatron_recover.cluster.meeting import JOIN_S, Meeting, only_here, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -212,7 +212,7 @@ class Place:
                 end = end or NotMet(ExitCode.BAD_INPUT, mistake)
             if end is not None:
                 self._hang_up(joined)
-                raise end
+                raise self._advised(end)
         return heard.met
 
     def _purpose(self, where: str, mistake: str) -> str:
@@ -244,6 +244,13 @@ class Place:
                 ExitCode.TOO_FEW_REPLICAS, f"no coordinator was at {where} for {self._dial_s} s ({heard.lost}); {remedy}"
             )
         return None
+
+    def _advised(self, end: NotMet) -> NotMet:
+        """Return an end because nodes are missing with the reason, if that is the endpoint."""
+        is_only_here = self._file is None and all(map(reachable.is_loopback, self._endpoint))
+        if end.exit_code == ExitCode.TOO_FEW_REPLICAS and is_only_here:
+            return NotMet(end.exit_code, "; ".join((str(end), *only_here(self._meeting))))
+        return end
 
     def _remedy(self, otherwise: str) -> str:
         """Return what to change if no coordinator of this job is at the endpoint."""
