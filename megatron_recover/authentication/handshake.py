@@ -44,6 +44,10 @@ _VERDICT = struct.Struct("<8sBQ32s")
 """Magic, verdict, generation of the acceptor, proof."""
 
 
+OTHER_PROTOCOL = "the other end does not speak this protocol"
+"""Reason of a `Refused` where something else listens or dials."""
+
+
 class Refused(Exception):
     """The other end is not the wanted party, or speaks another protocol.
 
@@ -196,7 +200,7 @@ class Connector(_Side):
         if not self._nonce:
             magic, self._nonce, proof = _CHALLENGE.unpack(message)
             if magic != MAGIC:
-                raise Refused("the other end does not speak this protocol")
+                raise Refused(OTHER_PROTOCOL)
             _check(_OF_ACCEPTOR, self._key, proof, self.opening, self._nonce)
             self._size = _VERDICT.size
             return _proof(_OF_CONNECTOR, self._key, self.opening, self._nonce)
@@ -239,7 +243,7 @@ class Acceptor(_Side):
         message = self._collect(data)
         if not message:
             if not self._opening and not MAGIC.startswith(self._got[: len(MAGIC)]):  # a stranger may wait for an answer
-                raise Refused("the other end does not speak this protocol")
+                raise Refused(OTHER_PROTOCOL)
             return b""
         if not self._opening:
             self._judge(message)
@@ -258,7 +262,7 @@ class Acceptor(_Side):
     def _judge(self, opening: bytes) -> tuple[Party, Party, int]:
         magic, role, wanted, port, replica, rank, my_replica, my_rank, generation, _ = _OPENING.unpack(opening)
         if magic != MAGIC or role not in tuple(Role) or wanted not in tuple(Role):
-            raise Refused("the other end does not speak this protocol")
+            raise Refused(OTHER_PROTOCOL)
         peer, me = Party(Role(role), replica, rank), Party(Role(wanted), my_replica, my_rank)
         if port != self._port or peer == me or not self._admits(peer, me):
             raise Refused(f"{peer} wants {me} at port {port}, which is not served here")

@@ -84,6 +84,8 @@ def _job_of_several(
     except (ValueError, OSError) as error:
         several_nodes.report(line, several_nodes.mistake_of(error), request)
         raise
+    if not arguments.quiet:
+        _print(line.notes)  # before the wait, which a mistake in an endpoint makes long
     existed = run_dirs.exists(arguments.run_dir)
     joined, address = several_nodes.join(arguments, line, wanted, request)
     try:
@@ -154,14 +156,18 @@ def _described(
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
     if not arguments.quiet:
-        for note in (
-            *line.notes,
+        _print([
+            *([] if line.nodes.is_of_several else line.notes),
             *([] if fitting is None else fitting[1:]),
             *_notes(job, is_derived=arguments.replicas is None or arguments.lanes is None and lanes > 1),
             *several_nodes.notes(job),
-        ):
-            print(f"megatron-recover run: {note}", file=sys.stderr)
+        ])  # fmt: skip
     return job, chaos_text
+
+
+def _print(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"megatron-recover run: {note}", file=sys.stderr, flush=True)
 
 
 def _refuse_stopped(flags: Sequence[str], *, is_chained: bool) -> None:

@@ -14,7 +14,7 @@ from megatron_recover.cli.node_checks import folders_of
 from megatron_recover.cli.run_flags import add_flags
 from megatron_recover.cluster.doctor.findings import Check, Finding, Need, warn
 from megatron_recover.cluster.doctor.node import examine, software
-from megatron_recover.cluster.meeting import Meeting
+from megatron_recover.cluster.meeting import Meeting, only_here
 from megatron_recover.config import inherited_environment
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser, misplaced, split, value_of
@@ -49,8 +49,11 @@ def _parser() -> Parser:
     return parser
 
 
-def _need(arguments: Namespace, command: Sequence[str], environment: dict[str, str]) -> Need:
-    """Return what a launch line asks of this node. Raises ValueError where the line is wrong."""
+def _need(arguments: Namespace, command: Sequence[str], environment: dict[str, str]) -> tuple[Need, list[Finding]]:
+    """Return what a launch line asks of this node, and the findings about where nodes meet.
+
+    Raises ValueError where the line is wrong.
+    """
     wanted = arguments.nproc_per_node or environment.get("PET_NPROC_PER_NODE")
     is_rank_per_gpu = wanted in _PER_GPU and has_gpu()
     if is_rank_per_gpu:  # `launch_line.read` would import torch to count them
@@ -65,12 +68,14 @@ def _need(arguments: Namespace, command: Sequence[str], environment: dict[str, s
     address, mistake = _address(line.nodes)
     run_dir = [] if arguments.run_dir is None else ["--run-dir", str(arguments.run_dir)]
     ranks_per_gpu = value_of(command, "--recover-ranks-per-gpu") or "1"
-    return Need(
+    need = Need(
         num_ranks=num_ranks, is_rank_per_gpu=is_rank_per_gpu, on_gpus=has_gpu(),
         num_nodes=line.nodes.most_nodes if address or mistake else 1, address=address, address_mistake=mistake,
         ranks_per_gpu=int(ranks_per_gpu) if ranks_per_gpu.isdecimal() and int(ranks_per_gpu) else 1,
         folders=folders_of([*command, *run_dir]), environment=inherited_environment(),
     )  # fmt: skip
+    is_only_here = line.nodes.is_of_several and not (address or mistake)
+    return need, [warn(Check.ADDRESS, *only_here(line.nodes))] if is_only_here else []
 
 
 def _address(meeting: Meeting) -> tuple[str | None, str]:
@@ -80,6 +85,8 @@ def _address(meeting: Meeting) -> tuple[str | None, str]:
     """
     if not meeting.is_of_several:
         return None, ""
+    if meeting.endpoint_file is not None:
+        return _address_of_first(meeting)
     try:
         flags = {"interface": meeting.interface, "local_addr": meeting.local_addr}
         endpoint = reachable.endpoint_addresses(meeting.host, meeting.flag, **flags)
@@ -87,6 +94,14 @@ def _address(meeting: Meeting) -> tuple[str | None, str]:
     except ValueError as error:
         return None, str(error)
     return (None if all(map(reachable.is_loopback, endpoint)) else found), ""
+
+
+def _address_of_first(meeting: Meeting) -> tuple[str | None, str]:
+    """Return the address that this node would write into the file of the endpoint, or why not."""
+    try:
+        return reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _software(arguments: Namespace, command: Sequence[str]) -> list[Finding]:
@@ -117,10 +132,11 @@ def main(argv: list[str]) -> int:
         parser.error("\n".join(found))
     arguments = parser.parse_args(ours)
     try:
-        need = _need(arguments, command, inherited_environment())
+        need, about_meeting = _need(arguments, command, inherited_environment())
     except ValueError as error:
         parser.error(str(error))
-    findings = [*_software(arguments, command), *examine(need), *_other_nodes(need.num_nodes)]  # in the order of `Check`
+    findings = [*_software(arguments, command), *examine(need), *about_meeting, *_other_nodes(need.num_nodes)]
+    findings.sort(key=lambda each: [*Check].index(each.check))
     if arguments.json:
         rows = [{"node": host_name()} | msgspec.structs.asdict(each) for each in findings]
         print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())

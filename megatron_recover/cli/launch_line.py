@@ -81,7 +81,8 @@ TORCHRUN = (
     Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node: several nodes meet at --rdzv-endpoint, with "
          "static at --master-addr if no endpoint is given (default: static)"),
     Flag("--rdzv-endpoint", "taken", "HOST or HOST:PORT of the node at which several nodes meet (default port with c10d: "
-         "29400), or file:PATH on a shared disk, into which the first node writes its own; noted on one node",
+         "29400), or file:PATH on a shared disk, a new one for each start, into which the first node writes its own; noted on "
+         "one node",
          is_of_several=True),
     Flag("--rdzv-id", "taken", "TORCHELASTIC_RUN_ID of the ranks, the same on all nodes (default: a new one; "
          "`none` with several nodes)"),

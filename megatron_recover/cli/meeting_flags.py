@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_recover.cluster.meeting import Meeting
+from megatron_recover.cluster.meeting import Meeting, only_here
 from megatron_recover.deadlines import LEAST_NODE_S, NODE_S
 from megatron_recover.host.addresses import HOST, LARGEST_PORT, Ports
 
@@ -110,8 +110,7 @@ def notes(meeting: Meeting, given: Mapping[str, str]) -> Iterator[str]:
             if flag[2:].replace("-", "_") in given:
                 yield f"{flag} changes nothing here: the nodes meet at --rdzv-endpoint"
     elif "master_addr" not in given:
-        remedy = "give --master-addr, the name or address of node 0"
-        yield f"the nodes meet at {meeting.host}, which only this machine reaches; {remedy}"
+        yield "; ".join(only_here(meeting))
     for key in _pairs(given.get("rdzv_conf", "")):
         if key not in _used(is_static=meeting.is_static):
             yield f"--rdzv-conf {key} changes nothing here: {_UNUSED.get(key, _UNREAD)}"

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_recover.authentication.handshake import OTHER_PROTOCOL
 from megatron_recover.cluster import endpoint_file
-from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, listened_at, owns_endpoint
+from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, listened_at, only_here, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -246,7 +247,7 @@ class Place:
                 end = end or NotMet(ExitCode.BAD_INPUT, mistake)
             if end is not None:
                 self._hang_up(joined)
-                raise end
+                raise self._advised(end)
         return heard.met
 
     def _purpose(self, where: str, mistake: str) -> str:
@@ -259,11 +260,13 @@ class Place:
 
     def _failure(self, membership: Membership, heard: _Heard, where: str) -> NotMet | None:
         """Return why this node can meet no others; None while it can."""
+        if membership.refusal == OTHER_PROTOCOL:
+            remedy = self._remedy("give the address of node 0 and a free port")
+            return NotMet(ExitCode.BAD_INPUT, f"something else listens at {where}: {membership.refusal}; {remedy}")
         if membership.refusal:
-            return NotMet(
-                ExitCode.BAD_INPUT,
-                f"at {where}: {membership.refusal}; give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes",
-            )
+            remedy = "give the same --key-file (or MEGATRON_RECOVER_KEY) on all nodes"
+            remedy += f"; {self._remedy('')}" if self._file is not None else ""
+            return NotMet(ExitCode.BAD_INPUT, f"at {where}: {membership.refusal}; {remedy}")
         if heard.gives_up or (heard.is_idle and heard.lost):
             return NotMet(
                 ExitCode.FAILED,
@@ -271,12 +274,33 @@ class Place:
                 "next save point; start all nodes again then",
             )
         if heard.lost:
+            remedy = self._remedy("give the same endpoint on all nodes, and start the one that owns it")
             return NotMet(
-                ExitCode.TOO_FEW_REPLICAS,
-                f"no coordinator was at {where} for {self._dial_s} s ({heard.lost}); give the same endpoint on all "
-                "nodes, and start the one that owns it",
+                ExitCode.TOO_FEW_REPLICAS, f"no coordinator was at {where} for {self._dial_s} s ({heard.lost}); {remedy}"
             )
         return None
+
+    def _advised(self, end: NotMet) -> NotMet:
+        """Return an end because nodes are missing with the reason, if that is the endpoint."""
+        is_only_here = self._file is None and all(map(reachable.is_loopback, self._endpoint))
+        if end.exit_code == ExitCode.TOO_FEW_REPLICAS and is_only_here:
+            return NotMet(end.exit_code, "; ".join((str(end), *only_here(self._meeting))))
+        return end
+
+    def _remedy(self, otherwise: str) -> str:
+        """Return what to change if no coordinator of this job is at the endpoint."""
+        meeting, file = self._meeting, self._file
+        if file is not None:
+            return (
+                f"that address is in {file}, which an earlier start may have left: remove {file} and "
+                f"{endpoint_file.owner_file(file)}, or give each start a file of its own"
+            )
+        if meeting.node_rank == 0 and self.may_own and not self._is_here:
+            return (
+                f"{meeting.host} is no address of this node, which is --node-rank 0; give an address of this node by "
+                f"{meeting.flag}"
+            )
+        return otherwise
 
     def _silence(self, membership: Membership, where: str) -> NotMet | None:
         """Return why a coordinator that does not answer is awaited no longer; None while it is.
@@ -294,7 +318,8 @@ class Place:
         if not membership.is_known and silent_s >= self._dial_s + limit_s:
             return NotMet(
                 ExitCode.TOO_FEW_REPLICAS,
-                f"what listens at {where} did not answer for {silent_s:.0f} s; give the endpoint of the job on all nodes",
+                f"what listens at {where} did not answer for {silent_s:.0f} s; "
+                f"{self._remedy('give the endpoint of the job on all nodes')}",
             )
         return None
 

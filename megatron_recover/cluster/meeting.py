@@ -68,6 +68,14 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
         return self.most_nodes > 1
 
 
+def only_here(meeting: Meeting) -> tuple[str, str]:
+    """Return the mistake of an endpoint at a loopback address, and its remedy."""
+    return (
+        f"the nodes meet at {meeting.host}, which only this machine reaches",
+        f"give {meeting.flag}, the name or address of node 0",
+    )
+
+
 def owns_endpoint(
     meeting: Meeting, *, endpoint_addresses: Collection[str], my_addresses: Collection[str], my_host_name: str
 ) -> bool:

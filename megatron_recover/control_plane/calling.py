@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply
-from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, dial, largest_body
+from megatron_recover.control_plane.wire import NOBODY_LISTENS, CannotDial, Link, LinkClosed, Message, dial, largest_body
 from megatron_recover.host.addresses import parse_address
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -50,6 +50,8 @@ class OutgoingLink(Link):
         dials again all the same."""
         self._is_dialled = False
         """True once there has been a connection."""
+        self._error: OSError | None = None
+        """The first error of this connection. A later call on the socket would give another one."""
         super().__init__(None, None, clock, largest_body(peer.role, me.role))
         try:
             self.redial()
@@ -108,7 +110,7 @@ class OutgoingLink(Link):
         may succeed (`retry_s`).
         """
         self._take_socket(dial(self._address))
-        self._is_dialled = True
+        self._is_dialled, self._error = True, None
         _, port = parse_address(self._address)
         self._connector = Connector(self._key, self._me, self._peer, port=port, nonce=secrets.token_bytes(NONCE_BYTES))
         self._to_say = self._connector.opening
@@ -134,8 +136,9 @@ class OutgoingLink(Link):
         except BlockingIOError:
             return
         except OSError as error:
-            self._refused = error.errno == errno.ECONNREFUSED
-            raise LinkClosed(str(error)) from error
+            first = self._error = self._error or error
+            self._refused = first.errno == errno.ECONNREFUSED
+            raise LinkClosed(NOBODY_LISTENS if self._refused else str(first)) from error
         except Refused as refused:
             self.refusal = str(refused)
             raise LinkClosed(self.refusal) from refused

@@ -84,6 +84,8 @@ STATUSES_A_FRAME = 1024
 have an entry for every bucket, and the size of a frame is limited. Each frame has the pace of every
 member once, and its receiver looks at all statuses so far: with few statuses a frame both costs
 grow with the square of the members."""
+NOBODY_LISTENS = "Connection refused: nothing listens there"
+"""Reason of a `LinkClosed` for a connection that was refused."""
 _HEADER = struct.Struct("!2sHIQ")
 _NUMBER = struct.Struct("!Q")
 _MAGIC = b"mr"
@@ -479,7 +481,7 @@ def dial(address: str) -> socket.socket:
     if code not in (0, errno.EINPROGRESS):
         connection.close()
         if code == errno.ECONNREFUSED:
-            raise LinkClosed(os.strerror(code))
+            raise LinkClosed(NOBODY_LISTENS)
         raise CannotDial(f"cannot connect to {address} ({os.strerror(code)})")
     return connection
 

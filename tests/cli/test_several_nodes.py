@@ -270,6 +270,16 @@ def test_jobs_of_an_array_that_wait_in_vain_end_with_one_message_and_stop_their_
     nodes.assert_nothing_left()
 
 
+def test_an_endpoint_that_only_this_machine_reaches_is_named_before_the_wait_and_at_its_end(nodes: Nodes) -> None:
+    nodes.where = lambda number: ["--node-rank", str(number), "--master-port", str(nodes.port)]  # type: ignore[method-assign]
+    nodes.start(0, "--nnodes 2 --nproc-per-node 2 --rdzv-conf join_timeout=1")
+    code, output = nodes.end_of(0)
+    said = "the nodes meet at 127.0.0.1, which only this machine reaches; give --master-addr, the name or address of node 0"
+    before, _, after = output.partition("meets the others at")
+    assert (code, f"megatron-recover run: {said}\n" in before) == (ExitCode.TOO_FEW_REPLICAS, True), output
+    assert after.endswith(f"or give --nnodes MIN:MAX; {said}\n"), output
+
+
 @pytest.mark.parametrize("where", ["address", "file"])
 def test_a_mistake_is_told_to_nobody_where_no_other_node_is_and_no_endpoint_is_claimed_for_it(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch

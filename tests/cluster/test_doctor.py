@@ -358,13 +358,18 @@ def test_the_verb_finds_the_address_of_a_node_among_several_or_says_why_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor.one_megatron, "choose", lambda *_, **__: None)
-    line = ["--json", "--nnodes", "2", "--nproc-per-node", "2", "--master-port", "29400", "--master-addr"]
+    line = ["--json", "--nnodes", "2", "--nproc-per-node", "2", "--master-port", "29400"]
     found = {}
-    for host in ("127.0.0.1", "no.such.host.invalid"):
-        doctor.main([*line, host])
+    for host in ("", "127.0.0.1", "no.such.host.invalid"):
+        doctor.main([*line, *(["--master-addr", host] if host else [])])
         found[host] = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
-    assert "address" not in found["127.0.0.1"], "all nodes are on this machine"
-    [row] = [rows["address"] for rows in found.values() if "address" in rows]
+    assert found[""]["address"] == {
+        "node": socket.gethostname(), "check": "address", "level": "warn",
+        "value": "the nodes meet at 127.0.0.1, which only this machine reaches",
+        "remedy": "give --master-addr, the name or address of node 0",
+    }  # fmt: skip
+    assert found["127.0.0.1"]["address"] == found[""]["address"]
+    row = found["no.such.host.invalid"]["address"]
     assert row["level"] == "fail" and row["value"].startswith("--master-addr: no.such.host.invalid does not resolve on node")
     assert row["remedy"].startswith("give an address, or enter the name in")
     assert "ports" not in found["127.0.0.1"]
@@ -373,6 +378,17 @@ def test_the_verb_finds_the_address_of_a_node_among_several_or_says_why_not(
         "value": "this command examines this node alone, and no connection to the other 1 of 2 nodes",
         "remedy": "give it on every node; `run` examines all nodes, and each pair of them, before it starts anything",
     }  # fmt: skip
+
+
+def test_the_verb_judges_the_address_that_the_first_node_writes_into_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.one_megatron, "choose", lambda *_, **__: None)
+    monkeypatch.setattr(doctor.reachable, "own_address", lambda **_: "192.0.2.7")
+    line = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    doctor.main(["--json", *line, "--rdzv-endpoint", f"file:{tmp_path / 'endpoint'}"])
+    rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+    assert "192.0.2.7" in rows["address"]["value"] and "ports" in rows
 
 
 def test_two_megatrons_and_missing_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from megatron_recover.authentication.handshake import OTHER_PROTOCOL
 from megatron_recover.cluster import joining
 from megatron_recover.cluster import membership as members
 from megatron_recover.cluster.endpoint_file import claim, publish
@@ -294,6 +295,48 @@ def test_too_few_jobs_of_an_array_end_a_chain_and_too_few_nodes_of_an_allocation
         )
     assert (end.value.exit_code, end.value.stops) == (ExitCode.TOO_FEW_REPLICAS, by_file)
     assert (MISSING_JOBS in str(end.value)) == by_file
+
+
+def _unmet(place: Any, *, lost: str = "", refusal: str = "") -> str:
+    """Return why a node can meet no others, whose link was `lost`, or whose handshake shows a `refusal`."""
+    heard = SimpleNamespace(lost=lost, gives_up="", is_idle=False)
+    return str(place._failure(SimpleNamespace(refusal=refusal), heard, f"{HOST}:1"))
+
+
+def test_an_address_that_an_earlier_start_may_have_left_is_named_with_its_files(tmp_path: Path) -> None:
+    file = tmp_path / "endpoint"
+    publish(file, f"{HOST}:1")
+    (tmp_path / "endpoint.owner").touch()
+    place: Any = Place(_file_meeting(tmp_path, join_s=3), Deadlines.of(60.0), EndRequest())
+    rest = (
+        f"that address is in {file}, which an earlier start may have left: remove {file} and {file}.owner, or give each start "
+        "a file of its own"
+    )
+    assert _unmet(place, lost="refused") == f"no coordinator was at {HOST}:1 for 3 s (refused); {rest}"
+    silent: Any = SimpleNamespace(is_known=False, silent_s=lambda: 1000.0)
+    assert str(place._silence(silent, f"{HOST}:1")) == f"what listens at {HOST}:1 did not answer for 1000 s; {rest}"
+    assert _unmet(place, refusal="another key").endswith(f"(or MEGATRON_RECOVER_KEY) on all nodes; {rest}")
+
+
+def test_a_node_that_finds_something_else_at_the_endpoint_is_told_so_and_not_of_its_key() -> None:
+    meeting = Meeting(least_nodes=2, most_nodes=2, host=HOST, port=1, node_rank=1, flag="--master-addr")
+    place: Any = Place(meeting, Deadlines.of(60.0), EndRequest())
+    assert _unmet(place, refusal=OTHER_PROTOCOL) == (
+        f"something else listens at {HOST}:1: {OTHER_PROTOCOL}; give the address of node 0 and a free port"
+    )
+    assert "give the same --key-file" in _unmet(place, refusal="another key")
+
+
+def test_node_0_is_told_that_the_endpoint_is_no_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining.reachable, "interfaces", dict)
+    monkeypatch.setattr(joining.reachable, "is_loopback", lambda address: address == "127.0.0.2")
+    meeting = Meeting(
+        least_nodes=2, most_nodes=2, host=HOST, port=1, node_rank=0, flag="--master-addr", local_addr="127.0.0.2", join_s=3
+    )
+    place: Any = Place(meeting, Deadlines.of(60.0), EndRequest())
+    rest = f"{HOST} is no address of this node, which is --node-rank 0; give an address of this node by --master-addr"
+    assert _unmet(place, lost="refused") == f"no coordinator was at {HOST}:1 for 3 s (refused); {rest}"
+    assert _unmet(place, refusal=OTHER_PROTOCOL).endswith(f"{OTHER_PROTOCOL}; {rest}")
 
 
 @pytest.mark.parametrize(

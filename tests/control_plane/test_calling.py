@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_recover.control_plane import wire
-from megatron_recover.control_plane.wire import PeerHello
+from megatron_recover.control_plane.wire import LinkClosed, PeerHello
+from megatron_recover.host.addresses import HOST, address_of, bind_free
 from tests.authentication.test_admission import ME, PEER, House, few_descriptors
 from tests.control_plane.partners import call
 
@@ -42,6 +43,20 @@ def test_a_send_that_finds_the_connection_reset_dials_again(house: House) -> Non
     house.loop.send(link, PeerHello(1))
     house.until(lambda: house.seen or why)
     assert (why, house.seen) == ([], [PeerHello(1)])
+
+
+def test_a_refused_connection_is_told_as_one_whatever_the_socket_says_later() -> None:
+    """The first call on such a socket fails with ECONNREFUSED, and those after it with EPIPE."""
+    with bind_free(HOST) as free:
+        address = address_of(free)
+    link = call(address, PEER, ME)
+    try:
+        for _ in range(3):
+            with pytest.raises(LinkClosed, match="^Connection refused: nothing listens there$"):
+                link.flush()
+            assert link.is_refused
+    finally:
+        link.close()
 
 
 def test_late_word_of_a_broken_connection_does_not_close_the_one_after_it(house: House) -> None:

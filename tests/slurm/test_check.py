@@ -18,9 +18,13 @@ EXPECTED = {
     "kill_on_bad_exit": (12, "write --kill-on-bad-exit=0", "_bad_exit"),
     "wait": (12, "write --wait=0", "_wait"),
     "signal_to_the_shell": (6, "write #SBATCH --signal=USR2@120, by which each agent gets the signal", "_batch_signal"),
-    "one_srun_for_all_nodes": (12, "start one srun for each node in the background: --nodes=1 --ntasks=1 --nodelist=NODE ... &",
-                               "_foreground"),
+    "one_srun_for_all_nodes": (
+        12, "start one srun for each node in the background: --nodes=1 --ntasks=1 --nodelist=NODE ... &, "
+        "and wait behind the loop", "_foreground"),
     "srun_in_the_foreground": (12, "end the line with &", "_foreground"),
+    "no_wait_behind_the_agents": (12, "add the line: wait", "_early_end"),
+    "torchrun": (12, "write megatron-recover run", "_torchrun"),
+    "no_key": (12, "add --key-file FILE", "_key"),
     "cpus_of_the_job_only": (13, "add --cpus-per-task=32 to it", "_cpus"),
     "gpus_per_task": (12, "write --gpus-per-node=NUMBER on the #SBATCH side instead", "_gpus"),
     "gpus_of_the_whole_job": (4, "write --gpus-per-node=NUMBER instead", "_gpus"),
@@ -68,6 +72,12 @@ def test_each_bad_script_has_its_one_finding(name: str, capsys: pytest.CaptureFi
         ("wait\n", "cat <<EOF\nsrun torchrun\nEOF\nwait  # srun torchrun doesn't count here\n"),
         ("srun --no-kill", 'flags=(--no-kill\n  --mpi=none)\n  srun "${flags[@]}"'),
         ("#SBATCH --open-mode=append", "#SBATCH --no-requeue"),
+        ("wait\n", "while squeue -h -j $SLURM_JOB_ID -s | grep -q .; do sleep 10; done\n"),
+        ("&\ndone\nwait\n", "& done; wait $!\n"),
+        ('--key-file "$RUN/key"', '--key-file="$RUN/key"'),
+        ('4 --key-file "$RUN/key"', '"$SLURM_NNODES" --key-file "$RUN/key"'),
+        ('--key-file "$RUN/key"', '"${flags[@]}"'),
+        ('4 --key-file "$RUN/key"', "1"),
     ],
 )  # fmt: skip
 def test_scripts_that_are_right_have_no_finding(old: str, new: str) -> None:
@@ -82,6 +92,25 @@ def test_gpus_of_the_whole_job_are_right_where_srun_has_a_number_of_its_own() ->
     assert len(check.findings(of_the_job)) == 1
 
 
+def test_several_nodes_need_a_key_from_the_script() -> None:
+    """The number of nodes may be a variable of Slurm. The key may be a variable of the environment."""
+    without = GOOD.replace(' --key-file "$RUN/key"', "")
+    for number in ("4", "2:4", '"$SLURM_JOB_NUM_NODES"', '4 --rdzv-endpoint "${nodes[0]}:29500"'):
+        text = without.replace("--nnodes 4", f"--nnodes {number}")
+        [found] = check.findings(text)
+        assert (found.what, found.remedy) == ("run of several nodes needs a key", "add --key-file FILE")
+        assert check.findings(text.replace("RUN=", 'export MEGATRON_RECOVER_KEY="$(< key)"\nRUN=', 1)) == []
+        assert len(check.findings(text.replace("RUN=", "# MEGATRON_RECOVER_KEY\nRUN=", 1))) == 1
+
+
+def test_a_script_that_waits_before_it_starts_its_agents_ends_while_they_run() -> None:
+    """A loop that starts the agents, and a wait for something else, keep no script."""
+    loop = 'for node in "${nodes[@]}"; do'
+    for old, new in ((loop, f"sleep 1 & wait\n{loop}"), (loop, "while read -r node; do")):
+        [found] = check.findings(GOOD.replace("done\nwait\n", "done\n").replace(old, new))
+        assert found.what == "the batch script ends while its agents run, and Slurm ends all steps with it"
+
+
 def test_a_signal_to_the_shell_is_right_where_the_shell_has_a_trap_for_it() -> None:
     to_the_shell = GOOD.replace("USR2@120", "B:USR2@120")
     assert check.findings(to_the_shell.replace("RUN=", "trap 'kill -USR2 %1' SIGUSR2\nRUN=", 1)) == []
@@ -91,7 +120,10 @@ def test_a_signal_to_the_shell_is_right_where_the_shell_has_a_trap_for_it() -> N
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("#SBATCH -N 2-8\nsrun -n8 torchrun x", {"_no_kill", "_foreground", "_bad_exit", "_wait", "_open_mode", *MISSING}),
+        (
+            "#SBATCH -N 2-8\nsrun -n8 torchrun x",
+            {"_no_kill", "_foreground", "_bad_exit", "_wait", "_open_mode", "_torchrun", *MISSING},
+        ),
         ("#SBATCH -n 16 --ntasks-per-node=8\n$LAUNCH", {"_no_kill", "_tasks", "_no_step", "_open_mode", *MISSING}),
         ("#SBATCH --gpu-bind=closest\nsrun --wait=0 -K0 $LAUNCH", {"_gpus", "_open_mode", *MISSING}),
         ("#SBATCH -c 8\nsrun --wait=0 -K0 -c8 --signal=USR2@60 $LAUNCH", {"_open_mode"}),

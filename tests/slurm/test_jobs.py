@@ -157,7 +157,7 @@ def test_a_signal_ends_a_start_the_job_comes_back_and_a_cancelled_one_does_not(m
 
 
 def test_slurm_signals_the_agent_ahead_of_the_time_limit(machine: Machine, tmp_path: Path) -> None:
-    job = Job(machine, tmp_path, toy=msgspec.structs.replace(TOY, steps=FOR_EVER), minutes=5, signal_s=298, requeues=0)
+    job = Job(machine, tmp_path, toy=msgspec.structs.replace(TOY, steps=FOR_EVER), minutes=5, signal_s=270, requeues=0)
     try:
         assert job.until_state("FAILED", "COMPLETED", "TIMEOUT")["ExitCode"] == "15:0"
         assert outcome(job.run_dir / f"{job.id}-0").reason.endswith("as asked for (SIGUSR2)")

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from megatron_recover.config import KEY_VARIABLE
+
 _LONG = {
     "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-k": "--no-kill", "-a": "--array", "-d": "--dependency",
     "-o": "--output", "-W": "--wait", "-K": "--kill-on-bad-exit", "-w": "--nodelist", "-p": "--partition", "-t": "--time",
@@ -33,6 +35,7 @@ _SEPARATORS = frozenset({";", "&", "&&", "||", "|", "|&", "(", ")", ";;", "&>", 
 _HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)*|local\s+)?(\w+)=(?:\((.*)\)|(\S.*)?)", re.DOTALL)
 _OPENS_ARRAY = re.compile(r"\s*\w+\+?=\([^)]*$")
+_LOOP = re.compile(r"(?:^|[;&])\s*(?:while|until)\s")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})")
 
 
@@ -70,6 +73,10 @@ class BatchScript(msgspec.Struct, frozen=True):
     """Names of signals with a trap, without SIG."""
     variables: frozenset[str]
     """Names of all variables that the script assigns."""
+    num_awaited: int
+    """Number of sruns in front of the last `wait`, or of the last loop that may wait for them."""
+    names_key: bool
+    """True if a command names the variable that has the key of a job."""
 
     def directive(self, name: str) -> Option | None:
         """Return the last `#SBATCH` line with this option; None if there is none."""
@@ -90,16 +97,24 @@ def read(text: str) -> BatchScript:
     variables: dict[str, list[str]] = {}
     sruns: list[Srun] = []
     trapped: set[str] = set()
+    num_awaited, names_key = 0, False
     for number, code in _commands(text):
+        names_key = names_key or KEY_VARIABLE in code
+        if _LOOP.search(code):  # before its sruns: a loop that starts agents does not wait for them
+            num_awaited = len(sruns)
         if (assigned := _ASSIGNMENT.fullmatch(code.strip())) is not None:
             variables[assigned[1]] = _words(assigned[2] if assigned[2] is not None else assigned[3] or "")
         for words, separator in _segments(code):
             if words[0] == "trap":
                 trapped.update(word.removeprefix("SIG") for word in words[2:])
+            elif words[0] == "wait":
+                num_awaited = len(sruns)
             elif words[0] == "srun":
                 options, command = _options(number, _replaced(words[1:], variables))
                 sruns.append(Srun(number, tuple(options), tuple(command), separator == "&"))
-    return BatchScript(tuple(directives), last, tuple(sruns), frozenset(trapped), frozenset(variables))
+    return BatchScript(
+        tuple(directives), last, tuple(sruns), frozenset(trapped), frozenset(variables), num_awaited, names_key
+    )  # fmt: skip
 
 
 def _submitted(text: str) -> str:

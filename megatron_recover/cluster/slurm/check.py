@@ -15,6 +15,10 @@ import msgspec
 from megatron_recover.cluster.slurm.batch_script import BatchScript, Srun, read
 
 _LAUNCHERS = re.compile(r"megatron[_-]recover|torchrun|torch\.distributed|megatron|pretrain")
+_TORCHRUN = re.compile(r"(?:^|[\s/])torchrun(?:\s|$)|\btorch\.distributed\.(?:run|launch)\b")
+_RUN = re.compile(r"megatron[_-]recover\s+run\b")
+_NNODES = re.compile(r"--nnodes[ =]\s*(\S+)")
+_MORE_FLAGS = re.compile(r"\$\{\w+\[[@*]|\$[@*]|\$\{[@*]")
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
 _OTHER_VERB = re.compile(r"megatron[_-]recover\s+(?!run\b)[a-z]+")
 
@@ -132,12 +136,39 @@ def _foreground(script: BatchScript) -> Iterator[Finding]:
         if _number(srun.value("--nodes")) != 1:
             yield Finding(
                 srun.line, "one srun over all nodes ends its whole step when it loses one slurmstepd, also with --no-kill",
-                "start one srun for each node in the background: --nodes=1 --ntasks=1 --nodelist=NODE ... &",
+                "start one srun for each node in the background: --nodes=1 --ntasks=1 --nodelist=NODE ... &, and wait "
+                "behind the loop",
             )  # fmt: skip
         elif not srun.in_background:
             yield Finding(
                 srun.line, "srun in the foreground: the next node starts when this one has ended", "end the line with &"
             )
+
+
+def _early_end(script: BatchScript) -> Iterator[Finding]:
+    for srun in script.sruns[script.num_awaited :]:
+        if srun.in_background and _starts_agent(srun.command):
+            yield Finding(
+                srun.line, "the batch script ends while its agents run, and Slurm ends all steps with it", "add the line: wait"
+            )
+
+
+def _torchrun(script: BatchScript) -> Iterator[Finding]:
+    for srun in _agents(script):
+        if _TORCHRUN.search(" ".join(srun.command)):
+            yield Finding(srun.line, "torchrun ends the job when it loses a rank", "write megatron-recover run")
+
+
+def _key(script: BatchScript) -> Iterator[Finding]:
+    """Yield the agents that `run` would refuse; none where the key may be in words not known."""
+    for srun in _agents(script):
+        text = " ".join(srun.command)
+        nodes = _NNODES.search(text)
+        if script.names_key or nodes is None or not _RUN.search(text) or "--key-file" in text or _MORE_FLAGS.search(text):
+            continue
+        number = _number(nodes[1].strip("\"'").replace(":", "-"))
+        if (_num_nodes(script) if number is None else number) > 1:
+            yield Finding(srun.line, "run of several nodes needs a key", "add --key-file FILE")
 
 
 def _cpus(script: BatchScript) -> Iterator[Finding]:
@@ -238,6 +269,6 @@ def _no_step(script: BatchScript) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[BatchScript], Iterator[Finding]], ...] = (
-    _no_kill, _bad_exit, _wait, _batch_signal, _no_signal, _one_core, _foreground, _cpus, _gpus, _tasks, _chain, _open_mode,
-    _container, _wrapper, _no_step,
+    _no_kill, _bad_exit, _wait, _batch_signal, _no_signal, _one_core, _foreground, _early_end, _torchrun, _key, _cpus, _gpus,
+    _tasks, _chain, _open_mode, _container, _wrapper, _no_step,
 )  # fmt: skip
