@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from benchmarks import paced
 from benchmarks.common import Row, row
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.system.jobs import ROOT, Job, text_data
 
 BUSY_S, END_S = 600.0, 120.0

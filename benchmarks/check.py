@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.common import Row, row
 from megatron_recover import trace
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 
 GIGABYTES = 1.0
 DEADLINE_S = 1800.0

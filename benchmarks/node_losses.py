@@ -37,7 +37,7 @@ import psutil
 from benchmarks.busy import LOOPS_A_CORE, busy_cores
 from benchmarks.common import Row, row
 from megatron_recover import trace
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import NODE_S, Deadlines
 from megatron_recover.observe.follow.tail import Tail
 from tests.cluster.waiting import until_files

@@ -58,7 +58,8 @@ from megatron_recover.control_plane.replica_driver import ReplicaDriver
 from megatron_recover.control_plane.wire import Enter, Link, Message, RankHello
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.memo import newest_kept
-from megatron_recover.core.values import Apply, Begun, Held, Holds, PassTimed, Plan, Promised, Report, Shape, Work
+from megatron_recover.core.rank_messages import Apply, Begun, Holds, PassTimed, Plan, Promised, Report
+from megatron_recover.core.values import Held, Shape, Work
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import parse_address
 from megatron_recover.trace import node_clock, ring

@@ -19,23 +19,12 @@ from megatron_recover.control_plane.coordinator_driver import announcements
 from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.wire import FRAME_BYTES, encode
 from megatron_recover.core import replica
+from megatron_recover.core.membership_messages import NewGeneration
 from megatron_recover.core.quota import balanced
+from megatron_recover.core.rank_messages import Begun, Holds, PassTimed, Promised
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.speed import learn, paces
-from megatron_recover.core.values import (
-    Begun,
-    Held,
-    Holds,
-    Journal,
-    NewGeneration,
-    PassTimed,
-    Pipeline,
-    Promised,
-    Shape,
-    Status,
-    Vote,
-    Work,
-)
+from megatron_recover.core.values import Held, Journal, Pipeline, Shape, Status, Vote, Work
 from megatron_recover.trainer import provenance
 from megatron_recover.trainer.ledger import Ledger, read_losses
 from megatron_recover.trainer.provenance import Counts

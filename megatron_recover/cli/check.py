@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover.cli.run_dirs import no_trace
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe.verify.check import Verdict, check, describe, how_it_ended
 from megatron_recover.packages import Lacking

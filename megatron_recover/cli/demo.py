@@ -28,7 +28,7 @@ from megatron_recover import packages
 from megatron_recover.cli import command_line
 from megatron_recover.cli.demo_claims import Claim, claims, node_claims, story
 from megatron_recover.cluster.job import claim_folder, new_folder
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.flags import Parser
 from megatron_recover.host.gpus import has_gpu

@@ -16,7 +16,7 @@ from megatron_recover.cluster.doctor.findings import Check, Finding, Need, warn
 from megatron_recover.cluster.doctor.node import examine, software
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.config import inherited_environment
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser, misplaced, split, value_of
 from megatron_recover.host import reachable
 from megatron_recover.host.addresses import host_name

@@ -11,7 +11,7 @@ import textwrap
 import typing
 
 from megatron_recover import packages
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import DEFAULT_S, ORDER, Deadlines, figure
 from megatron_recover.flags import Parser
 

@@ -26,7 +26,7 @@ from megatron_recover.cli import meeting_flags
 from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu, module_command
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser, misplaced, split, unreadable
 from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import recover_flags

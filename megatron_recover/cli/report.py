@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from megatron_recover.cli.run_dirs import no_trace, run_folder
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe.report import plot
 from megatron_recover.observe.report import writing as report

@@ -34,7 +34,7 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.save_lock import SaveLock
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import misplaced, split, value_of
 from megatron_recover.host.in_use import InUse
 from megatron_recover.megatron.launch.arguments import recover_flags

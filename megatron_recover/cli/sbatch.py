@@ -19,7 +19,7 @@ from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.cluster.slurm import check, script
 from megatron_recover.cluster.slurm.node_list import expand
 from megatron_recover.config import below_one
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser, split, unreadable, value_of
 from megatron_recover.observe import margin
 from megatron_recover.observe.history import History

@@ -23,9 +23,9 @@ from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.node_messages import Met
 from megatron_recover.control_plane.nodes_driver import TELL_S
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.placement import left_over_line
 from megatron_recover.core.policy import about_the_coordinator
-from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.flags import unreadable
 from megatron_recover.megatron.launch.preflight import Undecided

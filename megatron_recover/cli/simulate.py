@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_recover import packages, toml_file, trace
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.sim.timed import result, scenario_file
 from megatron_recover.sim.timed.models import Scenario

@@ -20,7 +20,7 @@ from rich.text import Text
 from megatron_recover import trace
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.cluster.job import LAUNCHER_LOG
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe.files import LOGS
 from megatron_recover.observe.follow import launcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_recover.cli.run_dirs import run_folder
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import outcome
 from megatron_recover.trace import TraceError

@@ -13,7 +13,7 @@ from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.core import policy
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 
 

@@ -8,7 +8,7 @@ from megatron_recover import config as settings
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.output import Output
 from megatron_recover.config import BAD_ARGUMENTS
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 
 CALLS_PRETRAIN = (
     "called Megatron's pretrain; call parse_and_validate_args and pretrain of megatron.training, as upstream's "

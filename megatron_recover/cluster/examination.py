@@ -20,7 +20,7 @@ from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.control_plane.node_messages import EndAsked, JobEnds, NodeShares, NodesShared
 from megatron_recover.control_plane.wire import Message
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 
 _TURN_S = 0.02
 

@@ -17,8 +17,8 @@ from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import Stream, Streams
 from megatron_recover.config import NumaBinding, RecoverConfig
 from megatron_recover.control_plane.node_messages import NodePlace
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.placement import Placement
-from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
 from megatron_recover.host.addresses import HOST, INTERFACE, Ports
 from megatron_recover.observe.files import LOGS, filtered_log_name, log_name, stdout_log_name

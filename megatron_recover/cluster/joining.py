@@ -25,7 +25,7 @@ from megatron_recover.control_plane.node_messages import EndAsked, GivesUp, Idle
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import TELL_S
 from megatron_recover.control_plane.wire import Message
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host import reachable
 from megatron_recover.host.addresses import format_address, host_name

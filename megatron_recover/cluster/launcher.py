@@ -65,7 +65,7 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.core import policy
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
@@ -147,7 +147,7 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; return its exit code.
 
-        The code is one of `core.values.ExitCode`, or 128 + signal if the job was killed on request.
+        The code is an `ExitCode`, or 128 + signal if the job was killed on request.
         Raises OSError if the run directory accepts no description or no trace, or if the system
         refuses what the launcher needs, such as memory or a process.
         """

@@ -20,7 +20,7 @@ from megatron_recover.cluster import event_command, renewed
 from megatron_recover.cluster.monitor_messages import MAX_PACKET_BYTES, MonitorSays, MonitorSettings, RunEnds
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.renewed import Pauses
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.host.process_stat import cause_of
 from megatron_recover.host.speaker import Speaker

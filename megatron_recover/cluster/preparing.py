@@ -17,7 +17,7 @@ from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import FOR_CONSOLE
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import NodeReady
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 
 

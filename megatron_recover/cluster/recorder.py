@@ -65,7 +65,7 @@ from megatron_recover.cluster.recorder_messages import (
 )
 from megatron_recover.cluster.status import Request, StatusKeeper
 from megatron_recover.cluster.streams import Tee
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.host import memory_file
 from megatron_recover.host.process_stat import state_of
 from megatron_recover.observe.files import LOGS, log_name, stdout_log_name

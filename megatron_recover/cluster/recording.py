@@ -29,7 +29,7 @@ from megatron_recover.cluster.renewed import Pauses
 from megatron_recover.cluster.status import Request, Status
 from megatron_recover.cluster.streams import Stream, Tee
 from megatron_recover.core import hybrid_clock
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.host import memory_file
 from megatron_recover.host.process_stat import cause_of

@@ -15,7 +15,7 @@ from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import EndAsked, KillAsked, NodeFailed
 from megatron_recover.core import policy
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 
 

@@ -18,9 +18,9 @@ from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
 from megatron_recover.core.detector_state import DetectorState, Limits
+from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaFailing
 from megatron_recover.core.policy import first_to_die, loss_of, uncharged_abort
 from megatron_recover.core.progress import COMPUTES, WAITS, Phase
-from megatron_recover.core.values import Loss, LossKind, ReplicaFailing
 from megatron_recover.core.verdict import Condemned, Look, Named, PartSeen, SeenAtWork, Sight, Suspects, Verdict
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.standstills import about_stacks

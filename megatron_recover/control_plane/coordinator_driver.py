@@ -28,13 +28,29 @@ from megatron_recover.control_plane.wire import (
     encode,
 )
 from megatron_recover.core import coordinator as machine
-from megatron_recover.core import values
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import (
+    AddRequests,
+    Diverged,
+    Entered,
+    Loss,
+    LossKind,
+    Miscounted,
+    Named,
+    NewGeneration,
+    ReplicaBlocked,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaLeaving,
+    ReplicaSaving,
+)
+from megatron_recover.core.rank_messages import Stop
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
 
 
 def announcements(
-    new: values.NewGeneration, peers: Mapping[int, Peer], announced: Collection[int], noticed_s: float
+    new: NewGeneration, peers: Mapping[int, Peer], announced: Collection[int], noticed_s: float
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (replica, encoded message) for each leader of the roster. At most two are different.
 
@@ -61,7 +77,7 @@ class CoordinatorDriver:
         fence: Callable[[int], None],
         dismiss: Callable[[int], None],
         on_end: Callable[[int, str], None],
-        on_generation: Callable[[values.NewGeneration], None] = lambda new: None,
+        on_generation: Callable[[NewGeneration], None] = lambda new: None,
         deadlines: Deadlines | None = None,
     ) -> None:
         """Wait for leaders; `accept` takes their links.
@@ -105,7 +121,7 @@ class CoordinatorDriver:
         """Return the generation, its roster, and the number of committed steps."""
         return self._state.generation, self._state.roster, self._state.step
 
-    def lost(self, loss: values.Loss) -> None:
+    def lost(self, loss: Loss) -> None:
         """Feed the machine the loss of a replica. The same replica may be reported twice."""
         self._notice()
         self._step(machine.ReplicaLost(loss))
@@ -122,7 +138,7 @@ class CoordinatorDriver:
         """Feed the machine that the agents saw the end of every process of a fenced replica."""
         self._step(machine.FenceConfirmed(replica))
 
-    def failing(self, failing: values.ReplicaFailing) -> None:
+    def failing(self, failing: ReplicaFailing) -> None:
         """Feed the machine the microbatches that the agent found in work (a crash or a hang).
 
         Call it before `lost`: that loss is charged to them.
@@ -194,26 +210,24 @@ class CoordinatorDriver:
 
     def _from_leader(self, replica: int, link: Link, message: Message) -> None:
         match message:
-            case values.ReplicaBlocked() | values.Diverged() | values.Miscounted() if message.replica == replica:
+            case ReplicaBlocked() | Diverged() | Miscounted() if message.replica == replica:
                 self._request(message)
             case LeaderBeat() if message.replica == replica:
                 self._leaders.answered(message)
                 self._step(machine.Progressed(replica, message.step))
                 if message.request is not None and message.request.replica == replica:
                     self._request(message.request)
-            case values.ReplicaLeaving() if message.replica == replica:
+            case ReplicaLeaving() if message.replica == replica:
                 self._notice()
                 self._step(message)
-            case (
-                values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() | values.Named()
-            ) if message.replica == replica:
+            case Entered() | ReplicaSaving() | ReplicaFailing() | ReplicaFinished() | Named() if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)
                 kind = type(message).__name__
-                self.lost(values.Loss(replica, values.LossKind.SUSPECTED, f"its leader sent a {kind} to the coordinator"))
+                self.lost(Loss(replica, LossKind.SUSPECTED, f"its leader sent a {kind} to the coordinator"))
 
-    def _request(self, message: values.ReplicaBlocked | values.Diverged | values.Miscounted) -> None:
+    def _request(self, message: ReplicaBlocked | Diverged | Miscounted) -> None:
         """Feed the machine a request. The leader may repeat it, and the machine acts on it once."""
         if self._asked.get(message.replica, 0) < message.generation:
             self._asked[message.replica] = message.generation
@@ -244,7 +258,7 @@ class CoordinatorDriver:
                     self._leaders.forget(replica)
                     self._fence(replica)
                 case machine.Ask(replica, requests):
-                    self._loop.send(self._links[replica], values.AddRequests(requests))
+                    self._loop.send(self._links[replica], AddRequests(requests))
                 case machine.LeaveJudged(replicas, refused, reason):
                     self._record(
                         trace.LeaveAsked(
@@ -256,7 +270,7 @@ class CoordinatorDriver:
                 case machine.Dismiss(replica):
                     self._leaders.forget(replica)
                     self._dismiss(replica)
-                    self._loop.send(self._links[replica], values.Stop(int(values.ExitCode.OK), "it leaves the job"))
+                    self._loop.send(self._links[replica], Stop(int(ExitCode.OK), "it leaves the job"))
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
                 case machine.Give(grant):
@@ -269,7 +283,7 @@ class CoordinatorDriver:
                     self._end(exit_code, reason)
         return effects
 
-    def _announce(self, new: values.NewGeneration) -> None:
+    def _announce(self, new: NewGeneration) -> None:
         noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
         self._noticed = None
         losses = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
@@ -298,11 +312,11 @@ class CoordinatorDriver:
         self._loop.after(seconds, fire)
 
     def _end(self, exit_code: int, reason: str) -> None:
-        if exit_code != values.ExitCode.OK:
+        if exit_code != ExitCode.OK:
             self._record(trace.Stopping(exit_code=exit_code, reason=reason))
         lost = {loss.replica for loss in self._state.losses}
         for replica, link in self._links.items():
             if replica not in lost:  # its node may be cut off, and would take this for the end of training there
-                self._loop.send(link, values.Stop(exit_code, reason))
+                self._loop.send(link, Stop(exit_code, reason))
         self._leaders.stop()
         self._on_end(exit_code, reason)

@@ -14,8 +14,19 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from megatron_recover.core import values
-from megatron_recover.core.values import Contribution, HeldVersion, Value
+from megatron_recover.core.values import (
+    Commitment,
+    Contribution,
+    Generation,
+    HeldVersion,
+    Journal,
+    ReplicaId,
+    Status,
+    Statuses,
+    Value,
+    Version,
+    Work,
+)
 
 MAX_IDS = 2**23
 """Number of ids that the runs of one frame may stand for, equal runs counted once. Enough for 1024
@@ -70,7 +81,7 @@ class _Unpacker:
 
 
 class PackedWork(Value, frozen=True):
-    """The form in which `values.Work` is sent."""
+    """The form in which `Work` is sent."""
 
     label: str
     num_microbatches: int
@@ -79,35 +90,35 @@ class PackedWork(Value, frozen=True):
 
 
 class PackedStatus(Value, frozen=True):
-    """The form in which `values.Status` is sent."""
+    """The form in which `Status` is sent."""
 
-    replica: values.ReplicaId
-    generation: values.Generation
+    replica: ReplicaId
+    generation: Generation
     step: int
     work: PackedWork | None
     contributions: tuple[tuple[Runs, Runs], ...]
     """(buckets, microbatches) of each contribution."""
-    complete: tuple[tuple[values.Version, Runs], ...]
-    committed: values.Commitment | None
+    complete: tuple[tuple[Version, Runs], ...]
+    committed: Commitment | None
     started: Runs
     finished: Runs
     """The finished microbatches of the journal, in its order, like `started`."""
 
 
 class PackedStatuses(Value, frozen=True):
-    """The form in which `values.Statuses` is sent, with each committed record once.
+    """The form in which `Statuses` is sent, with each committed record once.
 
     A record has the pace of every member, and most members hold the same record.
     """
 
-    replica: values.ReplicaId
-    generation: values.Generation
-    records: tuple[values.Commitment, ...]
+    replica: ReplicaId
+    generation: Generation
+    records: tuple[Commitment, ...]
     statuses: tuple[tuple[PackedStatus, int | None], ...]
     """(status without its record, position of that record in `records` or None) of each status."""
 
 
-def packed_status(status: values.Status) -> PackedStatus:
+def packed_status(status: Status) -> PackedStatus:
     """Return the form in which a status is sent."""
     work = status.work
     return PackedStatus(
@@ -119,32 +130,32 @@ def packed_status(status: values.Status) -> PackedStatus:
     )  # fmt: skip
 
 
-def unpacked_status(message: PackedStatus) -> values.Status:
+def unpacked_status(message: PackedStatus) -> Status:
     """Return the status that was sent in this form. Raises ValueError if the form is malformed."""
     return _status(message, _Unpacker())
 
 
-def _status(message: PackedStatus, unpacker: _Unpacker) -> values.Status:
+def _status(message: PackedStatus, unpacker: _Unpacker) -> Status:
     ids, work = unpacker.ids, message.work
-    return values.Status(
+    return Status(
         message.replica, message.generation, message.step,
-        values.Work(work.label, work.num_microbatches, ids(work.buckets), work.digests) if work is not None else None,
+        Work(work.label, work.num_microbatches, ids(work.buckets), work.digests) if work is not None else None,
         tuple(Contribution(ids(buckets), ids(microbatches)) for buckets, microbatches in message.contributions),
         tuple(HeldVersion(version, ids(buckets)) for version, buckets in message.complete),
-        message.committed, values.Journal(ids(message.started), ids(message.finished)),
+        message.committed, Journal(ids(message.started), ids(message.finished)),
     )  # fmt: skip
 
 
-def packed_statuses(message: values.Statuses) -> PackedStatuses:
+def packed_statuses(message: Statuses) -> PackedStatuses:
     """Return the form in which several statuses are sent."""
-    records: list[values.Commitment] = []
+    records: list[Commitment] = []
     statuses = tuple(
         (packed_status(replace(status, committed=None)), _position(records, status.committed)) for status in message.statuses
     )
     return PackedStatuses(message.replica, message.generation, tuple(records), statuses)
 
 
-def unpacked_statuses(message: PackedStatuses, known: list[values.Commitment]) -> values.Statuses:
+def unpacked_statuses(message: PackedStatuses, known: list[Commitment]) -> Statuses:
     """Return the statuses that were sent in this form. Raises ValueError if the form is malformed.
 
     A record that equals one of `known` is replaced by that object; then `known` becomes the records
@@ -160,10 +171,10 @@ def unpacked_statuses(message: PackedStatuses, known: list[values.Commitment]) -
         replace(_status(status, unpacker), committed=None if position is None else records[position])
         for status, position in message.statuses
     )
-    return values.Statuses(message.replica, message.generation, tuple(statuses))
+    return Statuses(message.replica, message.generation, tuple(statuses))
 
 
-def _position(records: list[values.Commitment], record: values.Commitment | None) -> int | None:
+def _position(records: list[Commitment], record: Commitment | None) -> int | None:
     """Return the position of a record in `records`, after appending it if it is missing.
 
     None for no record.
@@ -181,7 +192,7 @@ def _position(records: list[values.Commitment], record: values.Commitment | None
 class Peer(Value, frozen=True):
     """The addresses of the ranks of one replica."""
 
-    replica: values.ReplicaId
+    replica: ReplicaId
     leader_address: str
     data_addresses: tuple[str, ...]
     """Data-plane addresses, by rank."""

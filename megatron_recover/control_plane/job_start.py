@@ -13,10 +13,20 @@ import msgspec
 from megatron_recover.control_plane.agents import Agent, Agents
 from megatron_recover.control_plane.fitting import mistake_of, numbered
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Idle, Met, NodeHello, NodePlace, NodeReady, NodeShares, NodesShared
+from megatron_recover.control_plane.node_messages import (
+    Idle,
+    Launch,
+    Met,
+    NodeHello,
+    NodePlace,
+    NodeReady,
+    NodeShares,
+    NodesShared,
+)
 from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.control_plane.wire import encode
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.coordinator_state import MembershipSettings
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 
 _EARLIER = 0.95
@@ -176,7 +186,37 @@ class JobStart:
 
         self._loop.after(limit_s, look)
 
+    # --- When all are ready -----------------------------------------------------------------------
+
+    @property
+    def settings(self) -> MembershipSettings:
+        """Return the settings of the job, on which all nodes agree."""
+        return self._ready[0].settings
+
     @property
     def replicas(self) -> Mapping[int, tuple[int, ...]]:
         """Return the replicas that have ranks on each node, by its number."""
         return {each.number: each.ready.replicas for each in self._agents.used if each.ready is not None}
+
+    @property
+    def hosts(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the numbers of the nodes that have ranks of each replica, by the replica."""
+        hosts: dict[int, list[int]] = {replica: [] for replica in range(self.settings.num_replicas)}
+        for number, replicas in self.replicas.items():
+            for replica in replicas:
+                hosts[replica].append(number)
+        return {replica: tuple(numbers) for replica, numbers in hosts.items()}
+
+    def launch(self) -> None:
+        """Have all nodes start their ranks."""
+        leaders = dict(leader for one in self._ready for leader in one.leaders)
+        stores = dict(store for one in self._ready for store in one.stores)
+        replicas = self.replicas
+        for each in self._agents.used:  # all addresses to all nodes would be gigabytes in a job of 12,500 nodes
+            mine = replicas[each.number]
+            own = (tuple((replica, known[replica]) for replica in mine if replica in known) for known in (leaders, stores))
+            self._loop.send(each.link, Launch(*own))
+
+    @property
+    def _ready(self) -> list[NodeReady]:
+        return [each.ready for each in self._agents.used if each.ready is not None]

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from megatron_recover.core import grants
-from megatron_recover.core.values import Generation, Grant
+from megatron_recover.core.membership_messages import Grant
+from megatron_recover.core.values import Generation
 
 
 def _since_boot_s() -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_recover.core import values
 from megatron_recover.core.coordinator_state import MembershipSettings
+from megatron_recover.core.membership_messages import Loss, ReplicaFailing
 from megatron_recover.core.values import Generation, ReplicaId, Value
 from megatron_recover.core.verdict import Known, Part
 
@@ -81,8 +81,8 @@ class NodeBeat(Value, frozen=True):
 class ReplicaGone(Value, frozen=True):
     """A replica is lost through a rank of this node, or has to be treated as lost."""
 
-    loss: values.Loss
-    failing: values.ReplicaFailing | None = None
+    loss: Loss
+    failing: ReplicaFailing | None = None
     """The microbatches to which the loss is charged."""
 
 
@@ -217,7 +217,7 @@ class Roster(Value, frozen=True):
 
     generation: Generation
     roster: tuple[ReplicaId, ...]
-    losses: tuple[values.Loss, ...]
+    losses: tuple[Loss, ...]
     reason: str
     """The reason of the generation, as in `NewGeneration`."""
 

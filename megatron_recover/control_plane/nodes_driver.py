@@ -27,10 +27,11 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.agents import Agent, Agents
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
+from megatron_recover.control_plane.hangs import Hangs
+from megatron_recover.control_plane.job_report import JobReport
 from megatron_recover.control_plane.job_start import JobStart, NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
-    AskPart,
     DismissReplica,
     DrainAnswer,
     DrainAsked,
@@ -39,9 +40,7 @@ from megatron_recover.control_plane.node_messages import (
     FenceReplica,
     GivesUp,
     JobEnds,
-    JobState,
     KillAsked,
-    Launch,
     NodeAtWork,
     NodeBeat,
     NodeFailed,
@@ -50,12 +49,10 @@ from megatron_recover.control_plane.node_messages import (
     NodePart,
     NodeReady,
     NodeShares,
-    NodeState,
     NodeSuspects,
     OtherJob,
     ReplicaGone,
     Roster,
-    TellKnown,
     TraceDone,
     TraceEnds,
     TraceNext,
@@ -65,9 +62,10 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.control_plane.traces import Traces
 from megatron_recover.control_plane.wire import Link, Message, encode
-from megatron_recover.core import condemning, values
+from megatron_recover.core import condemning
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import Loss, NewGeneration
 from megatron_recover.trace.node_clock import NodeClock
 
 TELL_S = 5
@@ -107,7 +105,7 @@ class NodesDriver:
         """Replica -> numbers of the nodes that have ranks of it."""
         self._replicas: Mapping[int, tuple[int, ...]] = {}
         """Number of a node -> the replicas that have ranks there."""
-        self._condemning = condemning.CondemningState({})
+        self._hangs, self._report = Hangs(self._agents, loop), JobReport(self._agents, loop)
         self._fenced: dict[int, set[int]] = {}
         """Replica -> numbers of the nodes that have confirmed its fence."""
         self._membership: CoordinatorDriver | None = None
@@ -125,8 +123,6 @@ class NodesDriver:
         """Identity of an agent that is back before the reset of its link was judged -> new link."""
         self._removed: dict[int, int] = {}
         """Identity of the agent of each removed node -> number of the node."""
-        self._lost: dict[int, NodeState] = {}
-        self._told: JobState | None = None
         self._due: set[Callable[[], None]] = set()
         """Calls that `_soon` is to make."""
         self._traces = Traces(self._agents.links, loop)
@@ -285,18 +281,10 @@ class NodesDriver:
 
     def _run(self) -> None:
         """Begin to watch over the members, and have all nodes start their ranks."""
-        used = self._agents.used
-        ready_nodes = [each.ready for each in used if each.ready is not None]
-        first = ready_nodes[0]
-        self._replicas = self._start.replicas
-        hosts: dict[int, list[int]] = {replica: [] for replica in range(first.settings.num_replicas)}
-        for number, replicas in self._replicas.items():
-            for replica in replicas:
-                hosts[replica].append(number)
-        self._hosts = {replica: tuple(numbers) for replica, numbers in hosts.items()}
-        self._condemning = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in self._hosts.items()})
+        self._replicas, self._hosts = self._start.replicas, self._start.hosts
+        self._hangs.begin(self._hosts)
         is_of_several = len(self._start.nodes) > 1
-        settings = msgspec.structs.replace(first.settings, nodes=tuple(self._replicas.values()) if is_of_several else ())
+        settings = msgspec.structs.replace(self._start.settings, nodes=tuple(self._replicas.values()) if is_of_several else ())
         self._membership = CoordinatorDriver(
             settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
@@ -305,12 +293,7 @@ class NodesDriver:
         if is_of_several:  # not before: node 0 records since it has met the others
             places = (trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._start.nodes)
             self._record(trace.NodesMet(nodes=tuple(places)))
-        leaders = dict(leader for one in ready_nodes for leader in one.leaders)
-        stores = dict(store for one in ready_nodes for store in one.stores)
-        for each in used:  # all addresses to all nodes would be gigabytes in a job of 12,500 nodes
-            mine = self._replicas[each.number]
-            own = (tuple((replica, known[replica]) for replica in mine if replica in known) for known in (leaders, stores))
-            self._loop.send(each.link, Launch(*own))
+        self._start.launch()
 
     def _launched(self, agent: Agent) -> None:
         agent.is_launched = True
@@ -333,7 +316,7 @@ class NodesDriver:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())
-            case FenceDone(replica) | ReplicaGone(values.Loss(replica=replica)) if replica not in self._hosts:
+            case FenceDone(replica) | ReplicaGone(Loss(replica=replica)) if replica not in self._hosts:
                 self._drop(agent, f"sent a {type(message).__name__} of replica {replica}, which the job does not have")
             case FenceDone(replica):
                 self._fence_done(agent, replica)
@@ -369,10 +352,10 @@ class NodesDriver:
                 agent.at_work = replicas
                 self._soon(self._tell_work)
             case NodeSuspects(number, silent, accused):
-                self._judge(condemning.Suspected(agent.number, number, frozenset(silent), frozenset(accused)))
+                self._hangs.judge(condemning.Suspected(agent.number, number, frozenset(silent), frozenset(accused)))
                 self._soon(self._tell_work)
             case NodePart(question, part):
-                self._judge(condemning.Answered(agent.number, question, part))
+                self._hangs.judge(condemning.Answered(agent.number, question, part))
             case _:
                 self._drop(agent, f"sent a {type(message).__name__}")
 
@@ -410,28 +393,14 @@ class NodesDriver:
         if self._membership is None:
             return
         silent = self._watch.silent
-        at_work = {replica for agent in self._agents.living if agent.number not in silent for replica in agent.at_work}
-        at_work -= condemning.accused(self._condemning)
+        at_work = self._hangs.at_work(silent)
         if len(self._start.nodes) > 1:
             at_work |= {replica for number in silent for replica in self._replicas.get(number, ())}
         self._membership.at_work(tuple(sorted(at_work)))
 
-    def _judge(self, event: condemning.Input) -> None:
-        """Feed the machine that decides on hangs, and send what it asks and tells."""
-        self._condemning, effects = condemning.step(self._condemning, event)
-        links = self._agents.links() if effects else {}
-        for effect in effects:
-            if (link := links.get(effect.node)) is None:
-                continue  # its replicas are lost with it
-            match effect:
-                case condemning.Ask(_, question, replica):
-                    self._loop.send(link, AskPart(question, replica))
-                case condemning.Tell(_, report, known):
-                    self._loop.send(link, TellKnown(report, known))
-
     def _tell_silence(self) -> None:
         """Feed the machines which nodes are heard at present."""
-        self._judge(condemning.Deaf(frozenset(node.number for node in self._start.nodes) - self._watch.heard))
+        self._hangs.judge(condemning.Deaf(frozenset(node.number for node in self._start.nodes) - self._watch.heard))
         self._tell_work()
 
     def _fence_done(self, agent: Agent, replica: int) -> None:
@@ -462,10 +431,10 @@ class NodesDriver:
         """Return the reason behind the name of the node, if the job has several nodes."""
         return reason if self._settings.most == 1 else f"{agent.hello.name}: {reason}"
 
-    def _announced(self, new: values.NewGeneration) -> None:
+    def _announced(self, new: NewGeneration) -> None:
         self._watch.allow()
         self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
-        self._judge(condemning.Rostered(new.roster))
+        self._hangs.judge(condemning.Rostered(new.roster))
         self._send_state()
 
     def _fence(self, replica: int) -> None:
@@ -552,7 +521,7 @@ class NodesDriver:
         replicas = self._replicas.get(agent.number, ())
         name = agent.hello.name
         self._removed[agent.hello.identity] = agent.number
-        self._lost[agent.number] = NodeState(agent.number, name, "lost", replicas)
+        self._report.node_lost(agent.number, name, replicas)
         self._traces.left(agent.number, f"the node was lost: {detail}")
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._start.nodes) > 1 else detail
@@ -566,27 +535,5 @@ class NodesDriver:
             self._send_state()
 
     def _send_state(self) -> None:
-        owner = self._agents.owner
-        if owner is None or self._membership is None:
-            return
-        state = JobState(*self._membership.progress, self._states())
-        if state != self._told:
-            self._told = state
-            self._loop.send(owner.link, state)
-
-    def _states(self) -> tuple[NodeState, ...]:
-        """Return the state of all nodes that there are or have been, in order; idle ones come last.
-
-        A node that is not lost has the members of the roster only: the others of it are gone.
-        """
-        states, idle = dict(self._lost), list[NodeState]()
-        roster = frozenset(self._membership.progress[1]) if self._membership is not None else frozenset[int]()
-        silent = self._watch.silent
-        for agent in self._agents:
-            number, name = agent.number, agent.hello.name
-            if number < 0:  # several nodes may have this number
-                idle.append(NodeState(number, name, "idle", ()))
-            elif number not in states:
-                replicas = tuple(replica for replica in self._replicas.get(number, ()) if replica in roster)
-                states[number] = NodeState(number, name, "silent" if number in silent else "here", replicas)
-        return (*(states[number] for number in sorted(states)), *idle)
+        if self._membership is not None:
+            self._report.send(self._membership.progress, self._replicas, self._watch.silent)

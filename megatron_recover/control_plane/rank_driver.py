@@ -25,13 +25,25 @@ from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
 from megatron_recover.control_plane.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
 from megatron_recover.core import rank as machine
-from megatron_recover.core import values
 from megatron_recover.core.alike import Parts
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.grants import is_last_generation, writer_of
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
+from megatron_recover.core.rank_messages import (
+    Apply,
+    Close,
+    CloseAsked,
+    Holds,
+    PassTimed,
+    Plan,
+    RankFailing,
+    RankSaving,
+    Report,
+    Stop,
+)
+from megatron_recover.core.values import Held, Shape, Work
 from megatron_recover.data_plane.transport import Endpoint, Operand, Revoked, Transport, TransportError
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
@@ -123,7 +135,7 @@ class RankDriver:
         self._failure: JobStopped | None = None
         self._has_raised = self._heard = False
         self._closed = False
-        self._outbox: deque[values.Report] = deque()
+        self._outbox: deque[Report] = deque()
         self._loop = Loop()
         self._speaker = Speaker()
         self._leader: ReplicaDriver | None = None
@@ -527,18 +539,16 @@ class RankDriver:
         while self._outbox:
             report = self._outbox.popleft()
             is_follower = self._leader is None
-            if is_follower and self._faults is not None and isinstance(report, values.Holds):
+            if is_follower and self._faults is not None and isinstance(report, Holds):
                 self._faults.at(FaultPoint.BEFORE_VOTE, step=report.step)
             if self._leader is not None:
                 self._leader.report(report)
             elif self._uplink is not None:
-                assert not isinstance(report, values.CloseAsked | values.PassTimed | values.RankSaving), (
-                    "rank 0 alone reports this"
-                )
+                assert not isinstance(report, CloseAsked | PassTimed | RankSaving), "rank 0 alone reports this"
                 self._loop.send(self._uplink, report)
-            if isinstance(report, values.RankFailing) and self._leader is not None:
+            if isinstance(report, RankFailing) and self._leader is not None:
                 self._deliver(Heard())
-            if is_follower and self._faults is not None and isinstance(report, values.Holds):
+            if is_follower and self._faults is not None and isinstance(report, Holds):
                 self._faults.at(FaultPoint.AFTER_VOTE, step=report.step)
 
     def _leader_lost(self, link: Link, why: str) -> None:

@@ -41,10 +41,34 @@ from megatron_recover.control_plane.wire import (
     listen,
 )
 from megatron_recover.core import replica as machine
-from megatron_recover.core import values
 from megatron_recover.core.alike import combined
 from megatron_recover.core.digest import bare, digest
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import (
+    AddRequests,
+    Diverged,
+    Entered,
+    Grant,
+    Hello,
+    Miscounted,
+    Named,
+    ReplicaBlocked,
+)
+from megatron_recover.core.rank_messages import (
+    Begun,
+    Holds,
+    Order,
+    Plan,
+    Promise,
+    Promised,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
+    Report,
+    Stop,
+)
 from megatron_recover.core.tree import neighbours
+from megatron_recover.core.values import Record, Status, Statuses, Vote, Votes
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trace.node_clock import NodeClock
@@ -52,7 +76,7 @@ from megatron_recover.trace.node_clock import NodeClock
 
 def _parts(message: machine.PeerMessage) -> Iterator[machine.PeerMessage]:
     """Yield the message; `Statuses` come in parts of at most `STATUSES_A_FRAME` statuses."""
-    if not isinstance(message, values.Statuses):
+    if not isinstance(message, Statuses):
         yield message
         return
     for statuses in batched(message.statuses, STATUSES_A_FRAME):
@@ -64,7 +88,7 @@ def _hex(state_digest: int | None) -> str | None:
     return None if state_digest is None else f"{state_digest:016x}"
 
 
-def _results(record: values.Record) -> tuple[trace.Result, ...]:
+def _results(record: Record) -> tuple[trace.Result, ...]:
     """Return the versions of a record in the form that the trace uses."""
     return tuple(trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions)
 
@@ -134,24 +158,24 @@ class ReplicaDriver:
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), clock=clock, patience_s=self._deadlines.leader_s
         )  # fmt: skip
-        self._request: values.ReplicaBlocked | values.Diverged | values.Miscounted | None = None
+        self._request: ReplicaBlocked | Diverged | Miscounted | None = None
         """The last request to the coordinator."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
             context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
             lost=lambda is_lost: self._feed(machine.CoordinatorLost(is_over=not is_lost)),
             is_bound=lambda: self._state.is_last, record=record,
-            give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
+            give_up=lambda reason: fail(reason, ExitCode.NO_REPLICA_LEFT),
         )  # fmt: skip
         self._join_when_complete()
 
-    def report(self, report: values.Report) -> None:
+    def report(self, report: Report) -> None:
         """Feed the machine a report of one of this replica's ranks."""
         self._feed(report)
 
     def named(self, number: int) -> None:
         """Confirm to the coordinator that an attempt to name a checkpoint has ended."""
-        self._loop.send(self._coordinator, values.Named(self._context.replica, number))
+        self._loop.send(self._coordinator, Named(self._context.replica, number))
 
     def see_ranks_off(self) -> None:
         """Let the ranks read `Stop` and close their links, so that no link is reset before.
@@ -216,17 +240,15 @@ class ReplicaDriver:
         peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
         parts = combined([hello.parts for hello in hellos])
         self._naming.greets()
-        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
+        self._loop.send(self._coordinator, LeaderHello(Hello(replica, fingerprint, parts), peer))
 
     # --- What arrives ----------------------------------------------------------------------------
 
     def _from_rank(self, rank: int, link: Link, message: Message) -> None:
         match message:
-            case values.Begun() | values.Promised() | values.Holds() | values.RankBlocked() | values.RankFinished() if (
-                message.rank == rank
-            ):
+            case Begun() | Promised() | Holds() | RankBlocked() | RankFinished() if message.rank == rank:
                 self.report(message)
-            case values.RankFailing() if message.rank == rank:
+            case RankFailing() if message.rank == rank:
                 self.report(message)
                 self._loop.send(link, Heard())
             case _:
@@ -246,7 +268,7 @@ class ReplicaDriver:
             case Beat():
                 self._naming.heard()
                 self._loop.send(link, self._where())
-            case values.Grant():
+            case Grant():
                 self._naming.received(message, self._state.generation)
             case Announcement(new=new):
                 self._peers |= {peer.replica: peer for peer in message.peers}
@@ -255,9 +277,9 @@ class ReplicaDriver:
                     self._loop.drop(self._outgoing.pop(peer))
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
-            case values.AddRequests():
+            case AddRequests():
                 self._feed(message)
-            case values.Stop():
+            case Stop():
                 self._coordinator_watch.stop()
                 self._feed(message)
             case _:
@@ -289,9 +311,7 @@ class ReplicaDriver:
 
     def _from_peer(self, link: Link, message: Message) -> None:
         match message:
-            case values.Status() | values.Statuses() | values.Vote() | values.Votes() if (
-                message.replica == self._incoming[link]
-            ):
+            case Status() | Statuses() | Vote() | Votes() if message.replica == self._incoming[link]:
                 self._feed(message)
             case _:
                 self._peer_lost(link, f"sent a {type(message).__name__}")
@@ -317,27 +337,27 @@ class ReplicaDriver:
             case machine.ToRanks(order):
                 self._order(order)
             case machine.ToPeers(peers, message):
-                if isinstance(message, values.Status):
+                if isinstance(message, Status):
                     self._record_status(message)
-                elif isinstance(message, values.Vote):
+                elif isinstance(message, Vote):
                     self._record_vote(message)
                 if peers or len(self._state.roster) == 1:
                     self._send_to_peers(peers, message)
             case machine.ToCoordinator(message):
-                if isinstance(message, values.Entered):
+                if isinstance(message, Entered):
                     self._record(
                         trace.Entered(
                             replica=message.replica, generation=message.generation, seconds=self.clock.since_announced_s()
                         )  # fmt: skip
                     )
-                elif isinstance(message, values.Diverged):
+                elif isinstance(message, Diverged):
                     self._record_disagreement(message)
                 if (
-                    isinstance(message, values.ReplicaBlocked | values.Diverged | values.Miscounted)
+                    isinstance(message, ReplicaBlocked | Diverged | Miscounted)
                     and message.generation == self._state.generation  # late evidence belongs to an older one
                 ):
                     self._request = message
-                assert not isinstance(message, values.Hello), "it goes with the greeting"
+                assert not isinstance(message, Hello), "it goes with the greeting"
                 self._loop.send(self._coordinator, message)
             case machine.Decided():
                 self._decided = effect
@@ -347,10 +367,10 @@ class ReplicaDriver:
                 self._record_committed(record, generation, adopted)
                 self.clock.committed(generation, record.step)
 
-    def _order(self, order: values.Order) -> None:
-        if isinstance(order, values.Plan):
+    def _order(self, order: Order) -> None:
+        if isinstance(order, Plan):
             self._record_plan(order)
-        if isinstance(order, values.Promise):
+        if isinstance(order, Promise):
             self._order_to_enter(order)
             return
         body = encode(order) if self._ranks else b""
@@ -360,7 +380,7 @@ class ReplicaDriver:
             elif rank in self._ranks:
                 self._loop.put(self._ranks[rank], body)
 
-    def _order_to_enter(self, order: values.Promise) -> None:
+    def _order_to_enter(self, order: Promise) -> None:
         """Send each rank the order to promise, with the addresses of new members."""
         fresh = [peer for peer in order.roster if peer not in self._introduced_peers]
         self._introduced_peers.update(fresh)
@@ -371,7 +391,7 @@ class ReplicaDriver:
             elif rank in self._ranks:
                 self._loop.send(self._ranks[rank], message)
 
-    def _record_vote(self, vote: values.Vote) -> None:
+    def _record_vote(self, vote: Vote) -> None:
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.step)
         self._vote_digest = vote.digest
@@ -381,11 +401,11 @@ class ReplicaDriver:
     def _send_to_peers(self, peers: tuple[int, ...], message: machine.PeerMessage) -> None:
         """Send to all `peers`, with a fault point after the first: some have the message then."""
         match message:
-            case values.Status() | values.Statuses():
-                said = message.statuses if isinstance(message, values.Statuses) else (message,)
+            case Status() | Statuses():
+                said = message.statuses if isinstance(message, Statuses) else (message,)
                 [step] = [status.step for status in said if status.replica == self._context.replica]
                 point, last = FaultPoint.STATUS, None
-            case values.Vote(step=step) | values.Votes(step=step):
+            case Vote(step=step) | Votes(step=step):
                 point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
         bodies = [encode(part) for part in _parts(message)] if peers else []
         for index, peer in enumerate(peers or (None,)):
@@ -450,7 +470,7 @@ class ReplicaDriver:
 
     # --- Trace -----------------------------------------------------------------------------------
 
-    def _record_status(self, status: values.Status) -> None:
+    def _record_status(self, status: Status) -> None:
         self._record(
             trace.Status(
                 replica=status.replica,
@@ -467,7 +487,7 @@ class ReplicaDriver:
             )  # fmt: skip
         )
 
-    def _record_plan(self, plan: values.Plan) -> None:
+    def _record_plan(self, plan: Plan) -> None:
         decided = self._decided
         if decided is not None and (decided.step, decided.generation) != (plan.step, plan.generation):
             decided = None
@@ -493,7 +513,7 @@ class ReplicaDriver:
             )  # fmt: skip
         )
 
-    def _record_committed(self, record: values.Record, generation: int, adopted: bool) -> None:
+    def _record_committed(self, record: Record, generation: int, adopted: bool) -> None:
         self._record(
             trace.Committed(
                 replica=self._context.replica,
@@ -509,14 +529,14 @@ class ReplicaDriver:
             )  # fmt: skip
         )
 
-    def _digest_of(self, record: values.Record) -> bytes:
+    def _digest_of(self, record: Record) -> bytes:
         """Return the digest of a committed record, from the vote if the vote was for it."""
         voted = self._voted
         if voted is not None and bare(voted.record) == bare(record):
             return self._vote_digest
         return digest(record)
 
-    def _record_disagreement(self, report: values.Diverged) -> None:
+    def _record_disagreement(self, report: Diverged) -> None:
         """Record what members disagree on, with this replica's own vote: votes carry only digests.
 
         Without a vote they disagree on what the step is, or on the record of the step before.

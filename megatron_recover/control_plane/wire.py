@@ -43,8 +43,35 @@ from megatron_recover.control_plane.encoding import (
 )
 from megatron_recover.control_plane.node_messages import FromAgent, ToAgent
 from megatron_recover.control_plane.store_messages import StoreAnswer, StoreRefusal, StoreRequest
-from megatron_recover.core import values
-from megatron_recover.core.values import ReplicaId, Shape, Value
+from megatron_recover.core.membership_messages import (
+    AddRequests,
+    Diverged,
+    Entered,
+    Grant,
+    Hello,
+    Miscounted,
+    Named,
+    NewGeneration,
+    ReplicaBlocked,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaLeaving,
+    ReplicaSaving,
+)
+from megatron_recover.core.rank_messages import (
+    Apply,
+    Begun,
+    Close,
+    Holds,
+    Plan,
+    Promise,
+    Promised,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
+    Stop,
+)
+from megatron_recover.core.values import Commitment, Generation, ReplicaId, Shape, Status, Statuses, Value, Vote, Votes
 from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address, prepare
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -117,7 +144,7 @@ class RankHello(Value, frozen=True):
 class LeaderHello(Value, frozen=True):
     """The first message of a leader to the coordinator, after `RankHello` from all its ranks."""
 
-    hello: values.Hello
+    hello: Hello
     peer: Peer
 
 
@@ -130,7 +157,7 @@ class PeerHello(Value, frozen=True):
 class Announcement(Value, frozen=True):
     """Message of the coordinator to a leader: a new generation and its members' addresses."""
 
-    new: values.NewGeneration
+    new: NewGeneration
     peers: tuple[Peer, ...]
     """The members of the roster that no earlier announcement to this leader contained. The
     addresses of a replica never change."""
@@ -142,7 +169,7 @@ class Announcement(Value, frozen=True):
 class Enter(Value, frozen=True):
     """Message of the leader to a rank: the order to promise, and the data addresses of members."""
 
-    promise: values.Promise
+    promise: Promise
     data_addresses: tuple[tuple[ReplicaId, str], ...]
     """(replica, address) of the members that no earlier order to this rank contained. Each address
     is that of the member's rank at this rank's position."""
@@ -151,7 +178,7 @@ class Enter(Value, frozen=True):
 class PackedAnnouncement(Value, frozen=True):
     """The form in which an `Announcement` is sent."""
 
-    new: values.NewGeneration
+    new: NewGeneration
     peers: PackedPeers
     noticed_s: float
 
@@ -173,7 +200,7 @@ class Beat(Value, frozen=True):
     """Name of the coordinator's host."""
     pid: int
     """Process id of the coordinator on that host."""
-    generation: values.Generation
+    generation: Generation
     step: int
     """The highest step that any leader has reported as its first uncommitted one."""
     waiting_for: tuple[ReplicaId, ...]
@@ -188,10 +215,10 @@ class LeaderBeat(Value, frozen=True):
     """
 
     replica: ReplicaId
-    generation: values.Generation
+    generation: Generation
     step: int
     waiting_for: tuple[ReplicaId, ...]
-    request: values.ReplicaBlocked | values.Diverged | values.Miscounted | None = None
+    request: ReplicaBlocked | Diverged | Miscounted | None = None
     """The request of this generation that the coordinator has not answered yet. The coordinator
     acts on a repeated request once."""
 
@@ -209,11 +236,11 @@ def encode(message: Message) -> bytes:
 
 Message = (
     RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat | FromAgent | ToAgent
-    | values.Plan | values.Close | values.Apply | values.Stop
-    | values.Begun | values.Promised | values.Holds | values.RankBlocked | values.RankFailing | values.RankFinished
-    | values.Vote | values.Votes | values.Status | values.Statuses
-    | values.Entered | values.ReplicaBlocked | values.ReplicaSaving | values.ReplicaFailing | values.ReplicaFinished
-    | values.Diverged | values.Miscounted | values.AddRequests | values.ReplicaLeaving | values.Grant | values.Named
+    | Plan | Close | Apply | Stop
+    | Begun | Promised | Holds | RankBlocked | RankFailing | RankFinished
+    | Vote | Votes | Status | Statuses
+    | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailing | ReplicaFinished
+    | Diverged | Miscounted | AddRequests | ReplicaLeaving | Grant | Named
     | StoreRequest | StoreAnswer | StoreRefusal
 )  # fmt: skip
 _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
@@ -222,16 +249,16 @@ _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
 def _packed(message: Message) -> _Framed:
     """Return the form in which a message is sent (`control_plane/encoding.py`)."""
     match message:
-        case values.Status():
+        case Status():
             return packed_status(message)
-        case values.Statuses():
+        case Statuses():
             return packed_statuses(message)
         case Announcement(new, peers, noticed_s):
             return PackedAnnouncement(new, packed_peers(peers), noticed_s)
     return message
 
 
-def _unpacked(framed: _Framed, known: list[values.Commitment]) -> Message:
+def _unpacked(framed: _Framed, known: list[Commitment]) -> Message:
     """Return the message that was sent in this form. Raises ValueError if the form is malformed."""
     match framed:
         case PackedStatus():
@@ -295,7 +322,7 @@ class Link:
         self._has_gap = False
         """True once a message found no room in the queue. No later message may be sent, since the
         receiver would miss the lost one."""
-        self._known: list[values.Commitment] = []
+        self._known: list[Commitment] = []
         """Committed records of the newest `Statuses` message. Statuses that arrive in several
         frames share these objects in memory."""
         self._decode = msgspec.msgpack.Decoder(_Framed).decode

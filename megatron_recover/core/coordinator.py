@@ -62,14 +62,12 @@ from megatron_recover.core.coordinator_state import (
     Waits,
 )
 from megatron_recover.core.excuses import after_progress
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.generations import Step
 from megatron_recover.core.leaving import free_to_go, judged
-from megatron_recover.core.policy import poisoned
-from megatron_recover.core.request import MISCOUNTED, exit_for, leave_of
-from megatron_recover.core.values import (
+from megatron_recover.core.membership_messages import (
     Diverged,
     Entered,
-    ExitCode,
     Hello,
     Loss,
     LossKind,
@@ -82,6 +80,8 @@ from megatron_recover.core.values import (
     ReplicaSaving,
     Void,
 )
+from megatron_recover.core.policy import poisoned
+from megatron_recover.core.request import MISCOUNTED, exit_for, leave_of
 from megatron_recover.core.vote import unite
 
 __all__ = [

@@ -9,8 +9,7 @@ from typing import Literal
 
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.grants import Ledger
-from megatron_recover.core.values import (
-    Generation,
+from megatron_recover.core.membership_messages import (
     Grant,
     Hello,
     LeaderMessage,
@@ -18,10 +17,9 @@ from megatron_recover.core.values import (
     NewGeneration,
     ReplicaFailing,
     ReplicaFinished,
-    ReplicaId,
-    Value,
     Void,
 )
+from megatron_recover.core.values import Generation, ReplicaId, Value
 
 
 class MembershipSettings(Value, frozen=True):

@@ -88,8 +88,9 @@ from msgspec.structs import replace
 from megatron_recover.core import parts
 from megatron_recover.core.detector_state import DetectorState, Figures, Watched
 from megatron_recover.core.label import label_of
+from megatron_recover.core.membership_messages import ReplicaFailing
 from megatron_recover.core.progress import BOUNDED_BY_NOTHING_SEEN, COMPUTES, EVERY_STEP, WAITS, Phase, Progress
-from megatron_recover.core.values import ReplicaFailing, ReplicaId
+from megatron_recover.core.values import ReplicaId
 from megatron_recover.core.verdict import (
     CANNOT_RUN,
     STOPPED,

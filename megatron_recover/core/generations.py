@@ -25,10 +25,12 @@ from megatron_recover.core.coordinator_state import (
     Setting,
 )
 from megatron_recover.core.excuses import after_progress, are_waits_excused, with_waits
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.leaving import kept
+from megatron_recover.core.membership_messages import Loss, NewGeneration
 from megatron_recover.core.policy import all_finished, nobody_left, poisoned
 from megatron_recover.core.request import TOO_FEW
-from megatron_recover.core.values import ExitCode, Loss, NewGeneration, ReplicaId
+from megatron_recover.core.values import ReplicaId
 from megatron_recover.core.vote import unite
 
 Step = tuple[CoordinatorState, tuple[Effect, ...]]

@@ -57,8 +57,9 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
+from megatron_recover.core.membership_messages import Grant
 from megatron_recover.core.request import coordinator_lost
-from megatron_recover.core.values import Generation, Grant, ReplicaId, Value
+from megatron_recover.core.values import Generation, ReplicaId, Value
 
 
 def writer_of(roster: Collection[ReplicaId]) -> ReplicaId:

@@ -33,7 +33,7 @@ in both. Facts come in an order in which they can have happened: cause before ef
 - INV-3, INV-4 and INV-7 are not judged for a replica that is not in the newest roster, nor are the
   results and the state digest of its vote, nor the paces that it learned: the history has forgotten
   what that replica was dealt, holds and began with.
-- INV-3, INV-4 and INV-7 have one more exception: a step that is made void (`values.Void`) begins
+- INV-3, INV-4 and INV-7 have one more exception: a step that is made void (`Void`) begins
   anew for each member that enters. It is given up only where it was void before, and then committed
   by all without a result.
 - INV-8 bounded waits, INV-9 progress: these are about what does *not* happen. The only fact that
@@ -50,23 +50,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from megatron_recover.core.digest import bare, combined
+from megatron_recover.core.membership_messages import Entered, LossKind, NewGeneration, Void
 from megatron_recover.core.plan import results
+from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.request import RequestKind, details
-from megatron_recover.core.values import (
-    BucketId,
-    Entered,
-    Generation,
-    LossKind,
-    MicrobatchId,
-    NewGeneration,
-    Plan,
-    Record,
-    ReplicaId,
-    Shape,
-    Value,
-    Version,
-    Void,
-)
+from megatron_recover.core.values import BucketId, Generation, MicrobatchId, Record, ReplicaId, Shape, Value, Version
 
 
 class InvariantViolation(Exception):
@@ -77,7 +65,7 @@ class InvariantViolation(Exception):
         self.invariant = invariant
 
 
-# --- Facts; `values.Entered` is one too -----------------------------------------------------------
+# --- Facts; `Entered` is one too ------------------------------------------------------------------
 
 
 class Formed(Value, frozen=True):

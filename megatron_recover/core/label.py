@@ -37,7 +37,7 @@ class Label(NamedTuple):
     number: int | None = None
     """Number of an `EVALUATE` step in its iteration, from 1; else None."""
     is_given_up: bool = False
-    """True if the step was miscounted twice and ends without a change (`values.Void.gives_up`)."""
+    """True if the step was miscounted twice and ends without a change (`Void.gives_up`)."""
 
     def __str__(self) -> str:
         number = "" if self.number is None else f"/{self.number}"

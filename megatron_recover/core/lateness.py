@@ -79,8 +79,9 @@ from megatron_recover.core.excuses import (
     without_evidence,
     working,
 )  # fmt: skip
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.generations import Step
-from megatron_recover.core.values import Entered, ExitCode, Loss, LossKind, ReplicaBlocked, ReplicaSaving
+from megatron_recover.core.membership_messages import Entered, Loss, LossKind, ReplicaBlocked, ReplicaSaving
 
 
 def on_entered(state: CoordinatorState, entered: Entered) -> Step:

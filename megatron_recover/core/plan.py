@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from megatron_recover.core.quota import ONE_STAGE, balanced, share
+from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.recovery import Recovery
 from megatron_recover.core.speed import UNKNOWN, Speeds, paces
 from megatron_recover.core.values import (
@@ -17,7 +18,6 @@ from megatron_recover.core.values import (
     Generation,
     MicrobatchId,
     Pipeline,
-    Plan,
     ReplicaId,
     Transfer,
     Value,

@@ -9,9 +9,11 @@ import re
 from collections.abc import Sequence
 from itertools import combinations
 
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.label import label_of
+from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaFailing, ReplicaFinished
 from megatron_recover.core.request import MISCOUNTED, TOO_FEW, UNSAVED, RequestKind, details
-from megatron_recover.core.values import ExitCode, Loss, LossKind, MicrobatchId, ReplicaFailing, ReplicaFinished
+from megatron_recover.core.values import MicrobatchId
 
 
 def exit_code(requests: Sequence[str]) -> int:

@@ -59,17 +59,12 @@ from msgspec.structs import replace
 
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.plan import results
-from megatron_recover.core.values import (
+from megatron_recover.core.rank_messages import (
     Apply,
     Begun,
-    BucketId,
     Close,
     CloseAsked,
-    Generation,
-    Held,
     Holds,
-    Journal,
-    MicrobatchId,
     Order,
     PassTimed,
     Plan,
@@ -79,12 +74,10 @@ from megatron_recover.core.values import (
     RankFailing,
     RankFinished,
     RankSaving,
-    ReplicaId,
     Report,
     Stop,
-    Value,
-    Work,
 )
+from megatron_recover.core.values import BucketId, Generation, Held, Journal, MicrobatchId, ReplicaId, Value, Work
 
 
 class RankState(Value, frozen=True):
@@ -124,7 +117,7 @@ class Begin(Value, frozen=True):
     requests: tuple[str, ...] = ()
     digest: int | None = None
     stays: bool = False
-    """`digest` and `stays` are those of `values.Begun`."""
+    """`digest` and `stays` are those of `Begun`."""
 
 
 class Take(Value, frozen=True):
@@ -148,7 +141,7 @@ class MicrobatchFinished(Value, frozen=True):
 
 
 class TimePass(Value, frozen=True):
-    """The duration of a training step's first pass, measured by rank 0 (`values.PassTimed`)."""
+    """The duration of a training step's first pass, measured by rank 0 (`PassTimed`)."""
 
     num_microbatches: int
     elapsed_ns: int
@@ -167,7 +160,7 @@ class Block(Value, frozen=True):
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
     stalled: bool = False
-    """`suspects` and `stalled` are those of `values.RankBlocked`."""
+    """`suspects` and `stalled` are those of `RankBlocked`."""
     miscounted: bool = False
     """True if the sum of the bucket did not count every microbatch exactly once."""
 
@@ -176,7 +169,7 @@ class Fail(Value, frozen=True):
     """An exception is about to end the process."""
 
     microbatches: tuple[MicrobatchId, ...]
-    """The microbatches of `values.RankFailing`."""
+    """The microbatches of `RankFailing`."""
     error: str
 
 

@@ -28,10 +28,37 @@ from megatron_recover.core.contribution import added
 from megatron_recover.core.digest import commitment, differences, summarize
 from megatron_recover.core.forwarding import direct_peers, forwarded, heard_from, newest_of_each, waiting_for
 from megatron_recover.core.leaving import leavers
+from megatron_recover.core.membership_messages import (
+    AddRequests,
+    Diverged,
+    Entered,
+    Miscounted,
+    NewGeneration,
+    ReplicaBlocked,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaLeaving,
+    ReplicaSaving,
+)
 from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
 from megatron_recover.core.policy import exit_code, untrained
 from megatron_recover.core.quota import ticks
+from megatron_recover.core.rank_messages import (
+    Apply,
+    Begun,
+    Close,
+    CloseAsked,
+    Holds,
+    PassTimed,
+    Promise,
+    Promised,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
+    RankSaving,
+    Stop,
+)
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
     Committed,
@@ -52,38 +79,7 @@ from megatron_recover.core.replica_state import (
 from megatron_recover.core.request import SAVED, coordinator_lost
 from megatron_recover.core.speed import learn, reported_paces
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.values import (
-    AddRequests,
-    Apply,
-    Begun,
-    Close,
-    CloseAsked,
-    Diverged,
-    Entered,
-    Holds,
-    Journal,
-    Miscounted,
-    NewGeneration,
-    PassTimed,
-    Promise,
-    Promised,
-    RankBlocked,
-    RankFailing,
-    RankFinished,
-    RankSaving,
-    Record,
-    ReplicaBlocked,
-    ReplicaFailing,
-    ReplicaFinished,
-    ReplicaId,
-    ReplicaLeaving,
-    ReplicaSaving,
-    Status,
-    Statuses,
-    Stop,
-    Vote,
-    Votes,
-)
+from megatron_recover.core.values import Journal, Record, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
 
 __all__ = [

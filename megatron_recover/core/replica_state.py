@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import enum
 
+from megatron_recover.core.membership_messages import AddRequests, LeaderMessage, NewGeneration, Void
+from megatron_recover.core.rank_messages import Order, Plan, Report, Stop
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import (
-    AddRequests,
     Ballot,
     BucketId,
     Contribution,
     Generation,
     Held,
     Journal,
-    LeaderMessage,
     MicrobatchId,
-    NewGeneration,
-    Order,
-    Plan,
     Record,
     ReplicaId,
-    Report,
     Shape,
     Status,
     Statuses,
-    Stop,
     Value,
     Version,
-    Void,
     Vote,
     Votes,
     Work,

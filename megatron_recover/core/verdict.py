@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 
+from megatron_recover.core.membership_messages import ReplicaFailing
 from megatron_recover.core.progress import Phase, Progress
-from megatron_recover.core.values import Generation, MicrobatchId, ReplicaFailing, ReplicaId, Value
+from megatron_recover.core.values import Generation, MicrobatchId, ReplicaId, Value
 
 STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as in /proc/PID/stat."""

@@ -42,7 +42,8 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import Label, StepKind, label_of
 from megatron_recover.core.plan import microbatches_of
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.values import Apply, Plan, Work
+from megatron_recover.core.rank_messages import Apply, Plan
+from megatron_recover.core.values import Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor

@@ -40,10 +40,10 @@ from megatron_recover.config import (
 )
 from megatron_recover.control_plane.rendezvous import join_store
 from megatron_recover.core import policy
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import Label, StepKind
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.launch import numa, script
 from megatron_recover.megatron.launch.arguments import (

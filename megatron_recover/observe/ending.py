@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import value_of
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER
 from megatron_recover.observe import stop_mark

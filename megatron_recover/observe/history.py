@@ -29,8 +29,9 @@ from typing import Any, cast, get_args
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.label import label_of
-from megatron_recover.core.values import ExitCode, LossKind
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.faults import FaultKind
 from megatron_recover.observe import nodes
 from megatron_recover.observe.facts import Line, QuotaRun, Record, RecoveryFacts, StepFacts

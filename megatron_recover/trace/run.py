@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.request import RequestKind, details
-from megatron_recover.core.values import LossKind
 from megatron_recover.trace.event import Event, Part
 
 Level = Literal["microbatches", "steps", "faults"]

@@ -28,7 +28,8 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.core.digest import combined
 from megatron_recover.core.plan import Operation
-from megatron_recover.core.values import BucketId, Held, Plan
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import BucketId, Held
 from megatron_recover.data_plane.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer.bucket_sums import BucketSum
@@ -39,7 +40,7 @@ from megatron_recover.trainer.result_summary import ResultSummary
 class Miscounted(TransportError):
     """A bucket's sum does not count every microbatch of the step once.
 
-    The step is void (`core.values.Void`).
+    The step is void (`core.membership_messages.Void`).
     """
 
     miscounted = True

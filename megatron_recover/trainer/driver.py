@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from megatron_recover.core.alike import Parts
-from megatron_recover.core.values import Apply, Held, Plan, Shape, Work
+from megatron_recover.core.rank_messages import Apply, Plan
+from megatron_recover.core.values import Held, Shape, Work
 from megatron_recover.data_plane.transport import Operand, Transport
 
 

@@ -25,7 +25,8 @@ from concurrent.futures import Future
 
 import torch
 
-from megatron_recover.core.values import BucketId, Plan
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import BucketId
 from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.work_queue import Task
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.plan import operations
-from megatron_recover.core.values import Apply, BucketId, Generation, MicrobatchId, Pipeline, Plan, Shape
+from megatron_recover.core.rank_messages import Apply, Plan
+from megatron_recover.core.values import BucketId, Generation, MicrobatchId, Pipeline, Shape
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer import exact
 from megatron_recover.trainer.bucket_sums import BucketSum, GradientSum, LedgerSum

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_recover.core.values import BucketId, Generation, MicrobatchId, Plan
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import BucketId, Generation, MicrobatchId
 from megatron_recover.trainer.driver import Driver
 
 

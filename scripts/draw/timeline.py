@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from megatron_recover.core.values import Compute, Pipeline, Plan, Work
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import Compute, Pipeline, Work
 from megatron_recover.megatron.schedule.interleaved import InterleavedStage
 from megatron_recover.megatron.schedule.pipeline import Stage
 from megatron_recover.trainer.work_queue import Task, WorkQueue

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_recover import cli, trace
 from megatron_recover.cli.run_dirs import no_trace
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.report import writing as report
 from megatron_recover.trace import event_files
 from tests.observe import traces

@@ -18,7 +18,8 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import demo
-from megatron_recover.core.values import ExitCode, LossKind
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.observe.gaps import LAUNCHER
 from tests.observe import traces
 

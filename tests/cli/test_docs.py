@@ -15,7 +15,7 @@ import pytest
 
 from megatron_recover.cluster import chaos
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron.launch.arguments import ADAPTATIONS, REFUSALS, cpu_refusals, flag_of
 from megatron_recover.sim.timed import models

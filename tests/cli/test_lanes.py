@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from megatron_recover.cli import describing, lanes, plan, run, run_flags
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import split
 from megatron_recover.host import gpus
 from megatron_recover.megatron.layout.memory import memory

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_recover import cli, packages
 from megatron_recover.cli import explain, finish
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.megatron.launch.preflight import preflight
 from megatron_recover.megatron.seams import seams
 from megatron_recover.observe import compare

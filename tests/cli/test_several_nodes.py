@@ -25,8 +25,8 @@ from megatron_recover.cluster import joining
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.placement import place
-from megatron_recover.core.values import ExitCode
 from megatron_recover.host.addresses import HOST, bind_free
 from tests import forks
 

@@ -21,7 +21,7 @@ from megatron_recover import cli, trace
 from megatron_recover.cli import top
 from megatron_recover.cluster.job import LAUNCHER_LOG, Job, write_description
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.follow import launcher
 from megatron_recover.observe.follow.launcher import RUN_FILE
 from tests.observe import traces

@@ -27,8 +27,8 @@ from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.node_messages import DrainAsked, ReplicaGone
+from megatron_recover.core.membership_messages import Loss, LossKind
 from megatron_recover.core.placement import place
-from megatron_recover.core.values import Loss, LossKind
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault
 from megatron_recover.observe.files import LOGS

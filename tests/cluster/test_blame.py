@@ -20,8 +20,9 @@ from megatron_recover.cluster.environment import HEARTBEAT as HEARTBEAT_VARIABLE
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.cluster.watch import Watch, explaining_first
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaFailing
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaFailing
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.cluster.aborting_toy import HEARTBEAT, WATCHDOG

@@ -18,7 +18,8 @@ from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, Peer
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import Hello, Loss, LossKind, ReplicaBlocked, Stop
+from megatron_recover.core.membership_messages import Hello, Loss, LossKind, ReplicaBlocked
+from megatron_recover.core.rank_messages import Stop
 from tests.control_plane.partners import PATIENCE_S, call, gate_of
 
 pytestmark = pytest.mark.timeout(240)

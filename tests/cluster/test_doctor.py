@@ -23,7 +23,7 @@ from megatron_recover.cluster.doctor import machine, slurm
 from megatron_recover.cluster.doctor.findings import Check, Finding, Folder, Need
 from megatron_recover.cluster.doctor.folders import DEEDS, Tried, judged
 from megatron_recover.cluster.doctor.node import examine, software
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.host import control_group, gpus
 from tests.disk import mounted
 

@@ -31,7 +31,7 @@ from megatron_recover.cluster.status import (
     write,
 )
 from megatron_recover.control_plane.node_messages import DrainAnswer, JobState, NodeState
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.host.addresses import host_name
 from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import Spec

@@ -16,7 +16,8 @@ from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.output import create
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import ExitCode, LossKind
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import ROOT, SUMS, Spec, command, run

@@ -25,7 +25,7 @@ from megatron_recover.control_plane.node_messages import Met, NodeHello
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver
 from megatron_recover.control_plane.wire import Message, listen
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import HOST, address_of, bind_free
 from megatron_recover.trace.node_clock import NodeClock

@@ -10,7 +10,7 @@ import pytest
 from megatron_recover.cluster.coordinator_loss import CoordinatorLoss
 from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.node import ProcessEnd
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from megatron_recover.cluster.run_end import RunEnd
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.core import policy
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.request import MISCOUNTED, TOO_FEW, UNSAVED, exit_for
-from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from tests.cluster.jobs import ROOT
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.signals import Answer, EndRequest
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Running, Start
 

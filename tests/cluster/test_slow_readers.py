@@ -11,7 +11,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 from tests.cluster.jobs import ROOT, Spec, run, sums
 from tests.cluster.reading_toy import FIFO, PID
 from tests.cluster.running import Running

@@ -18,8 +18,8 @@ from megatron_recover.cluster.output import Output, create
 from megatron_recover.cluster.rank_process import STACK_SIGNAL
 from megatron_recover.cluster.watch import Watch
 from megatron_recover.core import detector
+from megatron_recover.core.membership_messages import LossKind, ReplicaFailing
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.values import LossKind, ReplicaFailing
 from megatron_recover.core.verdict import Condemned, Named, Verdict
 from megatron_recover.deadlines import Deadlines
 from tests.cluster.waiting import until_readable

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Running, Start

@@ -16,7 +16,7 @@ from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Launch
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import SHORTEST_S, Deadlines
 from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import Outcome, Spec, sums

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import KEY_BYTES
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.strangers import Siege, ports_of, raise_descriptor_limit

@@ -18,7 +18,7 @@ from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.node import Undying
 from megatron_recover.cluster.output import create
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import SUMS, Spec
 from tests.cluster.running import FOR_EVER, Start

@@ -23,7 +23,7 @@ from megatron_recover.cluster.node import NodeLost
 from megatron_recover.cluster.output import create
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.cluster.jobs import ROOT, Spec, run
 from tests.cluster.waiting import until_ended, until_files, until_readable

@@ -21,7 +21,8 @@ from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
 from megatron_recover.control_plane.rank_driver import RankDriver
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.quota import share
-from megatron_recover.core.values import Apply, Compute, Held, Plan, Shape, Work
+from megatron_recover.core.rank_messages import Apply, Plan
+from megatron_recover.core.values import Compute, Held, Shape, Work
 from megatron_recover.data_plane.direct import DirectEndpoint
 from megatron_recover.data_plane.transport import Revoked, Transport, TransportError
 from megatron_recover.faults import FaultInjector, FaultPoint

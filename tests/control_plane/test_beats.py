@@ -21,7 +21,7 @@ from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Announcement, Beat, LeaderBeat, LeaderHello, Message, Peer
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import Hello, Loss, ReplicaBlocked
+from megatron_recover.core.membership_messages import Hello, Loss, ReplicaBlocked
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import state_of

@@ -31,16 +31,8 @@ from megatron_recover.control_plane.encoding import (
 )
 from megatron_recover.control_plane.wire import Announcement, LinkClosed, Message, encode
 from megatron_recover.core.digest import commitment
-from megatron_recover.core.values import (
-    Contribution,
-    HeldVersion,
-    Journal,
-    NewGeneration,
-    Record,
-    Status,
-    Statuses,
-    Work,
-)
+from megatron_recover.core.membership_messages import NewGeneration
+from megatron_recover.core.values import Contribution, HeldVersion, Journal, Record, Status, Statuses, Work
 from tests.control_plane.partners import connected, framed
 from tests.control_plane.test_wire import pair
 

@@ -50,7 +50,8 @@ from megatron_recover.control_plane.nodes_driver import TELL_S, NodesDriver
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
 from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
-from megatron_recover.core.values import ExitCode, Hello, Loss, LossKind
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import Hello, Loss, LossKind
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
 from megatron_recover.trace.node_clock import NodeClock

@@ -17,34 +17,30 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
 from megatron_recover.control_plane.wire import Announcement, Beat, Enter, Heard, LeaderBeat, LeaderHello, RankHello
-from megatron_recover.core.request import NO_COORDINATOR, coordinator_lost
-from megatron_recover.core.values import (
-    Apply,
-    Begun,
-    BucketVersion,
-    Compute,
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import (
     Entered,
-    ExitCode,
     Grant,
-    Held,
-    Holds,
-    Journal,
     Named,
     NewGeneration,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaSaving,
+)
+from megatron_recover.core.rank_messages import (
+    Apply,
+    Begun,
+    Holds,
     Plan,
     Promise,
     Promised,
     RankBlocked,
     RankFailing,
     RankFinished,
-    Record,
-    ReplicaFailing,
-    ReplicaFinished,
-    ReplicaSaving,
-    Shape,
     Stop,
-    Work,
 )
+from megatron_recover.core.request import NO_COORDINATOR, coordinator_lost
+from megatron_recover.core.values import BucketVersion, Compute, Held, Journal, Record, Shape, Work
 from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, PeerLost, Revoked, TransportError
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.trace.node_clock import NodeClock

@@ -18,30 +18,20 @@ from megatron_recover.control_plane import replica_driver as leader
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, encode, listen
 from megatron_recover.core.digest import commitment, digest
-from megatron_recover.core.replica import ToCoordinator, waiting_for
-from megatron_recover.core.values import (
+from megatron_recover.core.membership_messages import Diverged, Entered, Miscounted, NewGeneration, ReplicaBlocked
+from megatron_recover.core.rank_messages import (
     Apply,
     Begun,
-    Diverged,
-    Entered,
-    Held,
     Holds,
-    Miscounted,
-    NewGeneration,
     Promised,
     RankBlocked,
     RankFailing,
     RankFinished,
-    Record,
-    ReplicaBlocked,
     Report,
-    Shape,
-    Status,
-    Statuses,
     Stop,
-    Vote,
-    Work,
 )
+from megatron_recover.core.replica import ToCoordinator, waiting_for
+from megatron_recover.core.values import Held, Record, Shape, Status, Statuses, Vote, Work
 from megatron_recover.data_plane.transport import TransportError
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of

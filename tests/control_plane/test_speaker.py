@@ -11,7 +11,9 @@ from megatron_recover.authentication.admission import Reserve
 from megatron_recover.control_plane.beats import CoordinatorWatch
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import LeaderBeat, LeaderHello, Peer, listen
-from megatron_recover.core.values import ExitCode, Hello, Stop
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import Hello
+from megatron_recover.core.rank_messages import Stop
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
 from megatron_recover.host.speaker import Speaker

@@ -29,13 +29,12 @@ from megatron_recover.control_plane.wire import (
     encode,
 )
 from megatron_recover.core.digest import commitment
+from megatron_recover.core.rank_messages import Holds, Promise
 from megatron_recover.core.values import (
     Ballot,
     Contribution,
     Held,
     HeldVersion,
-    Holds,
-    Promise,
     Record,
     Shape,
     Status,

@@ -9,20 +9,9 @@ from megatron_recover.core import replica
 from megatron_recover.core.bucket import by_version
 from megatron_recover.core.contribution import grouped
 from megatron_recover.core.digest import commitment, summarize
-from megatron_recover.core.values import (
-    Ballot,
-    Begun,
-    BucketVersion,
-    Held,
-    Holds,
-    NewGeneration,
-    Promised,
-    Record,
-    Shape,
-    Status,
-    Vote,
-    Work,
-)
+from megatron_recover.core.membership_messages import NewGeneration
+from megatron_recover.core.rank_messages import Begun, Holds, Promised
+from megatron_recover.core.values import Ballot, BucketVersion, Held, Record, Shape, Status, Vote, Work
 
 SHAPE = Shape(1, ((0,),))
 """One rank, one bucket."""

@@ -14,16 +14,8 @@ from megatron_recover.core import bucket, quota, recovery, vote
 from megatron_recover.core.contribution import by_bucket
 from megatron_recover.core.digest import commitment, digest
 from megatron_recover.core.plan import plan_of
-from megatron_recover.core.values import (
-    Ballot,
-    BucketVersion,
-    Held,
-    Plan,
-    Record,
-    Shape,
-    Status,
-    Work,
-)
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import Ballot, BucketVersion, Held, Record, Shape, Status, Work
 from tests.core.build import WORK, ballot, complete, record, status
 
 rosters = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(sorted).map(tuple)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_recover.core import blame, coordinator, lateness
 from megatron_recover.core.blame import Evidence, culprit, on_its_nodes, with_missed_deadline, with_report
 from megatron_recover.core.coordinator import CoordinatorState, MembershipSettings, TimerFired
-from megatron_recover.core.values import Entered, Hello, Loss, LossKind, ReplicaBlocked
+from megatron_recover.core.membership_messages import Entered, Hello, Loss, LossKind, ReplicaBlocked
 from megatron_recover.sim.channels import Channels, card, link, stuck_in_a_sum
 
 Nodes = tuple[tuple[int, ...], ...]

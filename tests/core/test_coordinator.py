@@ -31,10 +31,10 @@ from megatron_recover.core.coordinator import (
     Waits,
 )
 from megatron_recover.core.excuses import AT_WORK
-from megatron_recover.core.values import (
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import (
     Diverged,
     Entered,
-    ExitCode,
     Grant,
     Hello,
     Loss,

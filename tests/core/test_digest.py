@@ -11,19 +11,11 @@ from msgspec.structs import replace
 from megatron_recover.core import digest as of
 from megatron_recover.core.digest import bare, differences, digest, summarize
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.membership_messages import Diverged, NewGeneration
 from megatron_recover.core.own_record import adopted
+from megatron_recover.core.rank_messages import Holds, Promised
 from megatron_recover.core.replica import Committed, ToCoordinator, ToPeers
-from megatron_recover.core.values import (
-    Ballot,
-    BucketVersion,
-    Commitment,
-    Diverged,
-    Holds,
-    NewGeneration,
-    Promised,
-    Record,
-    Vote,
-)
+from megatron_recover.core.values import Ballot, BucketVersion, Commitment, Record, Vote
 from tests.core.build import complete, holds, lead, record, status, vote, working
 
 checksums = st.integers(0, 2**63 - 1)

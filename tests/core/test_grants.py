@@ -10,18 +10,10 @@ import pytest
 from megatron_recover.core import coordinator, generations, grants, replica
 from megatron_recover.core.grants import Holding, Ledger
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.membership_messages import Grant, NewGeneration
+from megatron_recover.core.rank_messages import Begun, Holds, Promised, RankFinished
 from megatron_recover.core.request import coordinator_lost
-from megatron_recover.core.values import (
-    Begun,
-    Grant,
-    Held,
-    Holds,
-    NewGeneration,
-    Promised,
-    RankFinished,
-    Shape,
-    Work,
-)
+from megatron_recover.core.values import Held, Shape, Work
 from megatron_recover.sim.explore.naming import NAMING, Naming, NamingScenario, Writer
 from megatron_recover.sim.timed.leases import LeaseJob
 

@@ -19,7 +19,9 @@ from megatron_recover.core.invariants import (
     Voted,
     check,
 )
-from megatron_recover.core.values import BucketVersion, Compute, Entered, Plan, Record, Shape, Transfer, Work
+from megatron_recover.core.membership_messages import Entered
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import BucketVersion, Compute, Record, Shape, Transfer, Work
 
 SHAPE = Shape(2, ((0,), (1,)))
 WORK = Work("train 0", 2, (0, 1))

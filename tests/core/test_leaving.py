@@ -25,24 +25,13 @@ from megatron_recover.core.coordinator import (
     NodeLost,
 )
 from megatron_recover.core.coordinator_state import Refusal
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.leaving import leavers
+from megatron_recover.core.membership_messages import Hello, Loss, LossKind, ReplicaFailing, ReplicaFinished, ReplicaLeaving
 from megatron_recover.core.plan import fresh_plan
+from megatron_recover.core.rank_messages import Apply, Begun, Stop
 from megatron_recover.core.request import leave_of
-from megatron_recover.core.values import (
-    Apply,
-    Begun,
-    ExitCode,
-    Hello,
-    Loss,
-    LossKind,
-    Record,
-    ReplicaFailing,
-    ReplicaFinished,
-    ReplicaLeaving,
-    Shape,
-    Stop,
-    Work,
-)
+from megatron_recover.core.values import Record, Shape, Work
 from tests.core.test_coordinator import announced, died, ended, feed, started
 
 

@@ -25,21 +25,11 @@ from megatron_recover.core import (
     vote,
 )
 from megatron_recover.core.contribution import by_bucket
+from megatron_recover.core.membership_messages import Loss, LossKind, Void
 from megatron_recover.core.plan import Operation, plan_of
+from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.speed import Speeds
-from megatron_recover.core.values import (
-    Ballot,
-    Compute,
-    Loss,
-    LossKind,
-    Plan,
-    Record,
-    Status,
-    Statuses,
-    Void,
-    Vote,
-    Votes,
-)
+from megatron_recover.core.values import Ballot, Compute, Record, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import ballot_of, gather, voters_of
 from megatron_recover.sim.channels import card, link
 from megatron_recover.sim.explore.explorer import Explorer, Scenario

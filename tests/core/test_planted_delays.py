@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, generations, lateness, rank, replica
 from megatron_recover.core.blame import Evidence
-from megatron_recover.core.values import Apply, Begun, LossKind, Miscounted, Plan, ReplicaBlocked
+from megatron_recover.core.membership_messages import LossKind, Miscounted, ReplicaBlocked
+from megatron_recover.core.rank_messages import Apply, Begun, Plan
 from megatron_recover.sim.channels import link
 from megatron_recover.sim.explore.explorer import Explorer, Scenario
 from tests.core.planting import caught, explore, handle

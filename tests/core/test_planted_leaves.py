@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, generations, leaving, plan, recovery, replica
-from megatron_recover.core.values import Ballot, Plan
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import Ballot
 from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.explore.explorer import Explorer, JobState
 from megatron_recover.sim.explore.scenario import Scenario

@@ -26,15 +26,12 @@ from megatron_recover.core.rank import (
     TimePass,
     ToLeader,
 )
-from megatron_recover.core.values import (
+from megatron_recover.core.rank_messages import (
     Apply,
     Begun,
     Close,
     CloseAsked,
-    Compute,
-    Held,
     Holds,
-    Journal,
     PassTimed,
     Plan,
     Promise,
@@ -44,9 +41,8 @@ from megatron_recover.core.values import (
     RankFinished,
     RankSaving,
     Stop,
-    Transfer,
-    Work,
 )
+from megatron_recover.core.values import Compute, Held, Journal, Transfer, Work
 from tests.core.build import complete, record
 
 WORK = Work("train 0", 3, (0, 1))

@@ -9,6 +9,34 @@ from msgspec.structs import replace
 
 from megatron_recover.core import rank, replica
 from megatron_recover.core.digest import combined
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import (
+    Diverged,
+    Entered,
+    Miscounted,
+    NewGeneration,
+    ReplicaBlocked,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaSaving,
+    Void,
+)
+from megatron_recover.core.rank_messages import (
+    Apply,
+    Begun,
+    Close,
+    CloseAsked,
+    Holds,
+    PassTimed,
+    Plan,
+    Promise,
+    Promised,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
+    RankSaving,
+    Stop,
+)
 from megatron_recover.core.replica import (
     Committed,
     Decided,
@@ -21,41 +49,7 @@ from megatron_recover.core.replica import (
     WaitExpired,
 )
 from megatron_recover.core.request import MISCOUNTED, SAVED, nothing_trained
-from megatron_recover.core.values import (
-    Apply,
-    Begun,
-    Close,
-    CloseAsked,
-    Compute,
-    Contribution,
-    Diverged,
-    Entered,
-    ExitCode,
-    Held,
-    HeldVersion,
-    Holds,
-    Journal,
-    Miscounted,
-    NewGeneration,
-    PassTimed,
-    Pipeline,
-    Plan,
-    Promise,
-    Promised,
-    RankBlocked,
-    RankFailing,
-    RankFinished,
-    RankSaving,
-    ReplicaBlocked,
-    ReplicaFailing,
-    ReplicaFinished,
-    ReplicaSaving,
-    Shape,
-    Stop,
-    Transfer,
-    Void,
-    Work,
-)
+from megatron_recover.core.values import Compute, Contribution, Held, HeldVersion, Journal, Pipeline, Shape, Transfer, Work
 from tests.core.build import SHAPE, WORK, complete, holds, lead, record, status, vote, working
 
 TWO_RANKS = Shape(2, ((0, 1),))

@@ -11,21 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, replica, tree
+from megatron_recover.core.membership_messages import Diverged, Hello, NewGeneration, ReplicaBlocked
+from megatron_recover.core.rank_messages import Begun, Plan, Promise, Promised
 from megatron_recover.core.replica import Committed, LinkLost, ReplicaPhase, ToCoordinator, ToPeers, ToRanks, Voted, WaitExpired
-from megatron_recover.core.values import (
-    Begun,
-    Contribution,
-    Diverged,
-    Hello,
-    NewGeneration,
-    Plan,
-    Promise,
-    Promised,
-    ReplicaBlocked,
-    Statuses,
-    Votes,
-    Work,
-)
+from megatron_recover.core.values import Contribution, Statuses, Votes, Work
 from tests.core.build import SHAPE, ballot, complete, holds, lead, record, status, vote
 
 rosters = st.lists(st.integers(0, 99), min_size=1, max_size=40, unique=True).map(sorted).map(tuple)

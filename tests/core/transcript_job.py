@@ -19,10 +19,12 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants
 from megatron_recover.core.label import label_of
+from megatron_recover.core.membership_messages import Entered, Hello, Loss, LossKind
 from megatron_recover.core.plan import Operation
+from megatron_recover.core.rank_messages import RankSaving, Stop
 from megatron_recover.core.replica import LinkLost, WaitExpired, waiting_for
 from megatron_recover.core.tree import TREE_ABOVE
-from megatron_recover.core.values import Entered, Hello, Loss, LossKind, RankSaving, ReplicaId, Shape, Stop, Work
+from megatron_recover.core.values import ReplicaId, Shape, Work
 from megatron_recover.sim.explore import node as nodes
 from megatron_recover.sim.explore.network import address
 from megatron_recover.sim.multiset import Multiset, add

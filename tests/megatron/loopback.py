@@ -19,22 +19,11 @@ from torch import Tensor
 
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
+from megatron_recover.core.membership_messages import Diverged, Miscounted, NewGeneration, Void
 from megatron_recover.core.quota import ticks
+from megatron_recover.core.rank_messages import Apply, Close, Plan, Stop
 from megatron_recover.core.request import MISCOUNTED
-from megatron_recover.core.values import (
-    Apply,
-    Close,
-    Diverged,
-    Held,
-    Miscounted,
-    NewGeneration,
-    Plan,
-    Record,
-    Shape,
-    Stop,
-    Void,
-    Work,
-)
+from megatron_recover.core.values import Held, Record, Shape, Work
 from megatron_recover.data_plane.transport import PeerLost, Probe, Revoked
 from megatron_recover.faults import FaultPoint
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import Apply, BucketVersion, Compute, Held, Plan, Record, Shape, Work
+from megatron_recover.core.rank_messages import Apply, Plan
+from megatron_recover.core.values import BucketVersion, Compute, Held, Record, Shape, Work
 from megatron_recover.data_plane.transport import Revoked
 from tests.forks import CONTEXT, results_of
 from tests.megatron.split_attention import SplitAttention, part

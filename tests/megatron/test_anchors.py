@@ -61,7 +61,10 @@ def test_every_name_that_is_used_is_declared() -> None:
 
 def test_every_argument_that_a_rank_reads_is_declared() -> None:
     files = [
-        *(PACKAGE / "megatron" / "checkpoint" / f"{name}.py" for name in ("boundary", "checkpoints", "resuming")),
+        *(
+            PACKAGE / "megatron" / "checkpoint" / f"{name}.py"
+            for name in ("boundary", "checkpoints", "resuming", "shared_failure")
+        ),
         *(PACKAGE / "megatron" / f"{name}.py" for name in ("data/loaders", "reporting", "training")),
     ]
     used = {name for path in files for name in re.findall(r"(?:\bargs|get_args\(\))\.(\w+)", path.read_text())}

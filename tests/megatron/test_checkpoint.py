@@ -1134,8 +1134,8 @@ def save_with_a_failing_rank(rank: int, store: str, folder: Path, failing: int, 
         torch.distributed.barrier()
 
     replica.write = write
+    replica.args = lambda: Namespace(save=str(folder / "ck"), load=None, ckpt_format="torch", iteration=0)  # type: ignore[method-assign]
     replica.start()
-    replica.checkpoints._get_args = lambda: Namespace(save=str(folder / "ck"), load=None, ckpt_format="torch", iteration=0)
     if at_naming and rank == 0:
         publish = SaveFolder.publish
 

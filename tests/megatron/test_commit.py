@@ -27,7 +27,8 @@ from megatron_recover.core.digest import combined
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.progress import COMPUTES, Phase
 from megatron_recover.core.quota import balanced, share
-from megatron_recover.core.values import Apply, Pipeline, Plan, Record, Shape
+from megatron_recover.core.rank_messages import Apply, Plan
+from megatron_recover.core.values import Pipeline, Record, Shape
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron import commit, parameter_digest
 from megatron_recover.megatron.commit import CommitLoop, GivenUp

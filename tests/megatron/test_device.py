@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.megatron import cpu
 from megatron_recover.megatron.launch import device, parsing
 from tests.pretend_gpu import DEVICE, pretended

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import Plan, Work
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import Work
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
 from megatron_recover.trainer.overlap import Abandoned, Overlap
 from megatron_recover.trainer.reduction import Reduction

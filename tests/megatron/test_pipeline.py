@@ -14,7 +14,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
-from megatron_recover.core.values import Compute, Plan, Work
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import Compute, Work
 from megatron_recover.megatron.schedule.interleaved import InterleavedStage
 from megatron_recover.megatron.schedule.pipeline import MegatronPass, Stage
 from megatron_recover.trainer.work_queue import Task, WorkQueue

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover.cli.data import write_dataset
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests import forks
 from tests.system.upstream import FIGURES, assert_alike, figures
 

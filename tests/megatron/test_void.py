@@ -13,9 +13,10 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.core.digest import combined
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import Void
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.request import MISCOUNTED
-from megatron_recover.core.values import ExitCode, Void
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron.commit import CommitLoop
 from megatron_recover.trainer.reduction import Reduction

@@ -33,8 +33,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.placement import place
-from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import NODE_S
 from tests.nodes import nodes
 from tests.nodes.jobs import DEADLINES, NodesJob

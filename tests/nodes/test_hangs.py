@@ -8,7 +8,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.nodes.jobs import NodesJob
 from tests.nodes.nodes import Network

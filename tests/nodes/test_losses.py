@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.nodes.jobs import NodesJob
 from tests.nodes.nodes import Network, Node
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 
 
 @pytest.mark.timeout(300)

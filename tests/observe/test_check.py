@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.request import coordinator_lost
-from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.observe.history import History
 from megatron_recover.observe.step import not_once
 from megatron_recover.observe.summary import summarize

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe import ending
 from megatron_recover.observe.ending import ENDINGS, KILLED, Account
 

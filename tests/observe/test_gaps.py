@@ -15,7 +15,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import check as verb
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.gaps import LAUNCHER, Gaps
 from megatron_recover.observe.history import History
 from megatron_recover.observe.report.page import render

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.request import exit_for
-from megatron_recover.core.values import LossKind
 from megatron_recover.observe.follow.metrics import CAUSES, METRICS, Histogram, RunMetrics
 from megatron_recover.observe.history import History
 from megatron_recover.observe.summary import summarize

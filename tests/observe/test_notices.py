@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.observe.follow import notices
 from megatron_recover.observe.follow.notices import AnyNotice, Degraded, Ended, Lost, Notices
 from tests.observe import traces

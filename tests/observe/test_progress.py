@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.observe.follow.progress import RunProgress
 from megatron_recover.observe.follow.tail import Tail
 from tests.observe import traces

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_recover import trace
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe import compare as compare_module
 from megatron_recover.observe import summary

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.observe import summary
 from megatron_recover.observe.history import History
 from megatron_recover.observe.report import perfetto

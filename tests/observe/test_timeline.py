@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.observe.history import History
 from megatron_recover.observe.report.lanes import MAX_BARS, MAX_LANES, Picture, picture
 from megatron_recover.observe.report.timeline import Span, Timeline, within

@@ -13,8 +13,8 @@ from typing import get_args
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.request import coordinator_lost
-from megatron_recover.core.values import LossKind
 
 BUCKET_RANKS = ((0,), (1,), (1,))
 BUCKETS = (0, 1, 2)

@@ -14,7 +14,7 @@ from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.trace import ring
 from megatron_recover.trace.node_clock import NodeClock
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_recover import trace
 from megatron_recover.cluster.narrator import Narrator
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.follow.progress import RunProgress
 

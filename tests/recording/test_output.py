@@ -37,7 +37,7 @@ from megatron_recover.cluster.output import (
     create,
     create_output_bookmark,
 )
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 from tests.cluster.waiting import until_readable
 from tests.recording.runs import Run

@@ -31,8 +31,8 @@ from megatron_recover.cluster.output import OutputBookmark, create_output_bookma
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.renewed import Pauses
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.hybrid_clock import COUNTER_BITS
-from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.follow.tail import Tail

@@ -14,7 +14,7 @@ from megatron_recover.cluster.job import link_logs
 from megatron_recover.cluster.output import Copied, Output, OutputBookmark, Reader, Who, Why, create, create_output_bookmark
 from megatron_recover.cluster.output import lost_note as lost
 from megatron_recover.cluster.streams import Stream, Streams, Tee
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.recording.runs import Run
 from tests.recording.test_output import reading, spawned
 

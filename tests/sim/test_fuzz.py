@@ -10,8 +10,11 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, generations, lateness, rank, recovery, replica
 from megatron_recover.core.blame import Evidence
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaBlocked
 from megatron_recover.core.plan import plan_of
-from megatron_recover.core.values import Compute, ExitCode, Loss, LossKind, Plan, ReplicaBlocked, Vote
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import Compute, Vote
 from megatron_recover.sim.timed import fuzz
 from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.fuzz import RandomJob, SeedVerdict, run, verdicts

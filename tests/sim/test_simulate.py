@@ -14,7 +14,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import data, main, run, simulate
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.sim.timed import result
 
 SCENARIO = """\

@@ -9,9 +9,10 @@ from msgspec.structs import replace
 from megatron_recover.control_plane.encoding import packed_status
 from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core.digest import commitment
+from megatron_recover.core.membership_messages import NewGeneration
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.replica import Committed, LinkLost
-from megatron_recover.core.values import NewGeneration, Pipeline, Record, Status, Statuses
+from megatron_recover.core.values import Pipeline, Record, Status, Statuses
 from megatron_recover.faults import Fault, FaultPoint
 from megatron_recover.sim.timed.job import TimedJob, TimedReplica
 from megatron_recover.sim.timed.models import LEDGER_COLUMNS, MEMBER_BYTES, Scenario, Timing

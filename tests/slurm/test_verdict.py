@@ -19,7 +19,7 @@ from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.joining import NotMet
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe import ending, margin, stop_mark
 from megatron_recover.observe.history import History
 from megatron_recover.trace import event_files

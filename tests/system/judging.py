@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.hybrid_clock import milliseconds
-from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultKind
 from megatron_recover.observe.verify import check as verify
 from tests.nodes.history import Applied, History, Named

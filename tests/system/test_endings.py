@@ -18,7 +18,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.system.jobs import DEADLINE_S, ROOT, Job, chaos_text, check, run_job
 
 pytestmark = pytest.mark.timeout(300)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.hybrid_clock import COUNTER_BITS
-from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultPoint
 from tests.system import judging
 from tests.system.jobs import Job, Outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.system.jobs import ROOT, Job, run_job
 
 SCRIPT = f"""\

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.system.jobs import Job, run_job
 
 SCRIPT = """\

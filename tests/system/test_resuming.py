@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.system.jobs import Job, chaos_text, run_job
 
 pytestmark = pytest.mark.timeout(300)

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from tests.system import upstream
 from tests.system.jobs import ROOT, chaos_text, check
 from tests.system.upstream import DEADLINE_S, assert_alike, figures, run

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.stop_mark import STOP_MARK
 from tests.system.jobs import Job, Outcome, chaos_text, check, run_job
 from tests.system.test_durable import tracker

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import Held, Plan, Transfer, Work
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import Held, Transfer, Work
 from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, PeerLost, Revoked, TransportError
 from megatron_recover.faults import FaultPoint
 from megatron_recover.trainer.crossing import Miscounted, NotFinite

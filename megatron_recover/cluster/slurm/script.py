@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.stop_mark import STOP_MARK
 
 Shape = Literal["allocation", "array"]

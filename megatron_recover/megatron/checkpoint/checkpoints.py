@@ -27,13 +27,9 @@ Note [A save that fails]
     the end of training the last save is repeated for `Deadlines.save_s` seconds, while somebody may
     make room. Then the job ends with an exit code of its own.
 
-    When the write of a rank fails, all ranks of its replica have to learn of it. In format
-    `torch_dist` Megatron informs them (`CheckpointException`), but not where rank 0 fails to make
-    the folder or to write small metadata files: that ends a replica of several ranks. In format
-    `torch` that rank writes the failure to the replica's store, which rank 0 reads before it
-    publishes the checkpoint. Such a rank still takes part in the barriers that are left of
-    Megatron's save. After the start only rank 0 reads the folder. A folder that cannot be read then
-    counts as empty, except for the checkpoint that this replica has saved there.
+    When the write of a rank fails, all ranks of its replica have to learn of it
+    (`shared_failure.py`). After the start only rank 0 reads the folder. A folder that cannot be
+    read then counts as empty, except for the checkpoint that this replica has saved there.
 
 Note [Grants]
     A checkpoint gets its name only under a grant of the coordinator (`core/grants.py`), and only if
@@ -57,7 +53,6 @@ Note [In the background]
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 import time
@@ -65,13 +60,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing, nothing_trained
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.megatron.checkpoint import resuming
 from megatron_recover.megatron.checkpoint.background import BackgroundSave
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
+from megatron_recover.megatron.checkpoint.shared_failure import NoGrant, SharedFailure, agreed, gathered, of_first
 from megatron_recover.megatron.checkpoint.tracker_file import replacing_tracker
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.state_window import StateWindow
@@ -80,10 +79,6 @@ _RETRY_S = 10.0
 """Most seconds to wait between two attempts to save the last checkpoint of a run."""
 _POLL_S = 0.02
 """Seconds between two looks for a grant at the end of a run."""
-
-
-class _NoGrant(OSError):
-    """A checkpoint must not be named now. See Note [Grants]."""
 
 
 class Checkpoints:
@@ -146,14 +141,9 @@ class Checkpoints:
         self._is_there = False
         """True if rank 0 has found under the lock that this job has saved the iteration, or a later
         one."""
-        self._num_writes = 0
-        self._is_naming = False
-        self._failure = ""
-        """Reason why this rank's part of the current save failed; empty if it did not."""
-        self._no_grant = ""
+        self._failure = SharedFailure(saver.replica, get_args)
         self._grant: int | None = None
         """Number of the grant that the newest attempt to name a checkpoint has used up."""
-        """Reason why rank 0 must not name the checkpoint that it has written; else empty."""
         self._unnamed: int | None = None
         """Iteration of a complete checkpoint that waits for a grant; equal on all ranks of the
         replica. See Note [Grants]."""
@@ -181,7 +171,7 @@ class Checkpoints:
         """Compare the state of all replicas, then save if this replica is the writer.
 
         Does nothing without `--save`, at iteration 0, for an iteration that is agreed already, and
-        for the one that was loaded from `--save` (`_is_what_was_loaded`). A failed save is reported
+        for the one that was loaded from `--save` (`resuming.is_loaded`). A failed save is reported
         and not raised, as far as `write_checkpoint` allows. Replaces Megatron's
         `save_checkpoint_and_time` (seam `save_checkpoint`).
         """
@@ -189,7 +179,7 @@ class Checkpoints:
             # A step was given up (`commit.OF_A_STEP_GIVEN_UP`), and there is no folder or nothing
             # to save.
             return
-        if iteration != self._agreed and not self._is_what_was_loaded(iteration):
+        if iteration != self._agreed and not resuming.is_loaded(self._get_args(), iteration):
             self._save(iteration, *args, **kwargs)
 
     def _save(self, iteration: int, *args: Any, **kwargs: Any) -> None:
@@ -209,12 +199,12 @@ class Checkpoints:
     def write_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Call Megatron's `save_checkpoint`; store the error of a failed write, raise any other.
 
-        A failed write is raised too if the other ranks cannot learn of it (`_can_be_left`).
+        A failed write is raised too if the other ranks cannot learn of it (`shared_failure.py`).
         Replaces `save_checkpoint` (seam `write_checkpoint`). See Note [A save that fails].
         """
-        self._is_naming = False
-        if self._fails_alone(lambda: self._originals["write_checkpoint"](iteration, *args, **kwargs)):
-            self._leave()
+        self._failure.is_naming = False
+        if self._failure.attempt(lambda: self._originals["write_checkpoint"](iteration, *args, **kwargs)):
+            self._failure.leave()
 
     def schedule_save(self, request: Any) -> None:
         """Write the checkpoint of upstream's `request` in the background.
@@ -238,18 +228,14 @@ class Checkpoints:
         """Publish the checkpoint after all ranks have written their data.
 
         Called on rank 0 only, before the tracker names the checkpoint; a fault point. When this
-        returns, the grant is used up. Raises `_NoGrant` if there is none. Raises OSError with the
+        returns, the grant is used up. Raises `NoGrant` if there is none. Raises OSError with the
         failure of another rank or of publishing, and if this job has named a later checkpoint.
         Raises InvariantViolation if the replicas have not agreed on the iteration.
         """
-        import torch
-
-        self._is_naming = True
-        store = torch.distributed.distributed_c10d._get_default_store()
+        self._failure.is_naming = True
         if self._writing != self._agreed:
             raise InvariantViolation(6, f"iteration {self._writing} is to be saved, and all have agreed on {self._agreed}")
-        if store.check([self._failure_key]):
-            raise OSError(store.get(self._failure_key).decode())
+        self._failure.raise_of_others()
         self._check_right(self._saver.naming_refusal())
         if not self.folder.is_published:  # an attempt that ended at the last check below has published it
             self.folder.describe(self._samples, self._run_id)
@@ -259,9 +245,9 @@ class Checkpoints:
         self._check_right(self._saver.begin_naming())  # last, since publishing takes time
 
     def _check_right(self, refusal: str) -> None:
-        """Raise `_NoGrant` with a refusal that is not empty, and OSError if this job is ahead."""
+        """Raise `NoGrant` with a refusal that is not empty, and OSError if this job is ahead."""
         if refusal:
-            raise _NoGrant(refusal)
+            raise NoGrant(refusal)
         assert self._writing is not None
         if self.folder.is_ahead(self._writing):
             raise OSError(f"another writer of this job has named iteration {self.folder.named()} meanwhile, which is later")
@@ -284,7 +270,7 @@ class Checkpoints:
         if self._agreed is not None and missing(self._agreed) in self._saver.requests:
             self._save(iteration, *args, **kwargs)
         elif (owed := self._owed) is not None and owed != self._failed and self._is_idle and self._saver.is_writer():
-            if self._agree(lambda: self._exists(owed)):
+            if agreed(lambda: self._exists(owed)):
                 self._owed = None
             else:
                 self._saver.request(missing(owed))
@@ -304,12 +290,12 @@ class Checkpoints:
         if iteration is None:
             if MISCOUNTED in self._saver.requests and not has_trained:
                 # No state was lost. The message at the end of the job describes the state.
-                self._saver.request(nothing_trained(self._begun_with()))
+                self._saver.request(nothing_trained(resuming.begun_with(self._get_args())))
                 meet(0)
             return
         rounds, since = 0, time.monotonic()
         while True:
-            if self._agree(lambda: self._exists(iteration)):
+            if agreed(lambda: self._exists(iteration)):
                 # Replicas return by a committed request and not by what each sees: a slow replica
                 # may look only after the next writer has saved, and would return in another round.
                 self._saver.request(SAVED)
@@ -339,10 +325,10 @@ class Checkpoints:
         the coordinator may be lost, and then nobody excuses this one. In the next round all learn
         whether it is, and may agree on the last generation (`core/grants.py`).
         """
-        if not self._agree(lambda: time.monotonic() - since <= self._deadlines.save_s and not self._is_hopeless()):
+        if not agreed(lambda: time.monotonic() - since <= self._deadlines.save_s and not self._is_hopeless()):
             return False
         with self._saver.saving():
-            return self._agree(self._waited)
+            return agreed(self._waited)
 
     def _is_hopeless(self) -> bool:
         """Return whether a grant is missing that nobody can give any more (rank 0)."""
@@ -366,23 +352,23 @@ class Checkpoints:
         After a failure that all can learn of, this replica owes the checkpoint, and nothing is
         raised. A save in the background has only begun when this returns.
         """
-        self._failure, self._no_grant, self._num_writes = "", "", self._num_writes + 1
+        self._failure.begin_write()
         self._skipped = (args, kwargs)
         try:
             with self._saver.saving():
                 self._prepare(iteration)
-                is_there, self.folder.own = self._of_first((self._is_there, self.folder.own))
+                is_there, self.folder.own = of_first((self._is_there, self.folder.own))
                 if is_there:
                     self._owed = None
                     self._lock.close()
                     return
-                if not self._common_failure():
+                if not self._failure.common():
                     if self._faults is not None:
                         self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
                     self._writing = iteration
                     with self._as_upstream_expects():
                         self._originals["save_checkpoint"](iteration, *args, **kwargs)
-                if self._common_failure() or self._background is None:
+                if self._failure.common() or self._background is None:
                     self._conclude(iteration)
         except BaseException:
             self._writing = None
@@ -413,17 +399,17 @@ class Checkpoints:
         reported and not raised, as far as `write_checkpoint` allows.
         """
         background = self._background
-        if self._unnamed is not None and self._agree(lambda: not self._saver.naming_refusal()):
+        if self._unnamed is not None and agreed(lambda: not self._saver.naming_refusal()):
             self._name_late(self._unnamed)
-        if background is None or not (waits or all(self._gathered(background.is_written))):
+        if background is None or not (waits or all(gathered(background.is_written))):
             return
         assert self._writing is not None
         with self._saver.saving():
             background.wait()
-            self._failure, self._no_grant = background.failure, ""
-            if not self._common_failure():
-                self._is_naming = False
-                self._fails_alone(background.complete)
+            self._failure.begin_attempt(background.failure)
+            if not self._failure.common():
+                self._failure.is_naming = False
+                self._failure.attempt(background.complete)
             self._conclude(self._writing)
 
     @property
@@ -433,12 +419,11 @@ class Checkpoints:
 
     def _name_late(self, iteration: int) -> None:
         """Name the complete checkpoint of `iteration`, whose grant has come. Collective."""
-        import torch
-
-        self._failure, self._no_grant, self._writing, self._is_naming = "", "", iteration, True
+        self._failure.begin_attempt("")
+        self._writing, self._failure.is_naming = iteration, True
         with self._saver.saving():
             if torch.distributed.get_rank() == 0:
-                self._fails_alone(lambda: self._name(iteration))
+                self._failure.attempt(lambda: self._name(iteration))
             self._conclude(iteration)
 
     def _name(self, iteration: int) -> None:
@@ -457,8 +442,6 @@ class Checkpoints:
 
         Begin none if this job has saved the iteration, or a later one, meanwhile (`_is_there`).
         """
-        import torch
-
         self._is_there = False
         if torch.distributed.get_rank() != 0:
             return
@@ -471,7 +454,7 @@ class Checkpoints:
                 self._record(trace.Checkpoint, iteration=removed, phase="removed_partial")
             self.folder.begin(iteration)
         except OSError as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure.store(error)
         self._record(trace.Checkpoint, iteration=iteration, phase="started")
 
     def _conclude(self, iteration: int) -> None:
@@ -479,9 +462,7 @@ class Checkpoints:
 
         Of a checkpoint that only lacks its grant, remove nothing, and keep the lock.
         """
-        import torch
-
-        failure, no_grant = self._common_failure(), next(filter(None, self._gathered(self._no_grant)), "")
+        failure, no_grant = self._failure.common(), self._failure.common_no_grant()
         if self._background is not None:
             self._background.wait()
         self._writing = self._background = None
@@ -518,109 +499,9 @@ class Checkpoints:
         self._record(trace.Checkpoint, iteration=iteration, phase="failed", detail=detail)
         print(f"megatron-recover: {detail}", file=sys.stderr, flush=True)
 
-    # --- Shared by the ranks of a replica ---------------------------------------------------------
-
-    @property
-    def _failure_key(self) -> str:
-        return f"megatron-recover/replica {self._saver.replica}/save {self._num_writes}"
-
-    def _fails_alone(self, write: Callable[[], None]) -> bool:
-        """Call `write()` and store the error of a failed write; raise any other error.
-
-        Returns whether this rank failed and the others do not know. A failed write is raised too if
-        they cannot learn of it (`_can_be_left`).
-        """
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        try:
-            write()
-        except _NoGrant as error:
-            self._no_grant = str(error)
-            return True
-        except CheckpointException as error:
-            # Every rank raises this exception; only rank 0's has the reasons.
-            self._failure = "; ".join(f"{type(each).__name__}: {each}" for each, _ in error.failures.values())
-        except (OSError, RuntimeError) as error:
-            if not self._can_be_left(error):
-                raise
-            self._failure = f"{type(error).__name__}: {error}"
-            return True
-        return False
-
-    def _can_be_left(self, error: BaseException) -> bool:
-        """Return whether `error` is a failed write about which the other ranks can be informed."""
-        import torch
-
-        # torch's archive writer raises RuntimeError for a failed write.
-        of_torch = any(word in str(error) for word in ("PytorchStreamWriter", "inline_container"))
-        if not isinstance(error, OSError) and not of_torch:
-            return False
-        return self._is_naming or self._get_args().ckpt_format == "torch" or torch.distributed.get_world_size() == 1
-
-    def _leave(self) -> None:
-        """Write the failure to the store and join the barriers that are left of Megatron's save.
-
-        The other ranks wait in a barrier after the data and in a barrier after the tracker. Once
-        the checkpoint gets its name only the second barrier is left, and nothing is written.
-        """
-        import torch
-
-        if not self._is_naming:
-            torch.distributed.distributed_c10d._get_default_store().set(self._failure_key, self._failure)
-            torch.distributed.barrier()
-        torch.distributed.barrier()
-
-    def _common_failure(self) -> str:
-        """Return the reason why a rank of this replica failed, or an empty text. Collective."""
-        return next(filter(None, self._gathered(self._failure)), "")
-
-    def _gathered[Value](self, value: Value) -> list[Value]:
-        """Return the values of all ranks of this replica, by rank. Collective."""
-        import torch
-
-        values: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(values, value)
-        return values
-
-    def _begun_with(self) -> str:
-        """Return a description of the state that training began with."""
-        args = self._get_args()
-        if args.load is None or args.finetune or not args.iteration:
-            return "the one that training begins with"
-        return f"what was loaded from iteration {args.iteration} of --load {args.load}"
-
-    def _is_what_was_loaded(self, iteration: int) -> bool:
-        """Return whether `iteration` was loaded from `--save`, whose tracker named it.
-
-        Nothing was trained since, and saving again could only damage that checkpoint. Flags alone
-        decide: a shared file system may show different trackers to the replicas, and then they
-        would disagree on whether a save is due.
-        """
-        args = self._get_args()
-        from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
-        return args.iteration == iteration and from_here and not args.ckpt_step
-
     def _exists(self, iteration: int) -> bool:
         """Return whether this job has saved `iteration` or a later one.
 
         A replica that has saved it knows so even if the folder can no longer be read.
         """
         return self._written == iteration or self.folder.has(iteration)
-
-    def _agree(self, look: Callable[[], bool]) -> bool:
-        """Return on all ranks of the replica the result of `look()` on rank 0.
-
-        A shared file system may show different states to different ranks. `look` must not raise:
-        the other ranks wait for the result.
-        """
-        import torch
-
-        return self._of_first(torch.distributed.get_rank() == 0 and look())
-
-    def _of_first[Value](self, value: Value) -> Value:
-        """Return on all ranks of the replica the value of rank 0. Collective."""
-        import torch
-
-        values = [value]
-        torch.distributed.broadcast_object_list(values, src=0)
-        return values[0]

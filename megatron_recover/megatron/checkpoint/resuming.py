@@ -1,11 +1,13 @@
-"""Checks before training whether a resumed run reads the samples of its checkpoint's run.
+"""Judges what a run resumes from: its samples before training, and later what was loaded.
 
-A checkpoint of this project contains a description of its run's samples (`alike.samples`, stored by
-`SaveFolder.describe`). Megatron chooses and loads the checkpoint.
+A resumed run has to read the samples of its checkpoint's run. A checkpoint of this project contains
+a description of these samples (`alike.samples`, stored by `SaveFolder.describe`). Megatron chooses
+and loads the checkpoint.
 """
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Literal
@@ -44,3 +46,21 @@ def judge(args: Namespace, resume_data: Literal["same", "other"]) -> str:
             "--recover-resume-data other"
         )
     return f"{checkpoint}, with other data from here on: {'; '.join(shown)}"
+
+
+def begun_with(args: Namespace) -> str:
+    """Return a description of the state that training began with."""
+    if args.load is None or args.finetune or not args.iteration:
+        return "the one that training begins with"
+    return f"what was loaded from iteration {args.iteration} of --load {args.load}"
+
+
+def is_loaded(args: Namespace, iteration: int) -> bool:
+    """Return whether `iteration` was loaded from `--save`, whose tracker named it.
+
+    Nothing was trained since, and saving again could only damage that checkpoint. Flags alone
+    decide: a shared file system may show different trackers to the replicas, and then they would
+    disagree on whether a save is due.
+    """
+    from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
+    return args.iteration == iteration and from_here and not args.ckpt_step

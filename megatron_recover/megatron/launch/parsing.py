@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_recover import flags
 from megatron_recover.config import BAD_ARGUMENTS
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.megatron.launch import script
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, cpu_refusals
 from megatron_recover.megatron.launch.device import unseen_gpu

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from megatron_recover.config import BAD_ARGUMENTS, FOR_CONSOLE
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.megatron.launch import own_code, rank_warnings
 from megatron_recover.megatron.launch.one_megatron import import_folder
 

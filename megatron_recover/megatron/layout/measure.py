@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.megatron import cpu
 from megatron_recover.megatron.launch import parsing, script
 from megatron_recover.megatron.launch.arguments import gpu_refusals, recover_config, refusals

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 
 from megatron_recover import trace
 from megatron_recover.core.label import label_of
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.flags import value_of
 from megatron_recover.observe.follow.held import HeldWork
 from megatron_recover.observe.goodput import StepTime

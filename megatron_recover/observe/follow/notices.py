@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.label import label_of
-from megatron_recover.core.values import ExitCode
 
 MAX_LOSSES = 32
 """Largest number of lost replicas that one notice describes; `num_lost` counts all of them."""
@@ -42,7 +42,7 @@ class LostReplica(msgspec.Struct):
 
     replica: int
     kind: str
-    """Value of `core.values.LossKind`."""
+    """Value of `core.membership_messages.LossKind`."""
     detail: str
 
 

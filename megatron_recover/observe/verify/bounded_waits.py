@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megatron_recover import trace
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.history import History

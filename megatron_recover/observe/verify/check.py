@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.label import label_of
-from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.compare import Comparison, compare
 from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import LAUNCHER, Gaps

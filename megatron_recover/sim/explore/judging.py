@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from megatron_recover.core.coordinator import CoordinatorState, Input, TimerFired
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.values import Loss, LossKind, ReplicaId
+from megatron_recover.core.membership_messages import Loss, LossKind
+from megatron_recover.core.values import ReplicaId
 from megatron_recover.sim import channels
 from megatron_recover.sim.explore.network import JobState
 from megatron_recover.sim.explore.scenario import Scenario

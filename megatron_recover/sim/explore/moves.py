@@ -37,8 +37,9 @@ from collections.abc import Iterator, Sequence
 from megatron_recover.core import coordinator, replica
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.leaving import asked
+from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaSaving
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.values import Loss, LossKind, ReplicaId, ReplicaSaving
+from megatron_recover.core.values import ReplicaId
 from megatron_recover.sim import channels
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.judging import LASTS

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from megatron_recover.core import coordinator, grants
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.membership_messages import Grant, Hello, Loss, LossKind, Named, NewGeneration
 from megatron_recover.core.request import coordinator_lost
-from megatron_recover.core.values import Grant, Hello, Loss, LossKind, Named, NewGeneration, ReplicaId, Value
+from megatron_recover.core.values import ReplicaId, Value
 
 LEASE_S = 1.0
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_recover.core import replica
+from megatron_recover.core.membership_messages import AddRequests, NewGeneration
 from megatron_recover.core.tree import forward_to
-from megatron_recover.core.values import AddRequests, NewGeneration, ReplicaId, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.explore.node import Addend, Copy, Message, Node
 

@@ -28,22 +28,15 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from megatron_recover.core import invariants, rank, replica
+from megatron_recover.core.membership_messages import AddRequests, Entered, LeaderMessage, NewGeneration
 from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.quota import ticks
+from megatron_recover.core.rank_messages import Apply, Close, Order, Plan, Promise
 from megatron_recover.core.values import (
-    AddRequests,
-    Apply,
     BucketId,
-    Close,
     Compute,
-    Entered,
     Generation,
     Held,
-    LeaderMessage,
-    NewGeneration,
-    Order,
-    Plan,
-    Promise,
     ReplicaId,
     Shape,
     Status,

@@ -19,21 +19,11 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants
+from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import AddRequests, Entered, Hello, LeaderMessage, ReplicaLeaving, Void
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.replica_state import ReplicaPhase
-from megatron_recover.core.values import (
-    AddRequests,
-    Entered,
-    ExitCode,
-    Generation,
-    Hello,
-    LeaderMessage,
-    ReplicaId,
-    ReplicaLeaving,
-    Shape,
-    Void,
-    Work,
-)
+from megatron_recover.core.values import Generation, ReplicaId, Shape, Work
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.judging import judged
 from megatron_recover.sim.explore.network import Faults, JobState, Numbering

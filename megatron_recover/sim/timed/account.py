@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from megatron_recover.core.values import BucketId, Generation, MicrobatchId, Plan
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import BucketId, Generation, MicrobatchId
 
 
 @dataclass

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.label import Label, StepKind, label_of
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.request import SAVED
-from megatron_recover.core.values import ExitCode, Record, ReplicaId, Value
+from megatron_recover.core.values import Record, ReplicaId, Value
 
 
 class Course(Value, frozen=True):

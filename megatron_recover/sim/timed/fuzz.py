@@ -25,10 +25,13 @@ import msgspec
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants, rank
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.membership_messages import Loss, LossKind
+from megatron_recover.core.rank_messages import Apply, Report
 from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
-from megatron_recover.core.values import Apply, ExitCode, Loss, LossKind, ReplicaId, Report, Work
+from megatron_recover.core.values import ReplicaId, Work
 from megatron_recover.sim import channels
 from megatron_recover.sim.timed.chance import FreezingClock, RandomTiming
 from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica

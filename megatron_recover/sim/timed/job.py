@@ -21,27 +21,10 @@ from megatron_recover.control_plane.encoding import packed_status
 from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core.label import label_of
+from megatron_recover.core.membership_messages import AddRequests, Entered, Hello, LeaderMessage, Loss, LossKind, NewGeneration
+from megatron_recover.core.rank_messages import Apply, Plan, Report, Stop
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
-from megatron_recover.core.values import (
-    AddRequests,
-    Apply,
-    Commitment,
-    Entered,
-    Hello,
-    LeaderMessage,
-    Loss,
-    LossKind,
-    MicrobatchId,
-    NewGeneration,
-    Plan,
-    ReplicaId,
-    Report,
-    Status,
-    Statuses,
-    Stop,
-    Votes,
-    Work,
-)
+from megatron_recover.core.values import Commitment, MicrobatchId, ReplicaId, Status, Statuses, Votes, Work
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
 from megatron_recover.sim.channels import Channels
 from megatron_recover.sim.timed.account import Deals, JobAccount, RecoveryAccount, StepAccount

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_recover.core import coordinator, grants
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.values import Grant, Hello, Loss, LossKind
+from megatron_recover.core.membership_messages import Grant, Hello, Loss, LossKind
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.sim.timed.clock import Clock
 

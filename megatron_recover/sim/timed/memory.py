@@ -12,7 +12,8 @@ from collections.abc import Callable
 from megatron_recover.core import invariants
 from megatron_recover.core.label import label_of
 from megatron_recover.core.plan import Operation
-from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
+from megatron_recover.core.rank_messages import Apply, Plan
+from megatron_recover.core.values import BucketId, Compute, ReplicaId
 from megatron_recover.sim.multiset import Multiset, add, checksum, digest, state_digest, voted
 from megatron_recover.sim.timed.world import RankView
 

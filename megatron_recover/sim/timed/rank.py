@@ -25,19 +25,9 @@ from msgspec.structs import replace
 from megatron_recover.core import rank
 from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.core.plan import Operation, microbatches_of, operations
+from megatron_recover.core.rank_messages import Apply, Close, Order, Plan, Promise, Stop
 from megatron_recover.core.request import SAVED
-from megatron_recover.core.values import (
-    Apply,
-    Close,
-    Generation,
-    Held,
-    MicrobatchId,
-    Order,
-    Plan,
-    Promise,
-    ReplicaId,
-    Stop,
-)
+from megatron_recover.core.values import Generation, Held, MicrobatchId, ReplicaId
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim.timed.course import Course, is_writer
 from megatron_recover.sim.timed.models import stage_of

@@ -10,7 +10,9 @@ import math
 import statistics
 from collections.abc import Callable
 
-from megatron_recover.core.values import NewGeneration, Plan, ReplicaId
+from megatron_recover.core.membership_messages import NewGeneration
+from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import Fault, FaultPoint
 from megatron_recover.sim.timed.job import TimedJob, TimedReplica
 from megatron_recover.sim.timed.models import FailuresTable, Losses, Scenario, Timing

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.rank import RankState
-from megatron_recover.core.values import Apply, BucketId, MicrobatchId, Plan, ReplicaId, Report, Work
+from megatron_recover.core.rank_messages import Apply, Plan, Report
+from megatron_recover.core.values import BucketId, MicrobatchId, ReplicaId, Work
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim.channels import Channels
 from megatron_recover.sim.timed.clock import Clock

@@ -1,0 +1,59 @@
+"""The coordinator's report of the state of the job to node 0, which writes it down.
+
+The report has the generation, its members, the number of committed steps, and the state of all
+nodes, also of those that were lost. It is sent only if it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_recover.control_plane.agents import Agents
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.node_messages import JobState, NodeState
+
+
+class JobReport:
+    """Reports the state of one job. Everything runs in the loop's thread."""
+
+    def __init__(self, agents: Agents, loop: Loop) -> None:
+        self._agents, self._loop = agents, loop
+        self._lost: dict[int, NodeState] = {}
+        self._told: JobState | None = None
+
+    def node_lost(self, number: int, name: str, replicas: tuple[int, ...]) -> None:
+        """Note that a node was lost, with all replicas that had ranks on it."""
+        self._lost[number] = NodeState(number, name, "lost", replicas)
+
+    def send(
+        self, progress: tuple[int, tuple[int, ...], int], replicas: Mapping[int, tuple[int, ...]], silent: frozenset[int]
+    ) -> None:
+        """Send node 0 the state of the job, if node 0 is there and the state has changed.
+
+        - `progress`: as in `CoordinatorDriver.progress`.
+        - `replicas`: number of a node -> the replicas that have ranks there.
+        - `silent`: numbers of the nodes that are silent.
+        """
+        if (owner := self._agents.owner) is None:
+            return
+        state = JobState(*progress, self._states(frozenset(progress[1]), replicas, silent))
+        if state != self._told:
+            self._told = state
+            self._loop.send(owner.link, state)
+
+    def _states(
+        self, roster: frozenset[int], replicas: Mapping[int, tuple[int, ...]], silent: frozenset[int]
+    ) -> tuple[NodeState, ...]:
+        """Return the state of all nodes that there are or have been, in order; idle ones come last.
+
+        A node that is not lost has the members of the roster only: the others of it are gone.
+        """
+        states, idle = dict(self._lost), list[NodeState]()
+        for agent in self._agents:
+            number, name = agent.number, agent.hello.name
+            if number < 0:  # several nodes may have this number
+                idle.append(NodeState(number, name, "idle", ()))
+            elif number not in states:
+                members = tuple(replica for replica in replicas.get(number, ()) if replica in roster)
+                states[number] = NodeState(number, name, "silent" if number in silent else "here", members)
+        return (*(states[number] for number in sorted(states)), *idle)
