@@ -354,6 +354,21 @@ def test_a_node_whose_link_is_reset_is_lost_though_it_comes_back_at_once(make_to
     assert not town.nodes.is_done
 
 
+def test_a_removed_node_that_comes_back_ends_nothing_when_the_wait_for_all_to_get_ready_is_over(make_town: Make) -> None:
+    """Its new link has sent no `NodeReady`, and needs none: all were ready once."""
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[2].reset()
+    town.until(lambda: town.of(trace.NodeLost))
+    back = Agent(town, 2)
+    town.until(lambda: FenceReplica(2) in back.received)
+    for _ in range(66):
+        town.turn(0.3)
+        town.run(0.01, *agents[:2], back)
+    assert town.now > DEADLINES.deadline_s
+    assert town.announced(0)[-1].new.roster == (0, 1) and not agents[0].of(JobEnds)
+
+
 def test_a_coordinator_does_not_wait_for_a_node_whose_link_was_reset_just_before_the_end(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
