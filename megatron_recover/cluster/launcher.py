@@ -186,12 +186,14 @@ class Launcher:
             with self._end.received():
                 exit_code = self._run()
             reason = self._end.reason
-            self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
-            self._requests.keep(None, exit_code, reason)
+            if self.knows_end:
+                self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
+                self._requests.keep(None, exit_code, reason)
             self.is_recorded = self._recording.finish(exit_code, reason)
             if self._monitoring is not None:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
-            if self._gathering is not None and self.is_recorded and leaves_files(exit_code, has_begun=self.has_begun):
+            has_files = self.knows_end and leaves_files(exit_code, has_begun=self.has_begun)
+            if self._gathering is not None and self.is_recorded and has_files:
                 self._loop.waited_elsewhere()
                 if self._joined is not None:
                     self._joined.membership.listen_anew()
@@ -233,6 +235,14 @@ class Launcher:
     def reason(self) -> str:
         """Return why the run has ended; empty while it has not."""
         return self._end.reason
+
+    @property
+    def knows_end(self) -> bool:
+        """Return whether the end of this run is that of the job, as far as one can know.
+
+        Node 0 may end while others train on (`other_ends.py`).
+        """
+        return self._loss.knows_end
 
     @property
     def has_begun(self) -> bool:
@@ -280,7 +290,8 @@ class Launcher:
         )  # fmt: skip
         self._requests = Requests(job, self._recording, self._send)
         self._loss = CoordinatorLoss(
-            job, self._recording, self._fences, deadlines=self._deadlines, end=self._end.begin
+            job, self._recording, self._fences, loop=self._loop, deadlines=self._deadlines, end=self._end.begin,
+            hosts=self._requests.hosts, num_signals=lambda: self._end.num_signals,
         )  # fmt: skip
 
     def _run(self) -> int:
