@@ -27,7 +27,7 @@ from megatron_recover.cluster.environment import environment_of_workers, environ
 from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.gathering import Collector, Handover
 from megatron_recover.cluster.job import Job, leaves_files, write_description
-from megatron_recover.cluster.membership import Joined, alone
+from megatron_recover.cluster.membership import Joined, Membership, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd
 from megatron_recover.cluster.other_nodes import OtherNodes
@@ -298,10 +298,10 @@ class Launcher:
         """Run the job with all parts of this node, and return its exit code."""
         self._make_parts()
         try:
-            self._join()
+            membership = self._join()
             preparation = Preparation(
                 self._job, self._node, self._starting, self._recording, loop=self._loop, deadlines=self._deadlines,
-                end=self._end, send=self._send, turn=self._turn,
+                end=self._end, membership=membership, turn=self._turn,
             )  # fmt: skip
             if preparation.may_launch():
                 self._spawn_all()
@@ -336,8 +336,11 @@ class Launcher:
 
     # --- The coordinator --------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        """Start a coordinator for this node alone, unless the node has met others."""
+    def _join(self) -> Membership:
+        """Return the link to the coordinator.
+
+        Start one for this node alone, unless the node has met others.
+        """
         if self._joined is None:
             self._joined = alone(
                 self._key, clock=self._clock, clock_memory=self._clock_memory, loop=self._loop,
@@ -347,6 +350,7 @@ class Launcher:
             assert self._joined.events is not None
             self._recording.follow_coordinator(self._joined.events)
         self._joined.membership.handle(self._from_coordinator, self._coordinator_gone)
+        return self._joined.membership
 
     def _address(self) -> str:
         """Return the address of the coordinator."""
