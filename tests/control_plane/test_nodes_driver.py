@@ -582,6 +582,27 @@ def test_an_agent_of_an_earlier_start_takes_no_place_in_a_new_one_and_ends_nothi
     assert not owner.of(JobEnds) and not any(agent.of(Met) or agent.of(Idle) for agent in (*stale, again))
 
 
+def test_a_node_of_the_next_start_that_meets_the_coordinator_of_the_last_one_does_not_hear_its_end_as_its_own(
+    make_town: Make,
+) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.nodes.end(ExitCode.OK, "training finished")
+    town.until(lambda: agents[0].of(JobEnds))
+    new = Agent(town, 9)
+    town.until(lambda: new.of(JobEnds))
+    [end] = new.of(JobEnds)
+    assert end.exit_code == ExitCode.TOO_FEW_REPLICAS
+    assert end.reason == "the job at this endpoint has just ended (training finished); start this node again"
+    idle = Agent(town, 8, job=agents[0].of(Met)[0].job)
+    town.until(lambda: idle.of(JobEnds))
+    assert idle.of(JobEnds)[0].exit_code == ExitCode.OK, "it is of this job, which does not use it"
+    for agent in (*agents, idle):
+        agent.hang_up()
+    town.run(0.1)
+    assert town.nodes.is_done, "nobody waits for a node of another start"
+
+
 def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> None:
     town = make_town(join_s=0.3)
     agents = [Agent(town, number) for number in range(2)]
