@@ -46,7 +46,6 @@ from megatron_recover.control_plane.node_messages import (
     DrainAnswer,
     FenceReplica,
     GivesUp,
-    Idle,
     JobEnds,
     JobState,
     Launch,
@@ -402,8 +401,6 @@ class Launcher:
                 self._requests.keep(message)
             case GivesUp(reason):
                 self._why_lost = reason
-            case Idle(reason=reason):
-                self._recording.says(f"{reason}: this node waits for the end of the job")
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
 

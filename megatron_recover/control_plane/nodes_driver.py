@@ -427,7 +427,7 @@ class NodesDriver:
 
     def _failed(self, agent: Agent, exit_code: int, reason: str) -> None:
         others = [each for each in self._agents.living if each is not agent]
-        if self._stage is Stage.RUNNING and others and (self._membership is None or self._membership.generation):
+        if self._stage is Stage.RUNNING and others and self._membership is not None and self._membership.generation:
             self._lose(agent, reason)
         else:
             self._end_everywhere(exit_code, agent, reason)

@@ -17,13 +17,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from megatron_recover import trace
-from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
-from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.leader_link import LeaderLink
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
-from megatron_recover.control_plane.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
+from megatron_recover.control_plane.wire import Enter, Heard, Message, RankHello
 from megatron_recover.core import rank as machine
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.exit_code import ExitCode
@@ -31,18 +30,7 @@ from megatron_recover.core.grants import is_last_generation, writer_of
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.rank_messages import (
-    Apply,
-    Close,
-    CloseAsked,
-    Holds,
-    PassTimed,
-    Plan,
-    RankFailing,
-    RankSaving,
-    Report,
-    Stop,
-)
+from megatron_recover.core.rank_messages import Apply, Close, Holds, Plan, RankFailing, Report, Stop
 from megatron_recover.core.values import Held, Shape, Work
 from megatron_recover.data_plane.transport import Endpoint, Operand, Revoked, Transport, TransportError
 from megatron_recover.deadlines import Deadlines
@@ -50,8 +38,6 @@ from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.host.speaker import Speaker
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace.node_clock import NodeClock
-
-_RETRY_S = 0.02
 
 
 class JobStopped(SystemExit):
@@ -139,7 +125,7 @@ class RankDriver:
         self._loop = Loop()
         self._speaker = Speaker()
         self._leader: ReplicaDriver | None = None
-        self._uplink: Link | None = None
+        self._link: LeaderLink | None = None
         self._control = threading.Thread(target=self._run_control, name="recover-control", daemon=True)
 
     def is_writer(self) -> bool:
@@ -481,36 +467,18 @@ class RankDriver:
             with self._changed:
                 self._loop.close()
 
-    def _introduce(self, hello: RankHello, since: float | None = None) -> None:
-        """Link to the leader, or become it at rank 0.
-
-        Until the leader's first order a link that fails is made anew, for `leader_s` at most; then
-        this rank fails. `since` is the loop's time of the first try; None: this is the first try.
-        """
+    def _introduce(self, hello: RankHello) -> None:
+        """Link to the leader, or become it at rank 0."""
         if self.rank == 0:
             self._leader = ReplicaDriver(
                 self._context, self._config, hello, key=self._key, clock=self._clock, loop=self._loop, deliver=self._deliver,
                 fail=self._fail, record=self._record, faults=self._faults, deadlines=self._deadlines, naming=self._naming,
             )  # fmt: skip
             return
-        began = self._loop.time() if since is None else since
-
-        def again(why: str) -> None:
-            if (waited_s := self._loop.time() - began) > self._deadlines.leader_s:
-                self._fail(f"rank 0 of replica {self.replica} was not there after {waited_s:.0f} s ({why})")
-            else:
-                self._loop.after(_RETRY_S, lambda: self._introduce(hello, began))
-
-        try:
-            me, leader = Party(Role.RANK, self.replica, self.rank), Party(Role.LEADER, self.replica)
-            self._uplink = OutgoingLink(
-                self._context.leader, self._key, me, leader, clock=self._clock, patience_s=self._deadlines.leader_s
-            )  # fmt: skip
-        except LinkClosed as closed:
-            again(str(closed))
-            return
-        self._loop.watch(self._uplink, lambda link, message: self._deliver(message), lambda link, why: again(why))
-        self._loop.send(self._uplink, hello)
+        self._link = LeaderLink(
+            self._context, hello, key=self._key, clock=self._clock, loop=self._loop, deadlines=self._deadlines,
+            deliver=self._deliver, fail=self._fail, is_stopped=lambda: self._stopped_by() is not None,
+        )  # fmt: skip
 
     def _deliver(self, message: Message) -> None:
         """Feed the machine an order of the leader, or note `Heard`; fail at any other message."""
@@ -523,8 +491,8 @@ class RankDriver:
                     if promise.generation > self._state.promised:
                         self._addresses = {replica: self._known_addresses[replica] for replica in promise.roster}
                     self._feed(promise)
-                if self._uplink is not None:  # from now on a lost link means a lost leader
-                    self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)
+                if self._link is not None:
+                    self._link.has_order()
             case Plan() | Close() | Apply() | Stop():
                 with self._changed:
                     self._feed(message)
@@ -543,19 +511,12 @@ class RankDriver:
                 self._faults.at(FaultPoint.BEFORE_VOTE, step=report.step)
             if self._leader is not None:
                 self._leader.report(report)
-            elif self._uplink is not None:
-                assert not isinstance(report, CloseAsked | PassTimed | RankSaving), "rank 0 alone reports this"
-                self._loop.send(self._uplink, report)
+            elif self._link is not None:
+                self._link.send(report)
             if isinstance(report, RankFailing) and self._leader is not None:
                 self._deliver(Heard())
             if is_follower and self._faults is not None and isinstance(report, Holds):
                 self._faults.at(FaultPoint.AFTER_VOTE, step=report.step)
-
-    def _leader_lost(self, link: Link, why: str) -> None:
-        if self._stopped_by() is None:
-            reason = f"rank 0 of replica {self.replica} is gone ({why})"
-            # The agent kills a broken replica; only if it does not, this process ends itself.
-            self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _fail(self, reason: str, exit_code: int = ExitCode.FAILED) -> None:
         """End this rank: stop its training thread, or the process if that thread does not end.

@@ -1,7 +1,7 @@
 """The driver of the replica machine (`core/replica.py`), which rank 0 runs as the leader.
 
-The driver holds the leader's links and stall timer and records its trace events. It makes no
-decision of the protocol and touches no tensor. All of it runs in rank 0's control thread.
+The driver holds the leader's links and stall timer. It makes no decision of the protocol and
+touches no tensor. All of it runs in rank 0's control thread.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.listening import LEADER, inherited_listener
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.naming import NamingRight
+from megatron_recover.control_plane.protocol_events import ProtocolEvents
 from megatron_recover.control_plane.timing import RecoveryClock
 from megatron_recover.control_plane.wire import (
     STATUSES_A_FRAME,
@@ -42,7 +43,6 @@ from megatron_recover.control_plane.wire import (
 )
 from megatron_recover.core import replica as machine
 from megatron_recover.core.alike import combined
-from megatron_recover.core.digest import bare, digest
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import (
     AddRequests,
@@ -68,7 +68,7 @@ from megatron_recover.core.rank_messages import (
     Stop,
 )
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.values import Record, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import Status, Statuses, Vote, Votes
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trace.node_clock import NodeClock
@@ -81,16 +81,6 @@ def _parts(message: machine.PeerMessage) -> Iterator[machine.PeerMessage]:
         return
     for statuses in batched(message.statuses, STATUSES_A_FRAME):
         yield msgspec.structs.replace(message, statuses=statuses)
-
-
-def _hex(state_digest: int | None) -> str | None:
-    """Return a state digest in the form that the trace uses."""
-    return None if state_digest is None else f"{state_digest:016x}"
-
-
-def _results(record: Record) -> tuple[trace.Result, ...]:
-    """Return the versions of a record in the form that the trace uses."""
-    return tuple(trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions)
 
 
 Deliver = Callable[[Message], None]
@@ -138,10 +128,7 @@ class ReplicaDriver:
         """Replicas whose addresses this replica's ranks have."""
         self._outgoing: dict[int, Link] = {}
         self._incoming: dict[Link, int] = {}
-        self._decided: machine.Decided | None = None
-        self._voted: machine.Voted | None = None
-        self._vote_digest = b""
-        """Digest of the record that this replica voted for."""
+        self._events = ProtocolEvents(context.replica, record)
         self.clock = RecoveryClock(context.replica, record)
         self._node_clock = clock
         self._waiting: tuple[object, ...] = ()
@@ -338,7 +325,7 @@ class ReplicaDriver:
                 self._order(order)
             case machine.ToPeers(peers, message):
                 if isinstance(message, Status):
-                    self._record_status(message)
+                    self._events.status(message)
                 elif isinstance(message, Vote):
                     self._record_vote(message)
                 if peers or len(self._state.roster) == 1:
@@ -351,7 +338,7 @@ class ReplicaDriver:
                         )  # fmt: skip
                     )
                 elif isinstance(message, Diverged):
-                    self._record_disagreement(message)
+                    self._events.disagreement(message, self._state.work)
                 if (
                     isinstance(message, ReplicaBlocked | Diverged | Miscounted)
                     and message.generation == self._state.generation  # late evidence belongs to an older one
@@ -360,16 +347,16 @@ class ReplicaDriver:
                 assert not isinstance(message, Hello), "it goes with the greeting"
                 self._loop.send(self._coordinator, message)
             case machine.Decided():
-                self._decided = effect
+                self._events.decided(effect)
             case machine.Voted():
-                self._voted = effect
+                self._events.voted(effect)
             case machine.Committed(record, generation, adopted):
-                self._record_committed(record, generation, adopted)
+                self._events.committed(record, generation, adopted)
                 self.clock.committed(generation, record.step)
 
     def _order(self, order: Order) -> None:
         if isinstance(order, Plan):
-            self._record_plan(order)
+            self._events.plan(order)
         if isinstance(order, Promise):
             self._order_to_enter(order)
             return
@@ -394,8 +381,7 @@ class ReplicaDriver:
     def _record_vote(self, vote: Vote) -> None:
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.step)
-        self._vote_digest = vote.digest
-        self._record(trace.Voted(replica=vote.replica, generation=vote.generation, step=vote.step, digest=vote.digest.hex()))
+        self._events.vote(vote)
         self.clock.voted(vote.generation)
 
     def _send_to_peers(self, peers: tuple[int, ...], message: machine.PeerMessage) -> None:
@@ -467,95 +453,3 @@ class ReplicaDriver:
         if self._waiting is waiting:
             self._waiting = ()
             self._feed(machine.WaitExpired(self._state.generation, self._state.step))
-
-    # --- Trace -----------------------------------------------------------------------------------
-
-    def _record_status(self, status: Status) -> None:
-        self._record(
-            trace.Status(
-                replica=status.replica,
-                generation=status.generation,
-                step=status.step,
-                work=status.work is not None,
-                contributions=tuple(
-                    trace.Contribution(buckets=each.buckets, microbatches=each.microbatches) for each in status.contributions
-                ),
-                complete=tuple(sorted((bucket, each.version) for each in status.complete for bucket in each.buckets)),
-                committed=status.committed.record.step if status.committed is not None else None,
-                finished=status.journal.finished,
-                computing=status.journal.computing,
-            )  # fmt: skip
-        )
-
-    def _record_plan(self, plan: Plan) -> None:
-        decided = self._decided
-        if decided is not None and (decided.step, decided.generation) != (plan.step, plan.generation):
-            decided = None
-        self._record(
-            trace.Plan(
-                replica=self._context.replica,
-                generation=plan.generation,
-                step=plan.step,
-                label=plan.work.label,
-                num_microbatches=plan.work.num_microbatches,
-                roster=plan.roster,
-                quotas=plan.quotas,
-                transfers=tuple(
-                    trace.Transfer(bucket=each.bucket, version=each.version, source=each.source, targets=each.targets)
-                    for each in plan.transfers
-                ),
-                computes=tuple(trace.Compute(microbatches=each.microbatches, into=each.into) for each in plan.computes),
-                reduces=plan.reduces,
-                decided=tuple(
-                    trace.Decided(bucket=bucket, version=version, source=source)
-                    for bucket, version, source in (decided.decided if decided is not None else ())
-                ),
-            )  # fmt: skip
-        )
-
-    def _record_committed(self, record: Record, generation: int, adopted: bool) -> None:
-        self._record(
-            trace.Committed(
-                replica=self._context.replica,
-                generation=generation,
-                step=record.step,
-                label=record.label,
-                digest=self._digest_of(record).hex(),
-                adopted=adopted,
-                requests=record.requests,
-                paces=record.paces,
-                state_digest=_hex(record.state_digest),
-                versions=_results(record),
-            )  # fmt: skip
-        )
-
-    def _digest_of(self, record: Record) -> bytes:
-        """Return the digest of a committed record, from the vote if the vote was for it."""
-        voted = self._voted
-        if voted is not None and bare(voted.record) == bare(record):
-            return self._vote_digest
-        return digest(record)
-
-    def _record_disagreement(self, report: Diverged) -> None:
-        """Record what members disagree on, with this replica's own vote: votes carry only digests.
-
-        Without a vote they disagree on what the step is, or on the record of the step before.
-        """
-        voted, work = self._voted, self._state.work
-        label, vote_digest, state_digest = work.label if work else "", "", None
-        versions: tuple[trace.Result, ...] = ()
-        if voted is not None and (voted.record.step, voted.generation) == (report.step, report.generation):
-            label, vote_digest = voted.record.label, self._vote_digest.hex()
-            versions, state_digest = _results(voted.record), _hex(voted.record.state_digest)
-        self._record(
-            trace.Disagreed(
-                replica=report.replica,
-                generation=report.generation,
-                step=report.step,
-                label=label,
-                digest=vote_digest,
-                versions=versions,
-                state_digest=state_digest,
-                reason=report.reason,
-            )  # fmt: skip
-        )

@@ -36,12 +36,12 @@ ME, PEER = Party(Role.LEADER, 0), Party(Role.LEADER, 1)
 class House:
     """One leader with its gate; callers and strangers are served by the same loop."""
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
+    def __init__(self) -> None:
         self.now: float | None = None
         """Seconds of the loop's clock, where a test sets it."""
         self.expects = True
         self.loop = Loop(clock=lambda: time.monotonic() if self.now is None else self.now)
-        self.listener = listen(address)
+        self.listener = listen("127.0.0.1:0")
         self.address = address_of(self.listener)
         self.links: list[tuple[Link, Party]] = []
         self.seen: list[object] = []

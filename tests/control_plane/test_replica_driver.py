@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.control_plane import protocol_events
 from megatron_recover.control_plane import replica_driver as leader
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, encode, listen
@@ -399,7 +400,7 @@ def test_a_committed_record_is_digested_for_the_vote_and_not_again(lead: Lead, m
     leading.member.begin(WORK)
     leading.member.next_order()
     computed: list[object] = []
-    monkeypatch.setattr(leader, "digest", lambda record: (computed.append(record), digest(record))[1])
+    monkeypatch.setattr(protocol_events, "digest", lambda record: (computed.append(record), digest(record))[1])
     assert leading.member.hold(Held(0, 1, 7))
     leading.other.wait(lambda: any(isinstance(each, Vote) for each in leading.other.received))
     [vote] = [each for each in leading.other.received if isinstance(each, Vote)]
@@ -411,7 +412,7 @@ def test_a_committed_record_is_digested_for_the_vote_and_not_again(lead: Lead, m
     heard = leading.member._leader
     assert heard is not None
     other = replace(order.record, label="another")
-    assert heard._digest_of(other) == digest(other), "what was not voted for has a digest of its own"
+    assert heard._events._digest_of(other) == digest(other), "what was not voted for has a digest of its own"
 
 
 def test_in_a_tree_a_leader_has_links_to_its_neighbours_of_the_generation_only(lead: Lead) -> None:

@@ -84,7 +84,7 @@ INTERVALS = {
     "data_plane/connection.py REDIAL_S": "between two dials, while `connect_s` or `probe_s` runs",
     "data_plane/gloo.py _POISON_S": "a receive that is meant to run out, so that gloo closes its connections",
     "control_plane/loop.py _LONGEST_WAIT_S": "the longest that the loop does not look at its timers",
-    "control_plane/rank_driver.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",
+    "control_plane/leader_link.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",
     "data_plane/nccl.py SHORTEST_SLICE_S, LONGEST_SLICE_S": "between two looks at an event of the GPU",
     "megatron/wandb_run.py KEEP_S": "logged values are kept so long in memory, and nobody waits for that",
     "cluster/other_ends.py _LOOK_S": "between two looks at the folders of other nodes, while `deadline_s` runs",
