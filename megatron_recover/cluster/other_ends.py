@@ -31,6 +31,8 @@ from megatron_recover.trace.merging import folder_of
 
 _LOOK_S = 2.0
 """Seconds between two looks at the folders of other nodes."""
+_MAY_TRAIN = ", where the job may go on: start none on the same --save before its launchers there have ended"
+"""Ends a reason of node 0, which does not know how the job ends."""
 _Sign = tuple[tuple[int, int] | None, ...]
 """Size and time of change of the trace and of the log of a node; None: there is no such file."""
 
@@ -85,14 +87,14 @@ class OtherEnds:
             return None
         self.close()
         return self._known() or JobEnd(
-            ExitCode.NO_REPLICA_LEFT, f"{self._silent}, and their traces are not here: they may train on", is_known=False
+            ExitCode.NO_REPLICA_LEFT, f"{self._silent}, and the traces are not here{_MAY_TRAIN}", is_known=False
         )  # fmt: skip
 
     def interrupt(self) -> JobEnd:
         """Wait no longer; return the end of the job as far as it is known by now."""
         self.close()
         return self._known() or JobEnd(
-            ExitCode.INTERRUPTED, f"a signal has ended the wait for {self.names}, which may train on", is_known=False
+            ExitCode.INTERRUPTED, f"a signal has ended the wait for {self.names}{_MAY_TRAIN}", is_known=False
         )  # fmt: skip
 
     @property

@@ -29,8 +29,13 @@ def _facts(**given: Any) -> Any:
 
 def _loss(fences: Any, ends: list[int], facts: Any) -> CoordinatorLoss:
     """Return the loss of the coordinator on a node whose exit code is appended to `ends`."""
+
+    def end(code: int, reason: str) -> None:
+        ends.append(code)
+        facts.said.append(reason)
+
     return CoordinatorLoss(
-        facts, facts, fences, loop=facts, deadlines=facts, end=lambda code, reason: ends.append(code),
+        facts, facts, fences, loop=facts, deadlines=facts, end=end,
         hosts=lambda: facts.hosts, num_signals=lambda: facts.num_signals,
     )  # fmt: skip
 
@@ -182,6 +187,7 @@ def test_a_signal_ends_the_wait_of_node_0_which_then_claims_no_end_of_the_job(ma
     waits.facts.num_signals += 1
     waits.turn()
     assert waits.ends == [ExitCode.INTERRUPTED] and not waits.loss.knows_end
+    assert "where the job may go on: start none on the same --save" in waits.facts.said[-1]
 
 
 def test_a_coordinator_that_is_heard_again_decides_again(make_waits: Callable[..., _Waits]) -> None:
