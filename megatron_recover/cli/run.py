@@ -220,6 +220,12 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool, quiet
     interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
         _discard(job, existed=existed)
+    elif not launcher.knows_end:
+        print(
+            "megatron-recover run: no summary and no plot: other nodes may train on; when they have ended, "
+            f"`{command_line('report', str(job.run_dir))}` makes them",
+            file=sys.stderr,
+        )  # fmt: skip
     elif leaves_files(exit_code, has_begun=launcher.has_begun) and not job.node:
         for line in launcher.untraced:
             print(f"megatron-recover run: {line}; summary and report lack its events", file=sys.stderr)

@@ -34,11 +34,10 @@ class Console:
         *,
         quiet: bool = False,
         stream: TextIO | None = None,
-        errors: TextIO | None = None,
         is_held: Callable[[], bool] = lambda: False,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """Show lines on `stream` and `errors`, by default on stdout and stderr, after `start`.
+        """Show lines on `stream`, by default stdout, and on stderr, after `start`.
 
         `quiet`: show only the end. While `is_held()` is true the shell has the terminal, and
         no news is written before `end` or `close`.
@@ -46,7 +45,7 @@ class Console:
         self._quiet, self._is_held, self._deadlines = quiet, is_held, deadlines or Deadlines.of()
         self._rich = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self.is_live = self._rich.is_terminal and not quiet
-        self._errors = RichConsole(file=errors or sys.stderr, highlight=False, soft_wrap=True)
+        self._errors = RichConsole(file=sys.stderr, highlight=False, soft_wrap=True)
         if self._errors.is_terminal and self.is_live:
             self._errors = self._rich  # one terminal: the live line stays below all others
         self.now = "starting"

@@ -40,7 +40,8 @@ def examine(joined: Joined, names: Sequence[str], deadline_s: float, open_sessio
     `names` are those of the nodes. A node waits for the others for at most `deadline_s` seconds in
     each round; their checks take 5 s, and 10 s for each 16 connections. `open_session()` is called
     in a thread, so that signs of life go on. Raises `NotMet` if the job ends meanwhile, or if a
-    node is late; the caller then hangs up. Raises what `open_session` raises.
+    node is late or the coordinator is silent; the caller then hangs up. Raises what `open_session`
+    raises.
     """
     exchange = _Exchange(joined, deadline_s)
     with ThreadPoolExecutor(1, thread_name_prefix="examination") as pool:
@@ -68,6 +69,7 @@ class _Exchange:
         self._end: NotMet | None = None
         self._has_asked = False
         """True once the end was requested that a signal to this process wants."""
+        joined.membership.listen_anew()
         joined.membership.handle(self._take, self._lose)
 
     def share[Value](self, number: int, mine: Value, kind: type[Value], *, wanted: tuple[int, ...]) -> list[Value]:
@@ -96,6 +98,8 @@ class _Exchange:
             self._joined.membership.send(EndAsked(request.kept))
             self._has_asked = True
         self._joined.loop.run_once(_TURN_S)
+        if self._end is None and (silence := self._joined.membership.silence):
+            self._end = NotMet(ExitCode.FAILED, silence)
         if self._end is not None:
             raise self._end
 

@@ -27,7 +27,7 @@ from megatron_recover.cluster.environment import environment_of_workers, environ
 from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.gathering import Collector, Handover
 from megatron_recover.cluster.job import Job, leaves_files, write_description
-from megatron_recover.cluster.membership import Joined, alone
+from megatron_recover.cluster.membership import Joined, Membership, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd
 from megatron_recover.cluster.other_nodes import OtherNodes
@@ -185,12 +185,14 @@ class Launcher:
             with self._end.received():
                 exit_code = self._run()
             reason = self._end.reason
-            self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
-            self._requests.keep(None, exit_code, reason)
+            if self.knows_end:
+                self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
+                self._requests.keep(None, exit_code, reason)
             self.is_recorded = self._recording.finish(exit_code, reason)
             if self._monitoring is not None:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
-            if self._gathering is not None and self.is_recorded and leaves_files(exit_code, has_begun=self.has_begun):
+            has_files = self.knows_end and leaves_files(exit_code, has_begun=self.has_begun)
+            if self._gathering is not None and self.is_recorded and has_files:
                 self._loop.waited_elsewhere()
                 if self._joined is not None:
                     self._joined.membership.listen_anew()
@@ -232,6 +234,14 @@ class Launcher:
     def reason(self) -> str:
         """Return why the run has ended; empty while it has not."""
         return self._end.reason
+
+    @property
+    def knows_end(self) -> bool:
+        """Return whether the end of this run is that of the job, as far as one can know.
+
+        Node 0 may end while others train on (`other_ends.py`).
+        """
+        return self._loss.knows_end
 
     @property
     def has_begun(self) -> bool:
@@ -279,17 +289,18 @@ class Launcher:
         )  # fmt: skip
         self._requests = Requests(job, self._recording, self._send)
         self._loss = CoordinatorLoss(
-            job, self._recording, self._fences, deadlines=self._deadlines, end=self._end.begin
+            job, self._recording, self._fences, loop=self._loop, deadlines=self._deadlines, end=self._end.begin,
+            hosts=self._requests.hosts, num_signals=lambda: self._end.num_signals,
         )  # fmt: skip
 
     def _run(self) -> int:
         """Run the job with all parts of this node, and return its exit code."""
         self._make_parts()
         try:
-            self._join()
+            membership = self._join()
             preparation = Preparation(
                 self._job, self._node, self._starting, self._recording, loop=self._loop, deadlines=self._deadlines,
-                end=self._end, send=self._send, turn=self._turn,
+                end=self._end, membership=membership, turn=self._turn,
             )  # fmt: skip
             if preparation.may_launch():
                 self._spawn_all()
@@ -324,8 +335,11 @@ class Launcher:
 
     # --- The coordinator --------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        """Start a coordinator for this node alone, unless the node has met others."""
+    def _join(self) -> Membership:
+        """Return the link to the coordinator.
+
+        Start one for this node alone, unless the node has met others.
+        """
         if self._joined is None:
             self._joined = alone(
                 self._key, clock=self._clock, clock_memory=self._clock_memory, loop=self._loop,
@@ -335,6 +349,7 @@ class Launcher:
             assert self._joined.events is not None
             self._recording.follow_coordinator(self._joined.events)
         self._joined.membership.handle(self._from_coordinator, self._coordinator_gone)
+        return self._joined.membership
 
     def _address(self) -> str:
         """Return the address of the coordinator."""

@@ -26,6 +26,7 @@ from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import Idle, Met, NodeBeat, NodeHello, OtherJob
+from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.wire import Link, LinkClosed, Message, listen
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, Ports, address_of, host_name
@@ -165,6 +166,20 @@ class Membership:
     def silent_s(self) -> float:
         """Return the seconds since the coordinator was heard last."""
         return self._loop.time() - self._heard_at
+
+    @property
+    def silence(self) -> str:
+        """Return why the coordinator is awaited no longer before ranks start; empty while it is.
+
+        It is stopped, or its node is lost. With ranks, `CoordinatorLoss` decides that.
+        """
+        silent_s = self.silent_s()
+        if silent_s < PREPARING_SILENCES * self._deadlines.node_s:
+            return ""
+        return (
+            f"nothing was heard of the coordinator at {self.address} for {silent_s:.0f} s before training began; look at its "
+            "node, and start all nodes again"
+        )
 
     def listen_anew(self) -> None:
         """Count the silence from now: the thread waited elsewhere, and has read nothing."""

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from megatron_recover.cluster import dry_run
 from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.node import Node
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.run_end import RunEnd
 from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import FOR_CONSOLE
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import NodeReady
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 
@@ -26,16 +26,15 @@ class Preparation:
 
     def __init__(
         self, job: Job, node: Node, starting: Starting, recording: Recording, *, loop: Loop, deadlines: Deadlines, end: RunEnd,
-        send: Callable[[NodeReady], None], turn: Callable[[], None],
+        membership: Membership, turn: Callable[[], None],
     ) -> None:  # fmt: skip
         """Prepare the start of ranks by `starting`.
 
-        `send(message)` sends a message to the coordinator. `turn()` waits for messages for a
-        moment, and does what the launcher always does.
+        `turn()` waits for messages for a moment, and does what the launcher always does.
         """
         self._job, self._node, self._starting, self._recording = job, node, starting, recording
         self._loop, self._deadline_s, self._news_s = loop, deadlines.deadline_s, deadlines.fork_s
-        self._end, self._send, self._turn = end, send, turn
+        self._end, self._membership, self._turn = end, membership, turn
 
     def may_launch(self) -> bool:
         """Return whether the ranks of all nodes may be started, once that is known.
@@ -91,16 +90,18 @@ class Preparation:
 
     def _is_allowed(self) -> bool:
         """Report this node ready; return whether all nodes are."""
-        self._send(self._starting.listen())
+        self._membership.send(self._starting.listen())
         late = f"not all nodes were ready {self._deadline_s:.0f} s after this one"
         return self._until(lambda: self._starting.is_allowed, lambda: late) is not None
 
     def _until[Answer](self, answer: Callable[[], Answer], late: Callable[[], str]) -> Answer | None:
         """Return the first truthy result of `answer`.
 
-        Return None if a signal, the deadline or the end of the job is first. Then the run ends.
-        `late()` is the reason if the deadline has passed.
+        Return None if a signal, the deadline or the end of the job is first, or the coordinator of
+        several nodes is silent for too long. Then the run ends. `late()` is the reason if the
+        deadline has passed.
         """
+        self._membership.listen_anew()
         deadline = self._loop.time() + self._deadline_s
         while not self._end.is_requested:
             if self._end.has_come:
@@ -111,5 +112,7 @@ class Preparation:
                 self._end.fail(ExitCode.FAILED, late())
                 return None
             self._turn()
+            if self._job.nodes and (silence := self._membership.silence):
+                self._end.fail(ExitCode.FAILED, silence)
         self._end.begin(ExitCode.INTERRUPTED, "interrupted before training began")
         return None

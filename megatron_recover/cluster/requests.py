@@ -58,6 +58,13 @@ class Requests:
             ),
         )  # fmt: skip
 
+    def hosts(self) -> tuple[int, ...]:
+        """Return the numbers of the nodes with ranks of replicas that live, by the newest state."""
+        if self._state is None:
+            return tuple(node.number for node in self._job.nodes)
+        roster = frozenset(self._state.roster)
+        return tuple(node.number for node in self._state.nodes if node.state != "lost" and roster.intersection(node.replicas))
+
     def carry_out(self) -> None:
         """Give the coordinator the requests that were left in the run directory of node 0."""
         self._early += self._recording.requests()

@@ -40,6 +40,8 @@ class RunEnd:
         self._until = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
         self._request = request
+        self.num_signals = 0
+        """Number of signals that have come."""
         self._kill: tuple[float, int] | None = None
         """Time of the loop's clock at which everything is killed, and the signal that began it."""
 
@@ -134,6 +136,7 @@ class RunEnd:
 
     def _signalled(self, number: int) -> None:
         """React to one signal, which `cluster.signals` interprets (Note [One request])."""
+        self.num_signals += 1
         name, at_terminal = signal.Signals(number).name, is_at_terminal()
         timeout_s = self._job.shutdown_s
         if timeout_s is not None and not self._request.is_made:

@@ -81,6 +81,7 @@ class JobStart:
         self._job = secrets.randbits(63)
         """A random number that tells this job from other starts at the same endpoint."""
         self._is_over = False
+        self._are_all_ready = False
         self._is_last_call_over = False
         loop.after(settings.join_s, self._met_too_late)
 
@@ -172,18 +173,21 @@ class JobStart:
             if each.ready is not None and each.ready.settings != described[0].settings:
                 self._refuse(each, "its flags make another job than those of node 0; use the same")
                 return
+        self._are_all_ready = True
         self._all_ready()
 
     def _expect(self, deed: str, is_missing: Callable[[Agent], bool]) -> None:
         """End the job if a node has not done what another one has, and name it.
 
-        The agents give up shortly after, and do not know for which node they have waited.
+        The agents give up shortly after, and do not know for which node they have waited. Once all
+        were ready nobody is waited for: a node that is removed and comes back has sent nothing over
+        its new link.
         """
         limit_s = _EARLIER * self._settings.deadlines.deadline_s
 
         def look() -> None:
             late = ", ".join(each.hello.name for each in self._agents.used if is_missing(each))
-            if late and not self._is_over:
+            if late and not (self._is_over or self._are_all_ready):
                 self._end(ExitCode.FAILED, f"{late} did not {deed} within {limit_s:.0f} s after another node; look there")
 
         self._loop.after(limit_s, look)

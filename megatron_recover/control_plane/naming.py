@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 from megatron_recover.core import grants
 from megatron_recover.core.membership_messages import Grant
@@ -22,21 +21,21 @@ def _since_boot_s() -> float:
 class NamingRight:
     """The right of one replica. Any thread may call the methods."""
 
-    def __init__(self, lease_s: float, clock: Callable[[], float] = _since_boot_s) -> None:
-        """Hold no grant. `clock()` returns seconds, and never leaves out a standstill."""
-        self._lease_s, self._clock = lease_s, clock
+    def __init__(self, lease_s: float) -> None:
+        """Hold no grant. The holder's lease lasts for `lease_s` seconds."""
+        self._lease_s = lease_s
         self._lock = threading.Lock()
-        self._holding = grants.Holding(clock())
+        self._holding = grants.Holding(_since_boot_s())
 
     def greets(self) -> None:
         """Note that this replica is about to greet the coordinator."""
         with self._lock:
-            self._holding = grants.Holding(self._clock())
+            self._holding = grants.Holding(_since_boot_s())
 
     def heard(self) -> None:
         """Note a beat of the coordinator. Call it before the beat is answered."""
         with self._lock:
-            self._holding = grants.heard(self._holding, self._clock())
+            self._holding = grants.heard(self._holding, _since_boot_s())
 
     def received(self, grant: Grant, generation: Generation) -> None:
         """Note a grant of the coordinator; `generation` is that of the replica."""
@@ -49,12 +48,12 @@ class NamingRight:
         `is_last`: its generation is the last one (`grants.is_last_generation`).
         """
         with self._lock:
-            return grants.refusal(self._holding, self._clock(), self._lease_s, is_last=is_last)
+            return grants.refusal(self._holding, _since_boot_s(), self._lease_s, is_last=is_last)
 
     def begin(self, *, is_last: bool) -> str:
         """Begin an attempt, which uses the grant up. Return why not, as `refusal` does, or ""."""
         with self._lock:
-            refused = grants.refusal(self._holding, self._clock(), self._lease_s, is_last=is_last)
+            refused = grants.refusal(self._holding, _since_boot_s(), self._lease_s, is_last=is_last)
             if not refused:
                 self._holding = grants.begun(self._holding)
             return refused

@@ -221,8 +221,7 @@ class NodesDriver:
             self._loop.drop(link)
             return
         if self._start.is_of_other_job(message):
-            self._loop.watch(link, lambda link, message: None, lambda link, why: None)
-            self._loop.send(link, OtherJob())
+            self._answer_only(link, OtherJob())
             return
         for old in [each for each in self._agents if each.hello.identity == message.identity]:
             self._loop.drop(old.link)
@@ -239,6 +238,10 @@ class NodesDriver:
         if (before := self._removed.get(message.identity)) is not None:
             self._returns(agent, before)
             return
+        if self._end is not None and self._start.nodes and not message.job:  # it had no part, and may be of the next start
+            why = f"the job at this endpoint has just ended ({self._end.reason}); start this node again"
+            self._answer_only(link, JobEnds(ExitCode.TOO_FEW_REPLICAS, why))
+            return
         self._add(agent)
         self._seen.add(message.identity)
         self.was_joined = self.was_joined or message.identity == self._settings.owner
@@ -249,6 +252,11 @@ class NodesDriver:
             self._loop.send(link, self._end)
         else:
             self._start.have_idle(agent)
+
+    def _answer_only(self, link: Link, answer: Message) -> None:
+        """Answer an agent that has no part in this job, and wait for nothing from it."""
+        self._loop.watch(link, lambda link, message: None, lambda link, why: None)
+        self._loop.send(link, answer)
 
     def _add(self, agent: Agent) -> None:
         self._agents.add(agent)

@@ -36,12 +36,12 @@ ME, PEER = Party(Role.LEADER, 0), Party(Role.LEADER, 1)
 class House:
     """One leader with its gate; callers and strangers are served by the same loop."""
 
-    def __init__(self, address: str = "127.0.0.1:0", *others: str) -> None:
+    def __init__(self, *others: str) -> None:
         self.now: float | None = None
         """Seconds of the loop's clock, where a test sets it."""
         self.expects = True
         self.loop = Loop(clock=lambda: time.monotonic() if self.now is None else self.now)
-        self.listener = listen(address)
+        self.listener = listen("127.0.0.1:0")
         self.address = address_of(self.listener)
         _, port = parse_address(self.address)
         also = [listen(format_address(each, port)) for each in others]
@@ -102,7 +102,7 @@ def test_messages_then_the_end_and_the_link_is_forgotten(house: House) -> None:
 
 
 def test_a_gate_at_several_addresses_admits_who_comes_to_any_and_closes_all() -> None:
-    house = House("127.0.0.1:0", "127.0.0.2", "127.0.0.3")
+    house = House("127.0.0.2", "127.0.0.3")
     _, port = parse_address(house.address)
     for number, host in enumerate(("127.0.0.3", "127.0.0.1", "127.0.0.2"), start=1):
         house.watch(call(format_address(host, port), PEER, ME))

@@ -13,7 +13,6 @@ from megatron_recover.authentication.handshake import KEY_BYTES, NONCE_BYTES, Ac
 
 KEY, OTHER_KEY = b"k" * KEY_BYTES, b"o" * KEY_BYTES
 PARTIES = st.builds(Party, st.sampled_from(Role), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-NONCES = st.binary(min_size=NONCE_BYTES, max_size=NONCE_BYTES)
 ME, PEER = Party(Role.LEADER, 1), Party(Role.LEADER, 2)
 counter = itertools.count()
 

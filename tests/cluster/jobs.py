@@ -121,12 +121,12 @@ class Outcome:
                     for bucket, (low, high) in line["sums"].items():
                         assert low == high == expected, f"replica {replica} rank {rank} step {line['step']} bucket {bucket}"
 
-    def assert_finished(self, survivors: Sequence[int], num_steps: int | None = None) -> None:
+    def assert_finished(self, survivors: Sequence[int]) -> None:
         """INV-2: the survivors, and no others, applied all steps, alike."""
         self.assert_exactly_once()
         assert self.exit_code == 0, self.output
         assert self.roster == tuple(survivors), self.output
-        steps = list(range(self.spec.steps if num_steps is None else num_steps))
+        steps = list(range(self.spec.steps))
         for rank in range(self.spec.ranks):
             lines = {replica: self.sums(replica, rank) for replica in survivors}
             for replica in survivors:

@@ -51,9 +51,9 @@ def ports_of(processes: Sequence[psutil.Process]) -> list[int]:
 class Siege:
     """Strangers at all `ports`, until `lift`."""
 
-    def __init__(self, ports: Sequence[int], num_connections: int, *, idle_only: bool = False, seed: int = 0) -> None:
-        self._ports, self._num, self._idle_only = itertools.cycle(ports), num_connections, idle_only
-        self._chance = random.Random(seed)
+    def __init__(self, ports: Sequence[int], num_connections: int) -> None:
+        self._ports, self._num = itertools.cycle(ports), num_connections
+        self._chance = random.Random(0)
         self._open: dict[int, socket.socket] = {}
         self._slow: list[socket.socket] = []
         self._poll = select.epoll()
@@ -96,7 +96,7 @@ class Siege:
         sock.connect_ex(("127.0.0.1", port))
         self.num_made += 1
         self._open[sock.fileno()] = sock
-        self._poll.register(sock.fileno(), select.EPOLLIN | (0 if self._idle_only else select.EPOLLOUT | select.EPOLLONESHOT))
+        self._poll.register(sock.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLONESHOT)
 
     def _heard(self, descriptor: int, events: int) -> None:
         sock = self._open[descriptor]

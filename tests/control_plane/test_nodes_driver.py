@@ -368,6 +368,21 @@ def test_a_node_whose_link_is_reset_is_lost_though_it_comes_back_at_once(make_to
     assert not town.nodes.is_done
 
 
+def test_a_removed_node_that_comes_back_ends_nothing_when_the_wait_for_all_to_get_ready_is_over(make_town: Make) -> None:
+    """Its new link has sent no `NodeReady`, and needs none: all were ready once."""
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[2].reset()
+    town.until(lambda: town.of(trace.NodeLost))
+    back = Agent(town, 2)
+    town.until(lambda: FenceReplica(2) in back.received)
+    for _ in range(66):
+        town.turn(0.3)
+        town.run(0.01, *agents[:2], back)
+    assert town.now > DEADLINES.deadline_s
+    assert town.announced(0)[-1].new.roster == (0, 1) and not agents[0].of(JobEnds)
+
+
 def test_a_coordinator_does_not_wait_for_a_node_whose_link_was_reset_just_before_the_end(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
@@ -579,6 +594,27 @@ def test_an_agent_of_an_earlier_start_takes_no_place_in_a_new_one_and_ends_nothi
     town.until(lambda: again.of(OtherJob))
     town.run(0.1, owner, *others)
     assert not owner.of(JobEnds) and not any(agent.of(Met) or agent.of(Idle) for agent in (*stale, again))
+
+
+def test_a_node_of_the_next_start_that_meets_the_coordinator_of_the_last_one_does_not_hear_its_end_as_its_own(
+    make_town: Make,
+) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    town.nodes.end(ExitCode.OK, "training finished")
+    town.until(lambda: agents[0].of(JobEnds))
+    new = Agent(town, 9)
+    town.until(lambda: new.of(JobEnds))
+    [end] = new.of(JobEnds)
+    assert end.exit_code == ExitCode.TOO_FEW_REPLICAS
+    assert end.reason == "the job at this endpoint has just ended (training finished); start this node again"
+    idle = Agent(town, 8, job=agents[0].of(Met)[0].job)
+    town.until(lambda: idle.of(JobEnds))
+    assert idle.of(JobEnds)[0].exit_code == ExitCode.OK, "it is of this job, which does not use it"
+    for agent in (*agents, idle):
+        agent.hang_up()
+    town.run(0.1)
+    assert town.nodes.is_done, "nobody waits for a node of another start"
 
 
 def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> None:

@@ -90,6 +90,7 @@ INTERVALS = {
     "control_plane/leader_link.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",
     "data_plane/nccl.py SHORTEST_SLICE_S, LONGEST_SLICE_S": "between two looks at an event of the GPU",
     "megatron/wandb_run.py KEEP_S": "logged values are kept so long in memory, and nobody waits for that",
+    "cluster/other_ends.py _LOOK_S": "between two looks at the folders of other nodes, while `deadline_s` runs",
     "cluster/save_lock.py _BEAT_S": "between two signs of life of a job in its lock file",
     "cluster/save_lock.py _WATCH_S": "before there is a run: the lock of a job that may be dead is watched so long",
     "cluster/save_lock.py _LOOK_S": "between two looks at that lock",

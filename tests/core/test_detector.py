@@ -19,8 +19,8 @@ IN_A_PASS = COMPUTES | {Phase.DATA, Phase.COMPILING, Phase.PIPELINE, Phase.REDUC
 """Phases in which a page names microbatches; on a device they may still be in work when their sum begins."""
 
 
-def page(phase: Phase, begun: int, *, step: int = 20, label: str = "", ids: tuple[int, ...] = (3,)) -> Progress:
-    return Progress(1, step, label or f"train {step + 1}", phase, ids if phase in IN_A_PASS else (), begun, begun - 1, 0)
+def page(phase: Phase, begun: int, *, step: int = 20, label: str = "") -> Progress:
+    return Progress(1, step, label or f"train {step + 1}", phase, (3,) if phase in IN_A_PASS else (), begun, begun - 1, 0)
 
 
 def trained(

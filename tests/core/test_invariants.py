@@ -33,8 +33,8 @@ def plan(replica: int, generation: int = 1, ids: tuple[int, ...] | None = None, 
     return Planned(replica, Plan(0, generation, roster, WORK, (1, 1), (), computes, (0, 1)))
 
 
-def held(replica: int, bucket: int, *, generation: int = 1, version: int = 1, counts: tuple[int, ...] = (1, 1)) -> Held:
-    return Held(replica, bucket, generation, 0, bucket, version, 5 + bucket, counts)
+def held(replica: int, bucket: int, *, counts: tuple[int, ...] = (1, 1)) -> Held:
+    return Held(replica, bucket, 1, 0, bucket, 1, 5 + bucket, counts)
 
 
 def good() -> list[Fact]:

@@ -232,8 +232,8 @@ def test_inv_5_and_8_hold_for_any_order_of_inputs(messages: list[rank.Input]) ->
                 assert effect.report.generation == state.promised
 
 
-def rank_0_at_plan(plan: Plan = PLAN) -> RankState:
-    return feed(RankState(0, 0, (0, 1)), Promise(1, (0, 1)), Begin(WORK), plan, Take())[0]
+def rank_0_at_plan() -> RankState:
+    return feed(RankState(0, 0, (0, 1)), Promise(1, (0, 1)), Begin(WORK), PLAN, Take())[0]
 
 
 def test_a_pass_ends_at_the_same_place_in_the_stream_on_every_rank() -> None:

@@ -189,8 +189,8 @@ def inner(*, phase: ReplicaPhase = ReplicaPhase.VOTED) -> replica.ReplicaState:
     return state if phase is ReplicaPhase.WORKING else lead(state, holds(2))[0]
 
 
-def ballots(sender: int, *voters: int, generation: int = 2, step: int = 0, checksum: int = 7) -> Votes:
-    return Votes(sender, generation, step, (ballot(record(0, complete(0, 2, checksum)), *voters),))
+def ballots(sender: int, *voters: int, generation: int = 2, step: int = 0) -> Votes:
+    return Votes(sender, generation, step, (ballot(record(0, complete(0, 2, 7)), *voters),))
 
 
 def test_an_inner_member_says_what_its_subtree_says_once_it_has_all_of_it() -> None:

@@ -79,9 +79,9 @@ def check_canonical_order(num_elements: int = 100_001) -> None:
             assert torch.equal(result, expected)
 
 
-def check_inputs_stay(num_elements: int = 100_001) -> None:
+def check_inputs_stay() -> None:
     with endpoints(0, 1) as (made, addresses):
-        sources = {replica: noise(replica, num_elements, torch.float32) for replica in (0, 1)}
+        sources = {replica: noise(replica, 100_001, torch.float32) for replica in (0, 1)}
         kept = {replica: source.clone() for replica, source in sources.items()}
         sums(opened(made, addresses), sources)
         assert all(torch.equal(sources[replica], kept[replica]) for replica in kept)

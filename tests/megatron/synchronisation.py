@@ -38,9 +38,9 @@ class Buffers:
 
     num_chunks, can_watch = 1, False
 
-    def __init__(self, place: Place, num_buckets: int, checks_finite: bool) -> None:
+    def __init__(self, place: Place, num_buckets: int) -> None:
         alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-        self.checks_finite = checks_finite
+        self.checks_finite = True
         local = place(torch.zeros(num_buckets * BUCKET))
         self.regions = [Region(local, chunk=0, group=alone, scale=1.0, sharded=False, bucket_elements=BUCKET)]
 
@@ -59,9 +59,7 @@ class Size(NamedTuple):
 SMALL, LARGE = Size(1, 1, 1), Size(9, 7, 5)
 
 
-def waits_of_a_step(
-    size: Size, *, determinism: str = "fast", checks_finite: bool = True, digests_state: bool = False
-) -> Counter[str]:
+def waits_of_a_step(size: Size, *, determinism: str = "fast", digests_state: bool = False) -> Counter[str]:
     """Return how often the host waits for a pretended GPU in the third training step, by what it waits for."""
     with pretended() as gpu:
 
@@ -72,16 +70,16 @@ def waits_of_a_step(
             found.append(gpu.waits.copy())
 
         found: list[Counter[str]] = []
-        train(gpu.tensor, size, around, determinism=determinism, checks_finite=checks_finite, digests_state=digests_state)
+        train(gpu.tensor, size, around, determinism=determinism, digests_state=digests_state)
         return found[-1]
 
 
 def train(
     place: Place, size: Size, around: Callable[[], contextlib.AbstractContextManager[None]], *, determinism: str = "fast",
-    checks_finite: bool = True, digests_state: bool = False,
+    digests_state: bool = False,
 ) -> None:  # fmt: skip
     """Train three steps on the device to which `place` brings a tensor, each within `around()`."""
-    buffers = Buffers(place, size.num_buckets, checks_finite)
+    buffers = Buffers(place, size.num_buckets)
     parameters = [place(torch.ones(BUCKET)) for _ in range(size.num_parameters)]
     report, tokens = {"lm loss": place(torch.tensor([2.0, 4.0]))}, place(torch.tensor(4))
 

@@ -136,13 +136,13 @@ def first_strikes(
             yield Strike(victim, rank, FaultPoint.REDUCE, step=step, bucket=bucket)
 
 
-def second_strikes(victim: int, num_ranks: int, step: int = 1) -> Iterator[Strike]:
+def second_strikes(victim: int, num_ranks: int) -> Iterator[Strike]:
     """Every instant inside a recovery."""
     for rank in range(num_ranks):
-        yield Strike(victim, rank, FaultPoint.RECOMPUTE, step=step)
+        yield Strike(victim, rank, FaultPoint.RECOMPUTE, step=1)
         buckets = range(rank * NUM_BUCKETS, (rank + 1) * NUM_BUCKETS + (rank == num_ranks - 1))
         for point, bucket in itertools.product((FaultPoint.SECOND_REDUCE, FaultPoint.TRANSFER), buckets):
-            yield Strike(victim, rank, point, step=step, bucket=bucket)
+            yield Strike(victim, rank, point, step=1, bucket=bucket)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

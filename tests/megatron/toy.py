@@ -240,10 +240,10 @@ class Trainer:
         return [names(size) * code for size in SIZES * len(self.chunks)]
 
 
-def start_world(rank: int = 0, num_ranks: int = 1, store: dist.Store | None = None, **parallel: int) -> None:
+def start_world() -> None:
     """This process's `torch.distributed` world and upstream's groups in it."""
-    dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=num_ranks)
-    parallel_state.initialize_model_parallel(**parallel)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
 
 
 class Events:

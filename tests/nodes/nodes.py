@@ -185,7 +185,7 @@ class Node:
         (self._etc / "hosts").write_text("\n".join(("127.0.0.1 localhost", "::1 localhost ip6-localhost", *lines, "")))
         (self._etc / "hostname").write_text(f"{self.name}\n")
 
-    def power_on(self, *, shm_bytes: int = SHM_BYTES) -> None:
+    def power_on(self) -> None:
         """Switch it on, with nothing left of what ran before, but its disk."""
         assert self.pid is None, f"{self.name} is on"
         network, cage = self.network, self.network.cage
@@ -193,7 +193,7 @@ class Node:
         own |= {f"/etc/{each.name}": str(each) for each in self._etc.iterdir() if Path("/etc", each.name).exists()}
         seen = [str(ROOT), sys.prefix, sys.base_prefix, str(cage.folder)]
         self.pid, self._control = cage.make_node(
-            {"name": self.name, "seen": seen, "own": own, "shm_bytes": shm_bytes, "clock_offset_s": self.clock_offset_s}
+            {"name": self.name, "seen": seen, "own": own, "shm_bytes": SHM_BYTES, "clock_offset_s": self.clock_offset_s}
         )
         configure(
             cage.pid, f"link add {self.port} type veth peer name eth0 address {self.hardware} netns {self.pid}",
@@ -371,18 +371,6 @@ class Network:
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
-
-    def split(self, *sides: Sequence[Node]) -> None:
-        """Cut all nodes of each side off from those of the others."""
-        for here in range(len(sides)):
-            for there in sides[here + 1 :]:
-                for node in sides[here]:
-                    node.cut(*there)
-
-    def heal(self) -> None:
-        """Undo all cuts."""
-        for node in self.nodes:
-            node.heal()
 
     def set_weather(self, weather: Weather | None, seed: int = 0) -> None:
         """Have frames between nodes come late, or not at all; None: the weather is good again."""

@@ -35,11 +35,6 @@ def by_rank(replica: int, rank: int) -> int:
     return (replica + rank) % 3
 
 
-def node_of(event: trace.Event, place: ByRank) -> int:
-    replica = getattr(event, "replica", -1)
-    return place(replica, getattr(event, "rank", 0)) if replica >= 0 else 0
-
-
 def is_heard(cause: trace.Event, event: trace.Event) -> bool:
     """Whether the writer of `event` has to have a frame that was sent after `cause`."""
 

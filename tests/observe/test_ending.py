@@ -14,12 +14,12 @@ from megatron_recover.observe.ending import ENDINGS, KILLED, Account
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def account(*events: trace.Event, argv: tuple[str, ...] = ("--save", "X", "--load", "X"), replicas: int = 3) -> Account:
+def account(*events: trace.Event, argv: tuple[str, ...] = ("--save", "X", "--load", "X")) -> Account:
     started = trace.RunStarted(
-        replicas=replicas, layout=trace.Layout(tp=1, pp=1), determinism="fast", seed=1, argv=("script.py", *argv)
+        replicas=3, layout=trace.Layout(tp=1, pp=1), determinism="fast", seed=1, argv=("script.py", *argv)
     )
-    made = Account(replicas=replicas, run_dir="runs/a b")
-    for event in (started, saved(0, "loaded"), trace.Generation(generation=1, roster=tuple(range(replicas))), *events):
+    made = Account(replicas=3, run_dir="runs/a b")
+    for event in (started, saved(0, "loaded"), trace.Generation(generation=1, roster=tuple(range(3))), *events):
         made.take(event)
     return made
 

@@ -20,10 +20,10 @@ def history_of(run: traces.Run) -> History:
     return History(enumerate(run.events, start=1))
 
 
-def drawn(run: traces.Run, index: int = 0) -> Picture:
+def drawn(run: traces.Run) -> Picture:
     history = history_of(run)
     timeline = Timeline(history)
-    return picture(history, timeline, timeline.episodes[index])
+    return picture(history, timeline, timeline.episodes[0])
 
 
 def all_bars(one: Picture) -> int:

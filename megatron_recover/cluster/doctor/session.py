@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_recover.cluster.doctor import sharing
 from megatron_recover.cluster.doctor.between import Report
-from megatron_recover.cluster.doctor.findings import Check, Finding, Need, fail
+from megatron_recover.cluster.doctor.findings import Check, Need, fail
 from megatron_recover.cluster.doctor.node import examine
 from megatron_recover.cluster.doctor.probing import Peer, peers_of, probe
 from megatron_recover.cluster.doctor.service import Service
@@ -42,18 +42,17 @@ class Session:
 
     def __init__(
         self, node: int, name: str, need: Need, key: bytes, *, ports: Sequence[int] = (0,),
-        software: Sequence[Finding] = (), now_ns: Callable[[], int] = time.time_ns,
+        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
         """Check this node and begin to listen; takes as long as `node.examine`.
 
         `need.address` is the numeric address at which it listens, on `ports` (0: a free one).
-        `software`: findings of `node.software`. `now_ns`: the clock. Raises OSError if no process
-        can be started.
+        `now_ns`: the clock. Raises OSError if no process can be started.
         """
         assert need.address is not None
         self._key, self._need, self._now_ns = key, need, now_ns
         self._service: Service | None = None
-        findings = [*software, *examine(need)]
+        findings = examine(need)
         bound, taken = tuple[int, ...](), tuple[int, ...]()
         try:
             self._service = Service(need.address, key, node, ports, now_ns=now_ns)
