@@ -24,7 +24,7 @@ from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Met, NodeHello
+from megatron_recover.control_plane.node_messages import Idle, Met, NodeHello
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver
 from megatron_recover.control_plane.wire import Message, listen
@@ -50,7 +50,8 @@ def test_a_long_wait_for_other_nodes_is_no_long_wait_for_a_lost_coordinator(monk
     loop.close()
 
 
-def test_an_agent_that_meets_the_coordinator_of_another_start_knows_that_its_own_is_lost() -> None:
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_an_agent_that_meets_the_coordinator_of_another_start_knows_that_its_own_is_lost(is_idle: bool) -> None:
     loop, heard, why = Loop(), list[Message](), list[str]()
     with bind_free(HOST) as free:
         address = address_of(free)
@@ -68,19 +69,27 @@ def test_an_agent_that_meets_the_coordinator_of_another_start_knows_that_its_own
             assert time.monotonic() < end
             loop.run_once(0.05)
 
+    def join(identity: int) -> Membership:
+        return Membership(
+            address, NodeHello(identity, "a", 1), key=KEY, clock=NodeClock(None), loop=loop, deadlines=Deadlines.of(60.0),
+            patience_s=60.0,
+        )  # fmt: skip
+
     first = coordinate(1)
-    membership = Membership(
-        address, NodeHello(1, "a", 1), key=KEY, clock=NodeClock(None), loop=loop, deadlines=Deadlines.of(60.0),
-        patience_s=60.0,
-    )  # fmt: skip
+    membership = join(1)
+    if is_idle:
+        until(lambda: first._start.nodes)
+        membership.handle(lambda message: None, lambda why: None)
+        membership.is_lost, membership = True, join(3)
     membership.handle(heard.append, why.append)
     until(lambda: heard)
+    assert isinstance(heard[0], Idle if is_idle else Met)
     first.close()
     for agent in first._agents:
         loop.drop(agent.link)
     second = coordinate(2)
     until(lambda: why)
-    assert why == ["another job has begun at its address"] and membership.is_lost and not second.was_joined
+    assert why == ["another job has begun at its address"] and membership.is_lost and not list(second._agents)
     second.close()
     loop.close()
 

@@ -40,9 +40,9 @@ def until_said(job: Running, text: str, replicas: tuple[int, ...] = (0, 2)) -> N
     until_files(lambda: all(text in log.read_text() for log in logs), text, logs[0].parent)
 
 
-def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_of_ranks_is_not_told_as_a_standstill_and_each_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher waits for the fork server meanwhile, and not in its loop."""
-    now, said = [0.0], list[str]()
+    now, said, beats = [0.0], list[str](), list[float]()
 
     def spawn(replica: int, rank: int, **_: object) -> None:
         now[0] += 2.0
@@ -55,10 +55,12 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
     )
     launcher._starting = Starting(
         launcher._job, SimpleNamespace(spawn=spawn), launcher._recording, coordinator=lambda: "",
-        handed_down={}, started=lambda replica, rank: None, started_at=0.0,
+        handed_down={}, started=launcher._rank_started, started_at=0.0,
     )  # fmt: skip
+    launcher._ranks = SimpleNamespace(watches=lambda replica, rank: None)
     launcher._starting.may_start(Launch(((0, "127.0.0.1:1"), (1, "127.0.0.1:2"))))
-    launcher._joined = SimpleNamespace(membership=SimpleNamespace(send=lambda message: None))
+    membership = SimpleNamespace(send=lambda message: None, beat=lambda: beats.append(now[0]))
+    launcher._joined = SimpleNamespace(membership=membership)
     launcher._fences = SimpleNamespace(gone=set())
     launcher._stood_still_s, launcher._deadlines = 0.0, Deadlines.of()
     monkeypatch.setattr(Starting, "_environment", lambda self, replica, rank, **others: {})
@@ -67,6 +69,7 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
     launcher._loop.run_once(0.0)
     launcher._say_if_it_stood_still()
     assert said == [] and now[0] == 8.0
+    assert beats == [2.0, 4.0, 6.0, 8.0], "a node whose ranks start slowly is not taken for lost"
     now[0] += 60.0
     launcher._loop.run_once(0.0)
     launcher._say_if_it_stood_still()

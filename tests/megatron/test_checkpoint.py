@@ -15,6 +15,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -412,27 +413,55 @@ def name_and_stop(tracker: Path, text: str, stops: bool) -> None:
         file.write(text)
 
 
-@pytest.mark.timeout(90)
-def test_a_writer_that_stood_still_between_check_and_rename_moves_nothing_back(tmp_path: Path) -> None:
-    """Two processes, and no lock between them, as on two hosts of a file system whose locks do not work."""
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[BaseProcess]:
+    """Yield a process that names iteration 20 in the place of 10, stopped behind its last check.
+
+    No lock excludes others, as on two hosts of a file system whose locks do not work.
+    """
     tracker = tmp_path / TRACKER
     tracker.write_text("10")
-    frozen = CONTEXT.Process(target=name_and_stop, args=(tracker, "20", True))
-    frozen.start()
-    assert frozen.pid is not None
-    while state_of(frozen.pid) != "T":
-        assert frozen.is_alive()
+    process = CONTEXT.Process(target=name_and_stop, args=(tracker, "20", True))
+    process.start()
+    assert process.pid is not None
+    while state_of(process.pid) != "T":
+        assert process.is_alive()
         time.sleep(0.02)
+    yield process
+    process.kill()
+
+
+@pytest.mark.timeout(90)
+def test_a_writer_that_stood_still_between_check_and_rename_moves_nothing_back(tmp_path: Path, frozen: BaseProcess) -> None:
+    tracker = tmp_path / TRACKER
     [unfinished] = tmp_path.glob("*.partial")
     assert unfinished.read_text() == "20"
     other = CONTEXT.Process(target=name_and_stop, args=(tracker, "30", False))
     other.start()
     other.join(60)
     assert (other.exitcode, tracker.read_text()) == (0, "30")
+    go_on(frozen)
+    assert tracker.read_text() == "30" and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.timeout(90)
+def test_a_writer_that_was_excluded_while_it_stood_still_excludes_nobody(tmp_path: Path, frozen: BaseProcess) -> None:
+    tracker, files = tmp_path / TRACKER, TrackerFile(Files(), lambda: None)
+    for text in ("30", "40"):
+        with files.open(str(tracker), "w") as file:
+            file.write(text)
+            if text == "40":
+                go_on(frozen)
+        assert tracker.read_text() == text
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def go_on(frozen: BaseProcess) -> None:
+    """Continue a writer that another one has excluded meanwhile; its rename finds no file."""
+    assert frozen.pid is not None
     os.kill(frozen.pid, signal.SIGCONT)
     frozen.join(60)
-    assert frozen.exitcode == 1, "its rename finds no file"
-    assert tracker.read_text() == "30" and not list(tmp_path.glob("*.partial"))
+    assert frozen.exitcode == 1
 
 
 def test_one_replica_saves_and_says_so(job: Job) -> None:

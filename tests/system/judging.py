@@ -388,7 +388,10 @@ def ends_its_ranks_on_return(evidence: Evidence) -> str:
 
 
 def is_one_history(evidence: Evidence) -> str:
-    """By the ranks' own copies of their events, at most one side goes on, and names of checkpoints do not go back."""
+    """By the ranks' own copies of their events, at most one side goes on, and names of checkpoints do not go back.
+
+    At most one replica names. The writer is the lowest of the roster, so none names after one with a higher id.
+    """
     applied, named = [], []
     for (replica, rank), events in evidence.kept().items():
         for event in events:
@@ -398,7 +401,8 @@ def is_one_history(evidence: Evidence) -> str:
                 named.append(Named(event["t"], replica, event["iteration"]))
     named.sort(key=lambda each: each.at)
     for earlier, later in itertools.pairwise(named):
-        if later.iteration <= earlier.iteration and later.replica != earlier.replica:
+        is_back = later.iteration <= earlier.iteration and later.replica != earlier.replica
+        if is_back or later.replica < earlier.replica:
             return (
                 f"replica {later.replica} named the checkpoint of iteration {later.iteration} after replica "
                 f"{earlier.replica} had named that of iteration {earlier.iteration}"

@@ -263,6 +263,12 @@ def back(made: Made) -> None:
     write(made.folder / "copies" / "events.2.0", [checkpoint(3) | {"t": 2.0, "replica": 2}])
 
 
+def lower(made: Made) -> None:
+    """The copies of a rank of replica 2, which names an older checkpoint before the first writer names its own."""
+    (made.folder / "copies").mkdir()
+    write(made.folder / "copies" / "events.2.0", [checkpoint(2) | {"t": 0.5, "replica": 2}])
+
+
 def nobody_removed(made: Made) -> None:
     made.trace = made.kept
 
@@ -328,6 +334,7 @@ CASES: dict[str, tuple[Callable[[Path], Made], Callable[[Made], None], str]] = {
     "loss: it saves no more": (lost, changed(latest=6), "newest checkpoint is 6"),
     "writer: nothing is named": (lost_writer, lambda made: made.kept.clear(), "train 12 is not the end"),
     "writer: names go back": (lost_writer, back, "named the checkpoint of iteration 3 after"),
+    "writer: one of before names": (lost_writer, lower, "named the checkpoint of iteration 3 after replica 2 had named that"),
     "writer: it cannot be resumed": (lost_writer, changed(resumed=1), "it ends with 1"),
     "writer: resumed, it ends otherwise": (lost_writer, said(resumed=BROKEN), "parameters differ"),
     "coordinator: the others end well": (lost_coordinator, changed(codes={0: -9, 1: 0, 2: 0}), "exit codes {1: 0, 2: 0}"),
