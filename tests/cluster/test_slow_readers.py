@@ -18,7 +18,7 @@ from tests.cluster.running import Running
 
 pytestmark = pytest.mark.timeout(240)
 
-DEADLINES = {**sums(1.5), "stall_s": 2.0, "blame_s": 3.0, "finish_s": 10.0, "follow_s": 2.0}
+DEADLINES = {**sums(1.0), "stall_s": 1.4, "blame_s": 2.0, "finish_s": 10.0, "follow_s": 1.5}
 NUM_SUMS = 6
 """So many run out before the data comes: more than twice what used to end the reader."""
 Start = Callable[..., Running]

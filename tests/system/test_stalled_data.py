@@ -78,7 +78,7 @@ def test_a_data_disk_that_stands_still_under_all_replicas_ends_none_of_them(
         assert "D" in states, f"nobody waits for the disk: {states}"
         # Longer than others that hang are given: they would be fenced after 0.4 s.
         with pytest.raises(subprocess.TimeoutExpired):
-            launcher.wait(5.0)
+            launcher.wait(2.5)
         assert not events(run_dir, "fenced") and len(events(run_dir, "generation")) == 1
         disk.stall_reads(on=False)
         assert launcher.wait(120.0) == 0, output.read_text()
