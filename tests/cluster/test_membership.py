@@ -22,7 +22,7 @@ from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Met, NodeHello
+from megatron_recover.control_plane.node_messages import Idle, Met, NodeHello
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver
 from megatron_recover.control_plane.wire import Message, listen
@@ -197,6 +197,17 @@ def test_node_0_is_told_that_the_endpoint_is_no_address_of_its_own(monkeypatch: 
     rest = f"{HOST} is no address of this node, which is --node-rank 0; give an address of this node by --master-addr"
     assert _unmet(place, lost="refused") == f"no coordinator was at {HOST}:1 for 3 s (refused); {rest}"
     assert _unmet(place, refusal=OTHER_PROTOCOL).endswith(f"{OTHER_PROTOCOL}; {rest}")
+
+
+def test_a_node_with_a_mistake_says_that_the_job_runs_and_not_that_it_waits_for_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, said in (
+        ("", "it runs: this node waits for the end of the job"),
+        ("this job already runs", "this job already runs"),
+    ):
+        joining._Heard(words).take(Idle("it runs"))
+        assert capsys.readouterr().err == f"megatron-recover run: {said}\n"
 
 
 @pytest.mark.parametrize(
