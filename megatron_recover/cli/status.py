@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     """Print the state of a job."""
     parser = Parser(
         prog="megatron-recover status",
-        description="Print the state of a job: its nodes, replicas, committed steps, losses, newest checkpoint.",
+        description="Print the state of a job: its nodes, replicas, iteration, losses, newest checkpoint.",
         epilog=f"Exit code {ExitCode.OK:d}: there is a state. {ExitCode.BAD_INPUT:d}: there is none.",
     )
     add_job_arguments(parser)
@@ -63,12 +63,12 @@ def _described(found: status.Status, run_dir: Path) -> str:
     else:
         old = ": it changes with each step, so look whether the job still lives on node 0" if age_s >= _OLD_S else ""
         lines = [f"running, as of {age_s:.0f} s ago{old}"]
-    saved = f"newest checkpoint: iteration {found.saved}"
-    if found.saved is None:
-        saved = "no checkpoint yet" if found.knows_saved else "the folder of --save names the newest checkpoint"
+    done = f"{found.step} steps, evaluations and saves included"
+    if found.iteration is not None:
+        done = f"iteration {found.iteration}" + (f" of {found.iterations}" if found.iterations is not None else "")
     lines.append(
-        f"generation {found.generation}, {found.step} committed steps, {len(found.roster)} of {found.replicas} replicas "
-        f"({' '.join(map(str, found.roster)) or 'none'}), {found.losses} lost; {saved}"
+        f"generation {found.generation}, {done}, {len(found.roster)} of {found.replicas} replicas "
+        f"({' '.join(map(str, found.roster)) or 'none'}), {found.losses} lost; {found.checkpoint}"
     )
     for node in found.nodes:
         replicas = f"replicas {' '.join(map(str, node.replicas))}" if node.replicas else "no replicas"

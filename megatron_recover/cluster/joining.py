@@ -229,7 +229,8 @@ class Place:
         """
         membership, kept = joined.membership, ""
         _say(f"node {host_name()} ({self.address}) {self._purpose(where, mistake)}")
-        heard = _Heard()
+        place = "here, at" if self._is_here else "at"
+        heard = _Heard(f"this job already runs {place} {where}" if mistake else "")
         membership.handle(heard.take, heard.lose)
         until = joined.loop.time() + TELL_S if mistake else math.inf
         while heard.met is None or kept:
@@ -333,7 +334,9 @@ class Place:
 class _Heard:
     """The messages of the coordinator to a node that waits for others."""
 
-    def __init__(self) -> None:
+    def __init__(self, if_idle: str = "") -> None:
+        """`if_idle`: what to say of a job that does not use this node; empty: the node waits."""
+        self._if_idle = if_idle
         self.met: Met | None = None
         self.end: NotMet | None = None
         self.lost = ""
@@ -352,7 +355,7 @@ class _Heard:
                 self.end = NotMet(exit_code, reason, stops=reason.endswith(MISSING_JOBS))
             case Idle(reason=reason):
                 self.is_idle = True
-                _say(f"{reason}: this node waits for the end of the job")
+                _say(self._if_idle or f"{reason}: this node waits for the end of the job")
             case GivesUp(reason):
                 self.gives_up = reason
 

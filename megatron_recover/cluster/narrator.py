@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megatron_recover import trace
+from megatron_recover.cluster.status import Seen
 from megatron_recover.cluster.streams import Tee
 from megatron_recover.deadlines import figure
 from megatron_recover.observe.ending import Account
@@ -109,6 +110,19 @@ class Narrator:
         """Add all lines of teed outputs; they were found at `seconds`."""
         for tee, line in lines:
             self._push(seconds, _Teed(f"{tee.prefix}{line}", tee.is_error), is_ours=False)
+
+    @property
+    def seen(self) -> Seen:
+        """Return the state of the run as far as the lines are shown.
+
+        Without a member of the roster here, the events here show no iteration any more.
+        """
+        account, progress = self.account, self.progress
+        is_here = account.here is None or not {*account.here}.isdisjoint(self._roster)
+        return Seen(
+            progress.num_steps, progress.iteration if is_here else None, progress.num_iterations, account.saved,
+            account.checkpoint(),
+        )  # fmt: skip
 
     def is_writer(self, replica: int) -> bool:
         """Return whether a replica is the writer, according to the newest event taken.

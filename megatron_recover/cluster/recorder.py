@@ -193,6 +193,8 @@ class Recorder:
         wait to be sent it drops the oldest.
         """
         self._narrator.tell(until)
+        if self._status is not None:
+            self._status.see(self._narrator.seen)
         num_lines = 0
         while self._untold and self._untold[0] <= until:
             self._untold.popleft()

@@ -73,6 +73,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     step: int
     """Number of committed steps, evaluation and saves included."""
+    iteration: int | None = None
+    """Newest iteration that was trained; None where the events of node 0 do not show it."""
+    iterations: int | None = None
+    """Number of iterations to train; None if the command line does not give it."""
     losses: int
     """Number of lost replicas."""
     lost: tuple[int, ...] = ()
@@ -81,12 +85,31 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Newest iteration that the job has saved, as far as node 0 knows."""
     knows_saved: bool = True
     """False if another node sees what is saved; the folder of `--save` then names the newest."""
+    checkpoint: str = "no checkpoint is known yet"
+    """The newest checkpoint, or why there is none, in words."""
     nodes: tuple[NodeStatus, ...]
     answers: tuple[Answer, ...] = ()
     """Answers to the newest requests."""
     exit_code: int | None = None
     """Exit code of the job, once it is over."""
     reason: str = ""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The part of a job's state that its events show, up to the last one."""
+
+    step: int
+    iteration: int | None
+    iterations: int | None
+    saved: int | None
+    checkpoint: str
+
+    def added_to(self, status: Status) -> Status:
+        """Return a state with what is newer here."""
+        return msgspec.structs.replace(
+            status, step=max(status.step, self.step), iteration=self.iteration, iterations=self.iterations,
+            saved=self.saved if status.knows_saved and self.saved is not None else status.saved, checkpoint=self.checkpoint,
+        )  # fmt: skip
 
 
 class HasReplicas(Protocol):
@@ -136,6 +159,7 @@ class StatusKeeper:
         """Begin to look for requests. `on_request` is called in this thread."""
         self._run_dir, self._on_request = run_dir, on_request
         self._newest: Status | None = None
+        self._seen: Seen | None = None
         self._written: Status | None = None
         self._waiting: set[str] = set()
         """Requests that the launcher has got and not answered."""
@@ -151,6 +175,10 @@ class StatusKeeper:
         """Have this state written soon."""
         self._newest = status
 
+    def see(self, seen: Seen) -> None:
+        """Have this added to the newest state."""
+        self._seen = seen
+
     def finish(self, wait_s: float) -> None:
         """Write the newest state, and end the thread; wait for that for at most `wait_s`."""
         self._is_over.set()
@@ -160,7 +188,7 @@ class StatusKeeper:
         is_last = False
         while not is_last:
             is_last = self._is_over.wait(_INTERVAL_S)
-            newest = self._newest
+            newest, seen = self._newest, self._seen
             answered = {answer.id for answer in newest.answers} if newest is not None else set()
             with contextlib.suppress(OSError):  # the next look may find a folder
                 if self._owner is None:
@@ -170,6 +198,7 @@ class StatusKeeper:
                         self._owner = folder.owner
                     self._look(folder, answered, is_last=is_last)
             if newest is not None:
+                newest = newest if seen is None else seen.added_to(newest)
                 told = msgspec.structs.replace(newest, answers=(*newest.answers, *self._refused))
                 if told != self._written:
                     self._written = told

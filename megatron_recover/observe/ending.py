@@ -219,7 +219,7 @@ class Account(msgspec.Struct):
         losses = f"{num_lost or 'no'} {'loss' if num_lost == 1 else 'losses'}"
         losses += f", {len(self.left)} asked to leave" if self.left else ""
         lines.append(
-            f"{left} of {self.replicas} replicas left, {losses}; {self._checkpoint()}; trace and logs are in {self.run_dir}"
+            f"{left} of {self.replicas} replicas left, {losses}; {self.checkpoint()}; trace and logs are in {self.run_dir}"
         )
         ending = ENDINGS[exit_code if exit_code in ENDINGS else KILLED]
         if exit_code != ExitCode.OK:
@@ -235,8 +235,8 @@ class Account(msgspec.Struct):
             return None
         return self.load if self.is_complete else self.save or self.load
 
-    def _checkpoint(self) -> str:
-        """Return the clause about the newest checkpoint, for the second closing line.
+    def checkpoint(self) -> str:
+        """Return the clause about the newest checkpoint, for the closing lines and for `status`.
 
         If the run knows of none and a folder may hold one, name the tracker file of the folder.
         """

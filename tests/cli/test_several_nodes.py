@@ -397,6 +397,10 @@ def test_a_signal_to_a_node_that_waits_for_its_coordinator_or_an_endpoint_ends_i
 
 def test_an_idle_node_leaves_by_a_signal_alone_and_one_of_the_job_ends_it_for_all(nodes: Nodes) -> None:
     nodes.start_two_and_one_that_idles()
+    nodes.start(0)  # once more, by mistake
+    code, output = nodes.end_of(3)
+    assert code == ExitCode.BAD_INPUT and "nothing can listen at" in output, output
+    assert f"this job already runs here, at 127.0.0.1:{nodes.port}\n" in output and "waits for the end" not in output, output
     nodes.launchers[2].send_signal(signal.SIGTERM)
     code, output = nodes.end_of(2)
     assert code == ExitCode.INTERRUPTED and "the job does not use this node, and goes on" in output, output

@@ -23,6 +23,7 @@ from megatron_recover.cluster.status import (
     Answer,
     NodeStatus,
     Request,
+    Seen,
     Status,
     StatusKeeper,
     ask,
@@ -32,6 +33,7 @@ from megatron_recover.cluster.status import (
 )
 from megatron_recover.control_plane.node_messages import DrainAnswer, JobState, NodeState
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.label import label_of
 from megatron_recover.host.addresses import host_name
 from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import Spec
@@ -73,7 +75,10 @@ def test_a_replica_is_given_back_and_the_last_ones_are_not(
     verdict = check(run_dir)
     assert verdict.holds, describe(verdict)
     assert status.main([str(run_dir)]) == 0
-    assert "ended with exit code 15" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    newest = max(label_of(event.label).iteration for event in outcome.of(trace.Committed))
+    assert "ended with exit code 15" in told and f", iteration {newest}, 2 of 3 replicas (1 2), 0 lost; " in told, told
+    assert "no checkpoint: --save was not set" in told
     assert "no job trains in" in refusal(["1", str(run_dir)], capsys)
     assert not list((run_dir / REQUESTS).iterdir())
     job.assert_nothing_left()
@@ -84,6 +89,26 @@ def test_a_folder_without_a_job_has_no_state(tmp_path: Path, capsys: pytest.Capt
         status.main([str(tmp_path)])
     assert end.value.code == ExitCode.BAD_INPUT and "give the --run-dir of a job" in capsys.readouterr().err
     assert "no job trains in" in refusal(["1", str(tmp_path)], capsys)
+
+
+def test_the_state_at_the_end_is_that_of_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The coordinator tells the state each beat. The events of the end are newer."""
+    keeper = StatusKeeper(tmp_path, lambda request: None)
+    keeper.take(running(step=200))
+    keeper.see(Seen(step=260, iteration=249, iterations=4000, saved=249, checkpoint="newest checkpoint: iteration 249 in /c"))
+    keeper.finish(30)
+    assert status.main([str(tmp_path)]) == 0
+    assert ", iteration 249 of 4000, 2 of 2 replicas (0 1), 0 lost; newest checkpoint: iteration 249 in /c" in (
+        capsys.readouterr().out
+    )
+    found = read(tmp_path)
+    assert found is not None and (found.step, found.saved) == (260, 249)
+
+
+def test_a_state_without_an_iteration_has_the_number_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, running(step=7))
+    assert status.main([str(tmp_path)]) == 0
+    assert "generation 1, 7 steps, evaluations and saves included, 2 of 2" in capsys.readouterr().out
 
 
 def running(**changes: Any) -> Status:

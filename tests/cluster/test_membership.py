@@ -348,6 +348,17 @@ def test_node_0_is_told_that_the_endpoint_is_no_address_of_its_own(monkeypatch: 
     assert _unmet(place, refusal=OTHER_PROTOCOL).endswith(f"{OTHER_PROTOCOL}; {rest}")
 
 
+def test_a_node_with_a_mistake_says_that_the_job_runs_and_not_that_it_waits_for_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, said in (
+        ("", "it runs: this node waits for the end of the job"),
+        ("this job already runs", "this job already runs"),
+    ):
+        joining._Heard(words).take(Idle("it runs"))
+        assert capsys.readouterr().err == f"megatron-recover run: {said}\n"
+
+
 @pytest.mark.parametrize(
     ("is_known", "limit_s", "code"), [(True, 60.0, ExitCode.FAILED), (False, 160.0, ExitCode.TOO_FEW_REPLICAS)]
 )

@@ -120,10 +120,11 @@ def text(settings: Settings) -> str:
     return "\n".join(line for part in parts for line in part) + "\n"
 
 
-def _because(reason: str) -> list[str]:
+def _because(reason: str, indent: str = "") -> list[str]:
     """Return a reason as lines of a comment."""
+    begin = f"{indent}# "
     return textwrap.wrap(
-        reason, _COLUMNS, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
+        reason, _COLUMNS, initial_indent=begin, subsequent_indent=begin, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -25,6 +25,10 @@ class RunProgress:
         """
         self._num_replicas = num_replicas
         self._num_iterations: str | None = None
+        self.iteration: int | None = None
+        """Newest iteration that was trained; None before the first commit of one that was seen."""
+        self.num_steps = 0
+        """Number of committed steps, evaluation and saves included."""
         self._label = ""
         self._loss: float | None = None
         self._seconds: float | None = None
@@ -57,6 +61,8 @@ class RunProgress:
         at the commit of the next such step or at the end of the run.
         """
         told = None
+        if isinstance(event, trace.Committed):
+            self._commits(event)
         match event:
             case trace.RunStarted():
                 self._num_replicas, self._num_iterations = event.replicas, value_of(event.argv, "--train-iters")
@@ -91,6 +97,17 @@ class RunProgress:
             case trace.RunFinished():
                 told = self._rest()
         return told
+
+    def _commits(self, event: trace.Committed) -> None:
+        self.num_steps = max(self.num_steps, event.step + 1)
+        if (label := label_of(event.label)).is_training:
+            self.iteration = max(self.iteration or 0, label.iteration)
+
+    @property
+    def num_iterations(self) -> int | None:
+        """Return the number of iterations to train, if the command line gives it."""
+        text = self._num_iterations or ""
+        return int(text) if text.isdecimal() else None
 
     def _rest(self) -> str | None:
         line = self.line() if self._untold else None
