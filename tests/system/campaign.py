@@ -314,7 +314,8 @@ def main() -> int:
     if left_out := [f"{kind} ({why_not(kind)})" for kind in wanted if kind not in kinds]:
         print(f"left out: {', '.join(left_out)}")
     keep = arguments.keep or pathlib.Path(tempfile.gettempdir()) / "megatron-recover-failed"
-    command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed} OUT=docs/evidence/campaign.md"
+    name = arguments.out.name if arguments.out is not None else "campaign.md"
+    command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed} OUT=docs/evidence/{name}"
     rows: list[Row] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a campaign that is told to end takes its run with it
     print(COLUMNS, flush=True)
