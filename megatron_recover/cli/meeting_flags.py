@@ -73,7 +73,10 @@ def read(given: Mapping[str, str], arguments: Namespace, found: list[str]) -> Me
     `given` has torchrun's flags by name.
     """
     if (nodes := _nodes(given.get("nnodes", "1"))) is None:
-        found.append(f"--nnodes is {given['nnodes']}; give a number of nodes, N or MIN:MAX, such as 4 or 2:4")
+        least, _, most = given["nnodes"].partition(":")
+        is_swapped = least.isdecimal() and most.isdecimal() and int(least) > int(most) > 0
+        why = "MIN is above MAX; give MIN:MAX" if is_swapped else "give a number of nodes, N or MIN:MAX"
+        found.append(f"--nnodes is {given['nnodes']}; {why}, such as {'' if is_swapped else '4 or '}2:4")
         return Meeting()
     least, most = nodes
     fields = _of_ours(arguments, found)
