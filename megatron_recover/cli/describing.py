@@ -160,7 +160,7 @@ def _described(
             *([] if line.nodes.is_of_several else line.notes),
             *([] if fitting is None else fitting[1:]),
             *_notes(job, is_derived=arguments.replicas is None or arguments.lanes is None and lanes > 1),
-            *several_nodes.notes(job),
+            *several_nodes.notes(job, arguments.run_dir),
         ])  # fmt: skip
     return job, chaos_text
 

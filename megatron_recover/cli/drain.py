@@ -71,19 +71,19 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
                     parser.error(answer.refused)
                 is_accepted = is_accepted or answer.id == asked
             if set(leaving) & set(now.lost):
-                lost = " ".join(map(str, sorted(set(leaving) & set(now.lost))))
-                print(f"replicas {lost} were lost before they left; {len(now.roster)} replicas are in the job")
+                lost = tuple(sorted(set(leaving) & set(now.lost)))
+                how = "was lost before it left" if len(lost) == 1 else "were lost before they left"
+                print(f"{_named(lost)} {how}; {_rest(now)}")
                 return ExitCode.FAILED
             if not set(leaving) & set(now.roster):
-                print(f"replicas {' '.join(map(str, leaving))} have left; {len(now.roster)} go on")
+                print(f"{_named(leaving)} {'has' if len(leaving) == 1 else 'have'} left; {_rest(now)}")
                 return ExitCode.OK
             if now.exit_code is not None:
                 parser.error(f"the job has ended with exit code {now.exit_code}: {now.reason}")
         time.sleep(_LOOK_S)
     if is_accepted:
-        text = (
-            f"replicas {' '.join(map(str, leaving))} have not left within {wait_s:g} s; they leave after the next common step"
-        )
+        has, leave = ("has", "it leaves") if len(leaving) == 1 else ("have", "they leave")
+        text = f"{_named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step"
     else:
         text = (
             f"the job has not answered within {wait_s:g} s; the request stays in {run_dir / status.REQUESTS}, and "
@@ -91,3 +91,11 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
         )
     print(text)
     return ExitCode.UNFINISHED
+
+
+def _named(replicas: tuple[int, ...]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {' '.join(map(str, replicas))}"
+
+
+def _rest(now: status.Status) -> str:
+    return f"{len(now.roster)} of {now.replicas} replicas {'goes' if len(now.roster) == 1 else 'go'} on"

@@ -77,7 +77,7 @@ def read(given: Mapping[str, str], arguments: Namespace, found: list[str]) -> Me
     `given` has torchrun's flags by name.
     """
     if (nodes := _nodes(given.get("nnodes", "1"))) is None:
-        found.append(f"--nnodes is {given['nnodes']}; give a number of nodes, N or MIN:MAX, such as 4 or 2:4")
+        found.append(f"--nnodes is {given['nnodes']}; {_remedy_of_nodes(given['nnodes'])}")
         return Meeting()
     least, most = nodes
     fields = _of_ours(arguments, found)
@@ -122,6 +122,14 @@ def _nodes(text: str) -> tuple[int, int] | None:
     if match is None or not 0 < int(match[1]) <= int(match[2] or match[1]):
         return None
     return int(match[1]), int(match[2] or match[1])
+
+
+def _remedy_of_nodes(text: str) -> str:
+    """Return what to give instead of an `--nnodes` that names no nodes."""
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    if match is not None and int(match[1]) > int(match[2]) > 0:
+        return "MIN is above MAX; give MIN:MAX, such as 2:4"
+    return "give a number of nodes, N or MIN:MAX, such as 4 or 2:4"
 
 
 def _of_ours(arguments: Namespace, found: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,8 @@ from megatron_recover.trace import EVENTS_FILE
 
 _NAMED = 3
 _SLURM_S = 20.0
+_SLURM_JOB = re.compile(r"[0-9]+([_+][0-9]+)?")
+"""Number of a job, also of one in an array."""
 
 
 def run_folder(path: str) -> Path:
@@ -71,13 +74,22 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def folder_of_job(arguments: argparse.Namespace) -> Path:
     """Return the folder that the arguments of `add_job_arguments` name. Raises ValueError."""
-    if (arguments.run_dir is None) == (arguments.jobid is None):
+    run_dir, job = arguments.run_dir, arguments.jobid
+    if run_dir is None and job is None:
         raise ValueError("give the folder of a job, or --jobid")
-    return arguments.run_dir if arguments.jobid is None else _of_slurm_job(arguments.jobid)
+    if run_dir is not None and job is not None:
+        raise ValueError("give only one of RUN_DIR and --jobid")
+    if job is not None:
+        return _of_slurm_job(job)
+    if run_dir.is_file():
+        raise ValueError(f"{run_dir} is no folder; give the --run-dir of a job")
+    return Path(run_dir)
 
 
 def _of_slurm_job(job: str) -> Path:
     """Return the folder of a Slurm job, from its comment. Raises ValueError with the remedy."""
+    if not _SLURM_JOB.fullmatch(job):
+        raise ValueError(f"--jobid is {job}; give the number of a Slurm job, such as 4711")
     remedy = "give the folder of the job instead"
     commands = (["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"], ["sacct", "-n", "-P", "-X", "-j", job, "-o", "Comment"])
     for command in commands:

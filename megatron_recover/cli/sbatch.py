@@ -317,7 +317,8 @@ def _submit(settings: script.Settings, text: str) -> int:
             print(f"megatron-recover sbatch: there is no sbatch here; submit {place} on a login node", file=sys.stderr)
             return ExitCode.FAILED
         if done.returncode:
-            return ExitCode.FAILED  # sbatch has said why
+            print(f"megatron-recover sbatch: sbatch has refused it, as it says; the script is left as {place}", file=sys.stderr)
+            return ExitCode.FAILED
         before = done.stdout.strip().partition(";")[0]
         print(f"submitted job {before}: {place}")
     return ExitCode.OK

@@ -142,10 +142,15 @@ def last_words(end: NotMet) -> str:
     return f"megatron-recover run: exit code {end.exit_code} ({ExitCode.words(end.exit_code)}): {end}\n"
 
 
-def notes(job: Job) -> Iterator[str]:
-    """Yield what the user should know about the nodes of a job before it starts."""
+def notes(job: Job, wanted: Path | None = None) -> Iterator[str]:
+    """Yield what the user should know about the nodes of a job before it starts.
+
+    `wanted`: the `--run-dir` of this node.
+    """
     if job.placement is None:
         return
+    if job.node and wanted is not None and wanted.resolve() != (whole := job.run_dir.parent.parent).resolve():
+        yield f"--run-dir {wanted} changes nothing here: the run directory is that of node 0, {whole}"
     here = f"node {job.node} of {len(job.nodes)} runs {job.num_ranks_here} ranks"
     yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
     has_ranks = any(slot.node == 0 for slots in job.placement.replicas for slot in slots)

@@ -50,8 +50,9 @@ class OutgoingLink(Link):
         dials again all the same."""
         self._is_dialled = False
         """True once there has been a connection."""
-        self._error: OSError | None = None
-        """The first error of this connection. A later call on the socket would give another one."""
+        self._broken = ""
+        """Reason why the handshake on this connection has failed. Another call would find another
+        one: of the socket, or in what a stranger has sent behind."""
         super().__init__(None, None, clock, largest_body(peer.role, me.role))
         try:
             self.redial()
@@ -110,7 +111,7 @@ class OutgoingLink(Link):
         may succeed (`retry_s`).
         """
         self._take_socket(dial(self._address))
-        self._is_dialled, self._error = True, None
+        self._is_dialled, self._broken = True, ""
         _, port = parse_address(self._address)
         self._connector = Connector(self._key, self._me, self._peer, port=port, nonce=secrets.token_bytes(NONCE_BYTES))
         self._to_say = self._connector.opening
@@ -125,6 +126,8 @@ class OutgoingLink(Link):
 
         Once this end is welcomed, also write queued messages.
         """
+        if self._broken:
+            raise LinkClosed(self._broken)
         try:
             self._say()
             while (wanted := self._connector.wanted) and not self._to_say:
@@ -136,11 +139,11 @@ class OutgoingLink(Link):
         except BlockingIOError:
             return
         except OSError as error:
-            first = self._error = self._error or error
-            self._refused = first.errno == errno.ECONNREFUSED
-            raise LinkClosed(NOBODY_LISTENS if self._refused else str(first)) from error
+            self._refused = error.errno == errno.ECONNREFUSED
+            self._broken = NOBODY_LISTENS if self._refused else str(error)
+            raise LinkClosed(self._broken) from error
         except Refused as refused:
-            self.refusal = str(refused)
+            self.refusal = self._broken = str(refused)
             raise LinkClosed(self.refusal) from refused
         verdict = self._connector.verdict
         if verdict is None:

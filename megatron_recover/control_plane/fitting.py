@@ -32,9 +32,9 @@ def _difference(mine: NodeHello, theirs: NodeHello) -> str:
     for name in [*here, *there]:
         one, two = here.get(name, "not given"), there.get(name, "not given")
         if one != two:
-            return f"{name} is {one} here, and {two} on {theirs.name}; use the same on all nodes"
+            return f"{name} is {one} on {mine.name}, and {two} on {theirs.name}; use the same on all nodes"
     if mine.run_id and theirs.run_id and mine.run_id != theirs.run_id:
-        return f"--rdzv-id is {mine.run_id} here, and {theirs.run_id} on {theirs.name}; use the same on all nodes"
+        return f"--rdzv-id is {mine.run_id} on {mine.name}, and {theirs.run_id} on {theirs.name}; use the same on all nodes"
     if (":" in mine.address) != (":" in theirs.address):
         return (
             f"its address is {mine.address}, and that of {theirs.name} is {theirs.address}; nodes need addresses of "

@@ -137,7 +137,8 @@ C10D = "--nnodes 2 --rdzv-backend c10d"
     ("line", "expected"),
     [
         *[(f"--nnodes {text} --node-rank 7", f"--nnodes is {text}; give a number of nodes, N or MIN:MAX, such as 4 or 2:4")
-          for text in ("0", "x", "3:2", "0:2", "1:2:3", "-1", "1:")],
+          for text in ("0", "x", "3:0", "0:2", "1:2:3", "-1", "1:")],
+        ("--nnodes 4:2 --node-rank 7", "--nnodes is 4:2; MIN is above MAX; give MIN:MAX, such as 2:4"),
         ("--nnodes 2 --node-rank 2", "--node-rank is 2, and --nnodes is 2; give a number from 0 to 1, or leave it out"),
         ("--nnodes 1:2 --node-rank x", "--node-rank is x, and --nnodes is 2; give a number from 0 to 1, or leave it out"),
         ("--nnodes 2 --standalone", "--standalone is for one node, and --nnodes is 2; leave one of the two out"),

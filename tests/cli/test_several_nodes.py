@@ -466,6 +466,17 @@ def test_the_line_about_the_coordinator_says_whether_a_checkpoint_is_left_howeve
     assert ("without a checkpoint" in line) == (save is None)
 
 
+def test_a_node_with_another_run_directory_is_told_that_it_is_not_used(tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(
+        placement=place([1, 1], num_replicas=2, num_ranks=1, tp=1), node=1, nodes=[SimpleNamespace(name="n0")] * 2,
+        num_ranks=1, num_ranks_here=1, replicas_here=(1,), save=None, run_dir=tmp_path / "a" / "nodes" / "1",
+    )  # fmt: skip
+    first = next(several_nodes.notes(job, tmp_path / "b"))
+    assert first == f"--run-dir {tmp_path / 'b'} changes nothing here: the run directory is that of node 0, {tmp_path / 'a'}"
+    for wanted in (tmp_path / "a", None):
+        assert not any("--run-dir" in line for line in several_nodes.notes(job, wanted))
+
+
 def test_an_error_that_names_no_file_is_told_as_it_is() -> None:
     error = OSError(errno.EMFILE, "Too many open files")
     assert several_nodes.mistake_of(error) == str(error)

@@ -63,7 +63,7 @@ def test_a_replica_is_given_back_and_the_last_ones_are_not(
     assert [(node["name"], node["state"], node["replicas"]) for node in told["nodes"]] == [(host_name(), "here", [0, 1, 2])]
     assert "7 is no replica and no node of the job; replicas are 0 1 2" in refusal(["7", str(run_dir)], capsys)
     assert drain.main(["0", str(run_dir)]) == ExitCode.OK
-    assert "replicas 0 have left; 2 go on" in capsys.readouterr().out
+    assert "replica 0 has left; 2 of 3 replicas go on\n" in capsys.readouterr().out
     assert "no replica would stay" in refusal([host_name(), str(run_dir)], capsys)
     reached = len(job.output.read_text())
     job.launcher.terminate()
@@ -318,7 +318,7 @@ def test_drain_says_whether_the_job_has_answered(
     monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
     write(tmp_path, running(answers=(Answer("i", ""),)))
     assert drain.main(["1", str(tmp_path), "--wait", "0.1"]) == ExitCode.UNFINISHED
-    assert "replicas 1 have not left within 0.1 s; they leave after the next common step" in capsys.readouterr().out
+    assert "replica 1 has not left within 0.1 s; it leaves after the next common step" in capsys.readouterr().out
 
 
 def test_the_age_of_a_state_is_not_taken_from_the_clocks_of_hosts(
@@ -361,11 +361,33 @@ def test_a_replica_that_is_lost_before_it_leaves_has_not_left(
     monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
     monkeypatch.setattr(drain, "_LOOK_S", 0.01)
     assert drain.main(["1", str(tmp_path)]) == ExitCode.FAILED
-    assert "replicas 1 were lost before they left; 1 replicas are in the job" in capsys.readouterr().out
+    assert "replica 1 was lost before it left; 1 of 2 replicas goes on\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["3"], ["3", "RUN", "--jobid", "7"]])
-def test_drain_wants_either_the_folder_or_the_slurm_job(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        drain.main(words)
-    assert "give the folder of a job, or --jobid" in capsys.readouterr().err
+def test_several_replicas_that_have_left_are_told_as_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = (NodeStatus(0, "n0", "here", (0,)), NodeStatus(1, "n1", "here", (1, 2)))
+    states = [running(replicas=3, roster=(0, 1, 2), nodes=nodes), running(replicas=3, roster=(0,), nodes=nodes)]
+    monkeypatch.setattr("megatron_recover.cluster.status.read", lambda run_dir: states.pop(0))
+    monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
+    assert drain.main(["n1", str(tmp_path)]) == ExitCode.OK
+    assert capsys.readouterr().out == "replicas 1 2 have left; 1 of 3 replicas goes on\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give the folder of a job, or --jobid"),
+        (["RUN", "--jobid", "7"], "give only one of RUN_DIR and --jobid"),
+        (["--jobid", "abc"], "--jobid is abc; give the number of a Slurm job, such as 4711"),
+        ([__file__], f"{__file__} is no folder; give the --run-dir of a job"),
+    ],
+)
+def test_status_and_drain_want_either_the_folder_or_the_slurm_job(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb, line in ((status, words), (drain, ["3", *words])):
+        with pytest.raises(SystemExit) as end:
+            verb.main(line)
+        assert (end.value.code, capsys.readouterr().err.endswith(f": {said}\n")) == (ExitCode.BAD_INPUT, True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_recover.authentication.handshake import OTHER_PROTOCOL
 from megatron_recover.control_plane import wire
 from megatron_recover.control_plane.wire import LinkClosed, PeerHello
 from megatron_recover.host.addresses import HOST, address_of, bind_free
@@ -57,6 +58,23 @@ def test_a_refused_connection_is_told_as_one_whatever_the_socket_says_later() ->
             assert link.is_refused
     finally:
         link.close()
+
+
+def test_a_stranger_that_says_much_is_refused_as_often_as_it_is_heard() -> None:
+    """The rest of its words was taken for the next message of the handshake, and ended the process."""
+    with bind_free(HOST) as listener:
+        listener.listen()
+        link = call(address_of(listener), PEER, ME)
+        accepted = listener.accept()[0]
+        try:
+            accepted.sendall(b"SSH-2.0-OpenSSH\r\n" * 100)
+            for call_again in (link.flush, lambda: list(link.receive()), link.flush):
+                with pytest.raises(LinkClosed, match=f"^{OTHER_PROTOCOL}$"):
+                    call_again()
+            assert link.refusal == OTHER_PROTOCOL
+        finally:
+            link.close()
+            accepted.close()
 
 
 def test_late_word_of_a_broken_connection_does_not_close_the_one_after_it(house: House) -> None:

@@ -516,15 +516,15 @@ def test_an_agent_of_node_0_that_is_stopped_ends_nothing(make_town: Make) -> Non
 @pytest.mark.parametrize(
     ("hello", "why"),
     [
-        ({"alike": (("--lr", "2"),)}, "n1: --lr is 2 here, and 1 on n0; use the same on all nodes"),
+        ({"alike": (("--lr", "2"),)}, "n1: --lr is 2 on n1, and 1 on n0; use the same on all nodes"),
         ({"mistake": "there is no script"}, "n1: there is no script"),
-        ({"alike": ()}, "n1: --lr is not given here, and 1 on n0; use the same on all nodes"),
+        ({"alike": ()}, "n1: --lr is not given on n1, and 1 on n0; use the same on all nodes"),
         ({"node_rank": 0}, "n1: --node-rank 0 is also that of n0; give each node its own"),
         ({"run_dir": "/run1"}, "n1: it started a coordinator of its own; give --node-rank 0, or is_host of --rdzv-conf, to one "
          "node only, the one whose address the endpoint is"),
         ({"address": "::1"}, "n1: its address is ::1, and that of n0 is 10.0.0.1; nodes need addresses of one family, IPv4 or "
          "IPv6: give --interface or --local-addr"),
-        ({"run_id": "b"}, "n1: --rdzv-id is b here, and a on n0; use the same on all nodes"),
+        ({"run_id": "b"}, "n1: --rdzv-id is b on n1, and a on n0; use the same on all nodes"),
     ],
     ids=["other flags", "a mistake", "a flag less", "the same rank", "two coordinators", "IPv6 and IPv4", "another id"],
 )  # fmt: skip

@@ -228,6 +228,18 @@ def test_a_submitted_script_stays_in_the_folder_of_the_series(
     assert check.findings(place.read_text()) == []
 
 
+def test_where_sbatch_refuses_the_script_is_kept_and_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    assert cli.main(["sbatch", "--submit", "--", *SAVING]) == 1
+    place = folder / "runs" / "train" / sbatch.SCRIPT_NAME
+    said = f"megatron-recover sbatch: sbatch has refused it, as it says; the script is left as {place}\n"
+    assert capsys.readouterr().err == said and place.is_file()
+
+
 def test_where_there_is_no_sbatch_the_script_is_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
