@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.reduction import DupFd
 from typing import Any, NoReturn
 
@@ -38,6 +39,8 @@ if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     # Training scripts of tests import tests, and no job imports from its working directory. A fork has what the server
     # started with, so this is set before that, and for all alike.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
+_TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+"""The module that starts torchrun's ranks; at its import it has taken `Popen` from `subprocess`."""
 _READ_AT_START = "PYTHON"
 """What variables begin with that an interpreter reads when it starts, and not later."""
 _AT_START = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)}
@@ -195,6 +198,8 @@ def begin(
     multiprocessing.process._current_process = _MAIN  # type: ignore[attr-defined]
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     subprocess.Popen = _Forked  # type: ignore[misc]
+    if (torchruns := sys.modules.get(_TORCHRUNS)) is not None:
+        torchruns.Popen = _Forked  # type: ignore[attr-defined]
     _become(command, environment, ())
 
 
@@ -263,6 +268,10 @@ def _forget_parent(kept: Collection[int]) -> None:
         os.closerange(begin, descriptor)
         begin = descriptor + 1
     os.closerange(begin, os.sysconf("SC_OPEN_MAX"))
+    # Its descriptor is closed, too; it would close the number once more, which is another's by then.
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # that of the server is `forkserver`
     sys.stdin, sys.stdout, sys.stderr = (_stream(number) for number in range(3))
 
 

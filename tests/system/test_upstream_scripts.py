@@ -49,7 +49,7 @@ def test_upstreams_script_runs_by_torchruns_line_survives_a_kill_and_keeps_torch
     output = run(
         "megatron_recover run", f"{LAUNCH} --run-dir {tmp_path / 'run'} --chaos {faults}", f"{named} {flags}",
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), environment])),
-        is_fresh=True, RANK="7", WORLD_SIZE="512", MASTER_ADDR="nowhere.invalid", MASTER_PORT="1",
+        is_fresh=spelling == "module", RANK="7", WORLD_SIZE="512", MASTER_ADDR="nowhere.invalid", MASTER_PORT="1",
     )  # fmt: skip
     assert "2 replicas of 2 processes (TP 1 x PP 2 x CP 1 x lanes 1)" in output
     assert "1 of 2 replicas left" in output
