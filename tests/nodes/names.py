@@ -40,6 +40,8 @@ class Naming(msgspec.Struct, frozen=True):
     """A planted mistake: the writer names without a grant, and whatever its lease."""
     ignores_others: bool = False
     """A planted mistake: no writer looks for later names, or excludes another one."""
+    forgets_last: bool = False
+    """A planted mistake: the writer does not name the last checkpoint of the job."""
 
     def write(self, sums: Path) -> None:
         """Have all ranks of the job name checkpoints so."""
@@ -74,6 +76,7 @@ class Namer:
         (sums / _FOLDER).mkdir(exist_ok=True)
         self._folder = SaveFolder(sums / _FOLDER, lock_s=0.0)
         self._chance = random.Random(f"{self._how.seed} {member.replica}")
+        self._has_forgotten = False
 
     @staticmethod
     def of(member: RankDriver, sums: Path, lapse_s: float) -> Namer | None:
@@ -89,6 +92,9 @@ class Namer:
     def after_step(self, iteration: int, *, is_last: bool) -> None:
         """Name the checkpoint of this iteration, if it is a save point."""
         if not (is_last or self.is_save_point(iteration)) or not self._is_writer():
+            return
+        self._has_forgotten = self._has_forgotten or (is_last and self._how.forgets_last)
+        if self._has_forgotten:
             return
         with self._member.saving():
             before, *within = self._pauses(iteration)

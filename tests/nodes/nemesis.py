@@ -5,7 +5,8 @@
 Run k has seed SEED + k, which decides its job, its faults and the weather; `--runs 1 --seed S` repeats one. A run passes if
 
 - what its ranks applied is one history (`history.py`): at most one side goes on;
-- at most one replica names checkpoints (`names.py`), the newest name never goes back, and there is one;
+- at most one replica names checkpoints (`names.py`), the newest name never goes back, and there is one, of the last save if
+  the job ends well;
 - all that was applied is the sum of all microbatches, each once;
 - all agents that live end before the deadline, with codes that its faults allow;
 - `megatron-recover check` finds nothing wrong with its trace;
@@ -37,6 +38,7 @@ from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.placement import place
 from megatron_recover.deadlines import NODE_S
 from tests.nodes import nodes
+from tests.nodes.history import History
 from tests.nodes.jobs import DEADLINES, NodesJob
 from tests.nodes.names import LONG_PAUSES_S, Naming, Watch
 from tests.nodes.nodes import ROOT, Cage, Network, Node
@@ -272,6 +274,8 @@ class Run:
             return f"FAILED: {faults[0]}"
         if not history.named and ({0, ExitCode.INTERRUPTED} & {*self._codes.values()} or self._had_time_to_name()):
             return "FAILED: no checkpoint was named"
+        if mistake := unnamed(self._codes, history):
+            return f"FAILED: {mistake}"
         try:
             self.job.outcome().assert_exactly_once()
         except AssertionError as error:
@@ -345,6 +349,27 @@ def wrong_end(plan: Plan, codes_of: Mapping[str, int], num_finished: int) -> str
     return ""
 
 
+def unnamed(codes_of: Mapping[str, int], history: History) -> str:
+    """Return what is wrong with the newest name at the end of a job; empty: nothing.
+
+    The writer names its last checkpoint after the step before the last one, and in the last step the others wait for it
+    (`toy.py`). A writer that was lost there names nothing. If n0 says that all is well, the coordinator lived, and gave the
+    writer its grant in time. If the job was interrupted, the coordinator was lost: the writer has the right if it has ever had
+    a grant (`core/grants.py`, Note [Last generation]). A job of which only other nodes say that all is well may have lost its
+    coordinator in the last steps: the toy then promises nothing, while the product waits and says that it could not save.
+    """
+    applied = {(each.replica, each.step): each.generation for each in history.applied if each.rank == 0}
+    last = max((step for _, step in applied), default=0)  # also the iteration of the step before: steps count from 0
+    writer = min((replica for replica, step in applied if step == last - 1), default=None)
+    has_stayed = writer is not None and applied.get((writer, last)) == applied[writer, last - 1]
+    had_grant = any(each.replica == writer and each.iteration < last for each in history.naming)
+    has_right = codes_of.get("n0") == 0 or (ExitCode.INTERRUPTED in codes_of.values() and had_grant)
+    newest = max((each.iteration for each in history.latest), default=0)
+    if has_stayed and has_right and newest < last:
+        return f"the newest name is of iteration {newest}, and replica {writer} had the right to name that of iteration {last}"
+    return ""
+
+
 def _weather(weather: Weather | None) -> str:
     if weather is None:
         return "good"
@@ -387,7 +412,8 @@ killed first, so that the writer is not beside the coordinator. Every run must m
 - what the ranks applied is one history: at most one side goes on
   (`tests/nodes/history.py`, from files of the ranks alone, on the one monotonic clock of the machine);
 - at most one replica names checkpoints: after one has begun to, none begins that was writer before it. The newest name never
-  goes back, as seen from outside. A job that ends well, or was not struck before its second save point, has named one
+  goes back, as seen from outside. A job that ends well, or was not struck before its second save point, has named one.
+  One that ends well has named its last, if the writer was not lost in that save and had the right
   (`tests/nodes/names.py`: the product's grants and tracker, on a folder without a lock, with pauses of a writer before it
   asks for the right and between that and the rename; the lease is {leases} s);
 - what was applied is the sum of all microbatches, each once;

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.nemesis import LAPSE_S, LONG_S, NODE_TIMEOUT_S, SHORT_S, Plan, Run, Strike, plan, wrong_end
+from tests.nodes.history import Applied, History, Latest, Naming
+from tests.nodes.nemesis import LAPSE_S, LONG_S, NODE_TIMEOUT_S, SHORT_S, Plan, Run, Strike, plan, unnamed, wrong_end
 from tests.nodes.nodes import Cage
 
 
@@ -45,6 +46,33 @@ def test_the_ends_that_faults_allow() -> None:
     assert "no replica has applied all steps" in wrong_end(struck(1), {"n0": 0}, 0)
 
 
+def _ended(newest: int, *, first: int = 0, last_generation: int = 2, named: tuple[int, ...] = ()) -> History:
+    """A job that made 101 steps, the last of which in `last_generation`: replica 0 left in `first`, replica 1 names."""
+    applied = [Applied(float(step), 0, 0, 1, step) for step in range(first)]
+    applied += [Applied(step + 0.5, 1, 0, 2 if step < 100 else last_generation, step) for step in range(101)]
+    applied.append(Applied(200.0, 2, 0, last_generation, 100))
+    naming = [Naming(float(each), each + 0.5, 1, each) for each in named]
+    return History(applied, naming=naming, latest=[Latest(1.0, 20), Latest(2.0, newest)])
+
+
+def test_a_job_that_ends_well_has_named_its_last_checkpoint() -> None:
+    mistake = "the newest name is of iteration 80, and replica 1 had the right to name that of iteration 100"
+    well, interrupted = {"n0": 0, "n1": 13}, {"n1": 15, "n2": 15}
+    assert unnamed(well, _ended(80)) == mistake
+    assert unnamed(interrupted, _ended(80, named=(40, 80))) == mistake
+    assert unnamed(well, _ended(100)) == unnamed(interrupted, _ended(101, named=(80,))) == ""
+
+
+def test_who_may_end_without_the_name_of_its_last_checkpoint() -> None:
+    well, interrupted = {"n0": 0, "n1": 13}, {"n1": 15, "n2": 15}
+    assert unnamed({"n1": 13}, _ended(80, named=(80,))) == "", "it did not end well"
+    assert unnamed(well, _ended(80, first=100)) == "", "replica 0 was the writer, and was lost in its last save"
+    assert unnamed(well, _ended(80, last_generation=3)) == "", "somebody was lost in the last save: maybe the writer"
+    assert unnamed(interrupted, _ended(80, named=(100,))) == "", "without a coordinator it never got a grant"
+    assert unnamed({"n1": 0, "n2": 13}, _ended(80, named=(80,))) == "", "the coordinator may have been lost at the end"
+    assert unnamed({}, History([])) == ""
+
+
 def test_only_replicas_on_nodes_without_power_are_fenced_by_nobody() -> None:
     assert struck(1).hosted([]) == set()
     assert struck(1).hosted([1]) == {2, 3}
@@ -66,9 +94,10 @@ def test_only_replicas_on_nodes_without_power_are_fenced_by_nobody() -> None:
         ),
         (2, 2.5, LAPSE_S, 7.0, {"ignores_others": True}, "FAILED: the newest name went back from"),
         (1, 6.0, -6.0, 3.0, {}, "FAILED: replica 2 began to name the checkpoint of iteration 40"),
+        (1, 2.5, LAPSE_S, 0.0, {"forgets_last": True}, "FAILED: the newest name is of iteration 380, and replica 4"),
         (1, 6.0, LAPSE_S, 7.0, {}, "passed"),
     ],
-    ids=["refusal ignored", "others ignored", "grant at once", "no mistake"],
+    ids=["refusal ignored", "others ignored", "grant at once", "last forgotten", "no mistake"],
 )
 def test_a_planted_mistake_is_found(
     cage: Cage, tmp_path: Path, seed: int, lease_s: float, lapse_s: float, long_s: float, mistakes: dict[str, bool], fault: str
