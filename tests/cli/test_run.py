@@ -125,7 +125,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool =
 
     launcher = SimpleNamespace(
         has_begun=True, untraced=[], run=end,
-        is_recorded=is_recorded, is_hurried=lambda: request.is_hurried, release_signals=request.release
+        is_recorded=is_recorded, knows_end=True, is_hurried=lambda: request.is_hurried, release_signals=request.release
     )  # fmt: skip
     monkeypatch.setattr(run, "Launcher", lambda job, **others: launcher)
 
