@@ -117,6 +117,15 @@ class Plan:
         )
 
     @property
+    def cut_off(self) -> frozenset[str]:
+        """The names of the nodes that are cut off for long from the one with the coordinator."""
+        return frozenset(
+            f"n{strike.node}"
+            for strike in self.strikes
+            if strike.kind == "cut off" and not strike.is_short and (not strike.others or 0 in strike.others)
+        )
+
+    @property
     def is_harmless(self) -> bool:
         """Whether no replica may be lost."""
         return all(strike.is_short for strike in self.strikes)
@@ -342,7 +351,9 @@ def wrong_end(plan: Plan, codes_of: Mapping[str, int], num_finished: int) -> str
     codes = set(codes_of.values())
     if plan.is_harmless and plan.weather is None:
         return "" if codes == {0} and num_finished == plan.most_finish else f"a short fault cost something: {codes}"
-    if not codes <= (ENDINGS - {ExitCode.INTERRUPTED} if plan.spares_node_0 else ENDINGS):
+    interrupted = {name for name, code in codes_of.items() if code == ExitCode.INTERRUPTED}
+    has_lost_all = 0 not in codes and interrupted <= plan.cut_off  # the last replicas, which have no coordinator then
+    if not codes <= (ENDINGS if not plan.spares_node_0 or has_lost_all else ENDINGS - {ExitCode.INTERRUPTED}):
         return f"exit codes {dict(codes_of)}"
     if 0 in codes and not num_finished:
         return "an agent says that all is well, and no replica has applied all steps"

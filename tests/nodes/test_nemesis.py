@@ -43,6 +43,10 @@ def test_the_ends_that_faults_allow() -> None:
     assert wrong_end(struck(0), {"n1": 13, "n2": 15}, 0) == ""
     assert wrong_end(struck(1), {"n0": 0, "n2": 0, "n3": 13}, 4) == ""
     assert "exit codes" in wrong_end(struck(1), {"n0": 0, "n2": 15}, 6), "nobody interrupts a job that has its coordinator"
+    cut = Plan(1, 4, 8, 1, (Strike("cut off", 1, 20, one_way="out"),), None)
+    assert wrong_end(cut, {"n0": 13, "n1": 15, "n2": 13}, 0) == "", "the last replicas were there, and found no coordinator"
+    assert "exit codes" in wrong_end(cut, {"n0": 0, "n1": 15}, 6), "others go on, so these are not the whole roster"
+    assert "exit codes" in wrong_end(cut, {"n0": 13, "n2": 15}, 0)
     assert "no replica has applied all steps" in wrong_end(struck(1), {"n0": 0}, 0)
 
 
