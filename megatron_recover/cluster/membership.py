@@ -35,9 +35,10 @@ from megatron_recover.trace.node_clock import NodeClock
 
 _TURN_S = 0.05
 _PAUSE_S = 0.2
-_TRY_S = 2.0
-"""Seconds for the first try at each of several addresses. Each further round of tries takes twice
-as long as the one before."""
+_TRY_S, _LONGEST_TRY_S = 2.0, 16.0
+"""Seconds for the first try at each of several addresses, and for the longest. Each further round of
+tries takes twice as long as the one before, in case the coordinator is slow to answer. A longer one
+would find a coordinator late that begins to listen meanwhile at another address."""
 
 
 def new_identity() -> int:
@@ -230,7 +231,7 @@ class Membership:
         self.address = self._addresses[number]
         patience_s = self._give_up_at - self._loop.time()
         if len(self._addresses) > 1:
-            patience_s = min(patience_s, _TRY_S * 2**num_rounds)
+            patience_s = min(patience_s, _LONGEST_TRY_S, _TRY_S * 2 ** min(num_rounds, 10))
         try:
             link = self._link = OutgoingLink(
                 self.address, self._key, Party(Role.AGENT), Party(Role.COORDINATOR),

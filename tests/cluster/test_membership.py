@@ -128,6 +128,25 @@ def test_all_addresses_of_the_endpoint_are_tried_in_turn_and_the_one_that_has_an
     loop.close()
 
 
+@pytest.mark.parametrize(("num_rounds", "tries_s"), [(0, 2.0), (2, 8.0), (3, 16.0), (9000, 16.0)])
+def test_a_try_at_one_of_several_addresses_stays_short_however_long_the_node_has_tried(
+    num_rounds: int, tries_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that begins to listen at the other address meanwhile is found soon."""
+    loop, tried_s, listener = Loop(), list[float](), listen("127.0.0.4:0")
+    membership = Membership(
+        address_of(listener), NodeHello(1, "a", 1), key=KEY, clock=NodeClock(None), loop=loop, deadlines=Deadlines.of(60.0),
+        patience_s=600.0, others=["127.0.0.2:1"],
+    )  # fmt: skip
+    membership._num_tries = 2 * num_rounds
+    monkeypatch.setattr(loop, "after", lambda delay_s, call: tried_s.append(delay_s))
+    membership._connect()
+    assert tried_s == [tries_s]
+    membership.close()
+    listener.close()
+    loop.close()
+
+
 def test_the_key_of_another_job_at_one_address_is_told_once_all_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "_TRY_S", 0.2)
     loop, deadlines = Loop(), Deadlines.of(60.0)

@@ -63,6 +63,7 @@ INTERVALS = {
     "cluster/endpoint_file.py _LOOK_S": "between two looks at a file, while `join_timeout` runs",
     "cluster/membership.py _PAUSE_S": "between two tries to reach the coordinator, while `join_s` or `leader_s` runs",
     "cluster/membership.py _TRY_S": "before the next address of the endpoint is tried, while `join_s` runs",
+    "cluster/membership.py _LONGEST_TRY_S": "the same after several rounds, so that a coordinator that begins late is found",
     "cluster/membership.py _TURN_S": "between two turns of the loop, while `words_s` runs",
     "cluster/logs.py _INTERVAL_S": "between two copies of what ranks print",
     "cluster/logs.py _DROP_S": "shortest time between two looks at how much each output has left",
