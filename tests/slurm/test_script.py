@@ -150,6 +150,12 @@ def test_a_job_of_an_array_that_finds_no_coordinator_spares_the_later_ones_its_w
     assert _end_of_a_job(tmp_path, status, verdict, running) == is_over
 
 
+def test_where_slurm_has_other_names_for_the_hosts_none_of_them_counts_as_lost(tmp_path: Path) -> None:
+    """The file of the endpoint has the name of the host, and squeue has Slurm's."""
+    (tmp_path / "7").mkdir()
+    assert not _end_of_a_job(tmp_path, 10, "unknown", "echo slurm-n1", node="slurm-n2")
+
+
 @pytest.mark.parametrize(
     ("published", "status", "is_over"),
     [
@@ -166,8 +172,11 @@ def test_a_run_that_ended_while_its_nodes_met_takes_the_jobs_that_wait_from_the_
     assert _end_of_a_job(tmp_path, status, "unknown", "echo n2; echo n1", published=published) == is_over
 
 
-def _end_of_a_job(folder: Path, status: int, verdict: str, running: str, *, published: bool = True) -> bool:
-    """Run the end of a script of an array whose agent ended with `status`; return whether it ends the whole array."""
+def _end_of_a_job(folder: Path, status: int, verdict: str, running: str, *, published: bool = True, node: str = "n2") -> bool:
+    """Run the end of a script of an array whose agent ended with `status`; return whether it ends the whole array.
+
+    It runs on the host n2, which Slurm knows as `node`.
+    """
     for name, line in {"squeue": running, "scancel": f'echo "$@" >> {folder}/scancelled'}.items():
         (folder / name).write_text(f"#!/bin/bash\n{line}\n")
         (folder / name).chmod(0o755)
@@ -176,7 +185,7 @@ def _end_of_a_job(folder: Path, status: int, verdict: str, running: str, *, publ
     (folder / "7.endpoint.owner").write_text("n1.cluster")
     text = script.text(SETTINGS["array"])
     end = text[text.index("# Takes the jobs of this array") : text.index("# The trace says how")]
-    begin = f'SLURM_ARRAY_JOB_ID=7 RUN={folder} start={folder}/7 verdict="{verdict}"; (exit {status}) & step=$!; wait "$step"'
+    begin = f'HOSTNAME=n2.cluster SLURMD_NODENAME={node} SLURM_ARRAY_JOB_ID=7 RUN={folder} start={folder}/7 verdict="{verdict}"; (exit {status}) & step=$!; wait "$step"'
     done = subprocess.run(
         ["bash", "-c", f"{begin}\n{end}"], env={"PATH": f"{folder}:/usr/bin:/bin"}, capture_output=True, text=True
     )

@@ -414,11 +414,12 @@ def _end_of_meeting() -> Iterator[str]:
     yield f'elif {too_few} && [[ $verdict == unknown* ]] && [ -e "$start.endpoint.owner" ]; then'
     yield from _because(
         "No coordinator was at the address in that file. If Slurm knows no job on its node any more, the node was lost, so "
-        "the trace has no end.",
+        "the trace has no end. That can be known only where Slurm has the hosts' own names.",
         "  ",
     )  # fmt: skip
     yield '  owner=$(< "$start.endpoint.owner")'
-    yield '  nodes=$(squeue --noheader --states=RUNNING --format=%N --jobs="$SLURM_ARRAY_JOB_ID") &&'
+    yield '  [ "${HOSTNAME%%.*}" = "$SLURMD_NODENAME" ] &&'
+    yield '    nodes=$(squeue --noheader --states=RUNNING --format=%N --jobs="$SLURM_ARRAY_JOB_ID") &&'
     yield '    ! grep -qxF -- "${owner%%.*}" <<< "$nodes" && end_array'
     yield "fi"
 
