@@ -144,9 +144,9 @@ def endpoint_addresses(host: str, flag: str, *, interface: str | None, local_add
     """Return the addresses of `host`, at which the nodes meet, as `resolve` does.
 
     The name of this node itself may be unknown here, or resolve only to loopback: the installer of
-    Debian enters 127.0.1.1. No name server may be there. Return `own_address` then, unless that is
-    one of loopback, too.
-    Raises ValueError with the remedy.
+    Debian enters 127.0.1.1. No name server may be there. This node cannot know then under which of
+    its addresses others know the name. So return `own_address`, and without a flag all addresses of
+    this node behind it. Raises ValueError with the remedy, also if all are of loopback.
     """
     try:
         return resolve(host, flag)
@@ -154,7 +154,9 @@ def endpoint_addresses(host: str, flag: str, *, interface: str | None, local_add
         own = own_address(interface=interface, local_addr=local_addr) if _is_own_name(host) else HOST
         if is_loopback(own):
             raise
-        return (own,)
+        is_chosen = interface is not None or local_addr is not None
+        others = [] if is_chosen else [address for each in interfaces().values() for address in each]
+        return (own, *(each for each in others if each != own and not is_loopback(each)))
 
 
 def _is_own_name(host: str) -> bool:
