@@ -315,7 +315,10 @@ def opened(run_dir: Path, owner: int | None) -> Iterator[Folder]:
         if found.st_uid != own:
             why_closed = f"{folder} belongs to user {found.st_uid}, and the job to user {own}: remove the folder, and ask again"
         elif stat.S_IMODE(found.st_mode) != 0o700:
-            os.fchmod(descriptor, 0o700)
+            try:
+                os.fchmod(descriptor, 0o700)
+            except OSError as error:
+                why_closed = f"{folder} is open to other users, and cannot be closed ({error.strerror}): use another --run-dir"
         yield Folder(descriptor, own, why_closed)
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -220,6 +221,23 @@ def test_a_folder_of_somebody_else_has_requests_refused_once(tmp_path: Path, mon
     assert not folder.passed
     folder.keeper.finish(30)
     assert folder.names == ["0-no-request.json", f"{asked}.json"], "the folder is not the job's"
+
+
+def test_a_folder_that_cannot_be_closed_to_others_has_requests_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may have one mode for all files."""
+    (tmp_path / REQUESTS).mkdir(mode=0o755)
+
+    def is_fixed(descriptor: int, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", is_fixed)
+    folder = Folder(tmp_path, monkeypatch)
+    ask(tmp_path, "1", "a@b")
+    folder.until(lambda: (now := read(tmp_path)) and now.answers)
+    now = read(tmp_path)
+    assert now is not None and "is open to other users, and cannot be closed" in now.answers[0].refused
+    assert not folder.passed
+    folder.keeper.finish(30)
 
 
 def test_no_file_is_removed_through_a_link_at_the_name_of_the_folder(

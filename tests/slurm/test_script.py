@@ -185,7 +185,8 @@ def _end_of_a_job(folder: Path, status: int, verdict: str, running: str, *, publ
     (folder / "7.endpoint.owner").write_text("n1.cluster")
     text = script.text(SETTINGS["array"])
     end = text[text.index("# Takes the jobs of this array") : text.index("# The trace says how")]
-    begin = f'HOSTNAME=n2.cluster SLURMD_NODENAME={node} SLURM_ARRAY_JOB_ID=7 RUN={folder} start={folder}/7 verdict="{verdict}"; (exit {status}) & step=$!; wait "$step"'
+    names = f"HOSTNAME=n2.cluster SLURMD_NODENAME={node} SLURM_ARRAY_JOB_ID=7"
+    begin = f'{names} RUN={folder} start={folder}/7 verdict="{verdict}"; (exit {status}) & step=$!; wait "$step"'
     done = subprocess.run(
         ["bash", "-c", f"{begin}\n{end}"], env={"PATH": f"{folder}:/usr/bin:/bin"}, capture_output=True, text=True
     )
