@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_go_on_ends_in_time(partner: Partner, stalled_stderr:
         raise OSError(5, "made up")
 
     if raises:
-        follower.member._deliver = deliver  # type: ignore[assignment,method-assign]
+        follower.member._link._deliver = deliver  # type: ignore[union-attr]
     stalled = stalled_stderr()
     partner.send(LeaderHello(Hello(1, "print"), Peer(1, "", "")) if not raises else Stop(0, "over"))
     partner.wait(lambda: follower.ended)
