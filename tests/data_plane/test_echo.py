@@ -199,7 +199,7 @@ def test_a_forked_child_keeps_no_socket_of_an_echo_server() -> None:
     with servers(1) as made:
         child = os.fork()
         if not child:
-            os._exit(0 if made[0].admission._listener.fileno() == -1 else 1)
+            os._exit(0 if made[0].admission._listeners[0].fileno() == -1 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert asked({0: made[0].address}, 5.0) == ()
 
