@@ -35,10 +35,12 @@ from megatron_recover.trace.node_clock import NodeClock
 
 _TURN_S = 0.05
 _PAUSE_S = 0.2
-_TRY_S, _LONGEST_TRY_S = 2.0, 16.0
-"""Seconds for the first try at each of several addresses, and for the longest. Each further round
-takes twice as long as the one before, in case the coordinator is slow to answer. A longer one would
-find a coordinator late that begins to listen meanwhile at another address."""
+_TRY_S = 2.0
+"""Seconds for the first try at each of several addresses. Each further round takes twice as long as
+the one before, in case the coordinator is slow to answer."""
+_LONGEST_TRY_S = 16.0
+"""Seconds for the longest of these tries. A longer one would find a coordinator late that begins to
+listen meanwhile at another address."""
 
 
 def new_identity() -> int:
