@@ -14,7 +14,7 @@ from megatron_recover.cli.node_checks import folders_of
 from megatron_recover.cli.run_flags import add_flags
 from megatron_recover.cluster.doctor.findings import Check, Finding, Need, warn
 from megatron_recover.cluster.doctor.node import examine, software
-from megatron_recover.cluster.meeting import Meeting, only_here
+from megatron_recover.cluster.meeting import Meeting, addresses_of, only_here
 from megatron_recover.config import inherited_environment
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import Parser, misplaced, split, value_of
@@ -88,9 +88,7 @@ def _address(meeting: Meeting) -> tuple[str | None, str]:
     if meeting.endpoint_file is not None:
         return _address_of_first(meeting)
     try:
-        flags = {"interface": meeting.interface, "local_addr": meeting.local_addr}
-        endpoint = reachable.endpoint_addresses(meeting.host, meeting.flag, **flags)
-        found = reachable.node_address(endpoint, meeting.port, flag=meeting.flag, **flags)
+        endpoint, found = addresses_of(meeting)
     except ValueError as error:
         return None, str(error)
     return (None if all(map(reachable.is_loopback, endpoint)) else found), ""

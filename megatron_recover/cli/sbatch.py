@@ -165,7 +165,7 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     if in_container:
         found += container.mistakes(None if is_module else training[0], words, arguments.container_mounts, run_dir)
         if save is not None:  # the script looks for the mark outside of the container
-            save = container.host_path(save, container.mounts(_mounts(arguments, run_dir)))
+            save = container.host_path(save, container.mounts(container.with_run_dir(arguments.container_mounts, run_dir)))
     signal_s = script.SIGNAL_S if arguments.signal_s is None else arguments.signal_s
     if arguments.like is not None and arguments.signal_s is None:
         signal_s = _signal_s(arguments.like)
@@ -263,12 +263,7 @@ def _directives(arguments: argparse.Namespace, name: str) -> Iterator[str]:
 def _container(arguments: argparse.Namespace, run_dir: str) -> Iterator[str]:
     if arguments.container_image is not None:
         yield f"--container-image={arguments.container_image}"
-        yield f"--container-mounts={_mounts(arguments, run_dir)}"
-
-
-def _mounts(arguments: argparse.Namespace, run_dir: str) -> str:
-    """Return the mounts of the containers, with that of the run directories of all starts."""
-    return ",".join(filter(None, [arguments.container_mounts, f"{run_dir}:{run_dir}"]))
+        yield f"--container-mounts={container.with_run_dir(arguments.container_mounts, run_dir)}"
 
 
 def seconds(time: str) -> int:

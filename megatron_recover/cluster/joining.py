@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_recover.authentication.handshake import OTHER_PROTOCOL
 from megatron_recover.cluster import endpoint_file
-from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, listened_at, only_here, owns_endpoint
+from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, addresses_of, listened_at, only_here, owns_endpoint
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -86,7 +86,7 @@ class Place:
                 raise NotMet(ExitCode.INTERRUPTED, self._interrupted())
             host, port = found
             meeting = self._meeting = msgspec.structs.replace(meeting, host=host, port=port, is_host=False)
-        self._endpoint, self.address = self._awaited(self._addresses)
+        self._endpoint, self.address = self._awaited(lambda: addresses_of(meeting))
         """Address at which the processes of this node listen."""
         ours = {self.address, *(each for addresses in reachable.interfaces().values() for each in addresses)}
         self.may_own = owns_endpoint(meeting, endpoint_addresses=self._endpoint, my_addresses=ours, my_host_name=host_name())
@@ -95,14 +95,6 @@ class Place:
         self._is_here = bool(here)
         """True if the endpoint is an address of this node."""
         self._listened = listened_at(meeting, here, self.address)
-
-    def _addresses(self) -> tuple[tuple[str, ...], str]:
-        """Return the addresses of the endpoint, and that of this node. Raises ValueError."""
-        meeting = self._meeting
-        flags = {"interface": meeting.interface, "local_addr": meeting.local_addr}
-        found = reachable.endpoint_addresses(meeting.host, meeting.flag, **flags)
-        endpoint = reachable.with_route(found, meeting.port)
-        return endpoint, reachable.node_address(endpoint, meeting.port, flag=meeting.flag, **flags)
 
     def _awaited[T](self, look: Callable[[], T]) -> T:
         """Return what `look` finds by names, once these resolve (`reachable.in_time`).
@@ -124,8 +116,10 @@ class Place:
         """
         if self._file is None or os.path.lexists(endpoint_file.owner_file(self._file)):
             return ""
-        flags = {"interface": self._meeting.interface, "local_addr": self._meeting.local_addr}
-        address = self._awaited(lambda: reachable.own_address(**flags))
+        meeting = self._meeting
+        address = self._awaited(
+            lambda: reachable.own_address(interface=meeting.interface, local_addr=meeting.local_addr)
+        )  # fmt: skip
         return address if endpoint_file.claim(self._file) else ""
 
     def join(

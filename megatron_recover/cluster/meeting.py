@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover.deadlines import NODE_S
+from megatron_recover.host import reachable
 from megatron_recover.host.addresses import HOST, Ports
 from megatron_recover.host.reachable import is_loopback
 
@@ -93,6 +94,17 @@ def owns_endpoint(
     if meeting.node_rank is not None and (meeting.is_static or is_ambiguous):
         return meeting.node_rank == 0
     return is_ambiguous or meeting.host == my_host_name or not set(endpoint_addresses).isdisjoint(my_addresses)
+
+
+def addresses_of(meeting: Meeting) -> tuple[tuple[str, ...], str]:
+    """Return the addresses of the endpoint that this node may try, and its own address.
+
+    Raises ValueError with the remedy, as `reachable.endpoint_addresses` and `node_address` do.
+    """
+    flag, chosen = meeting.flag, {"interface": meeting.interface, "local_addr": meeting.local_addr}
+    found = reachable.endpoint_addresses(meeting.host, flag, **chosen)
+    endpoint = reachable.with_route(found, meeting.port)
+    return endpoint, reachable.node_address(endpoint, meeting.port, flag=flag, **chosen)
 
 
 def listened_at(meeting: Meeting, here: Collection[str], address: str) -> tuple[str, ...]:

@@ -155,8 +155,12 @@ def endpoint_addresses(host: str, flag: str, *, interface: str | None, local_add
         if is_loopback(own):
             raise
         is_chosen = interface is not None or local_addr is not None
-        others = [] if is_chosen else [address for each in interfaces().values() for address in each]
-        return (own, *(each for each in others if each != own and not is_loopback(each)))
+        return (own, *(each for each in _reachable_addresses() if each != own and not is_chosen))
+
+
+def _reachable_addresses() -> list[str]:
+    """Return the addresses of this node but those of loopback, in the order of `interfaces`."""
+    return [address for each in interfaces().values() for address in each if not is_loopback(address)]
 
 
 def _is_own_name(host: str) -> bool:
@@ -205,7 +209,7 @@ def own_address(*, interface: str | None, local_addr: str | None) -> str:
         return _own(local_addr, ())
     if interface is not None:
         return _of_interface(interface, ())
-    own = [address for each in interfaces().values() for address in each if not is_loopback(address)]
+    own = _reachable_addresses()
     named: list[str] = []
     with contextlib.suppress(OSError, UnicodeError):
         entries = socket.getaddrinfo(host_name(), None, type=socket.SOCK_STREAM)

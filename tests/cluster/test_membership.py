@@ -279,14 +279,6 @@ def test_an_owner_that_can_start_no_coordinator_ends_the_others_that_wait(
     assert end.value.exit_code == ExitCode.BAD_INPUT and not end.value.is_of_owner
 
 
-def test_an_owner_that_has_claimed_and_never_writes_ends_no_chain(tmp_path: Path) -> None:
-    assert claim(tmp_path / "endpoint")
-    (tmp_path / "endpoint.owner").write_text("n7")
-    with pytest.raises(joining.NotMet, match="had no address after 0 s; n7 was to write it") as end:
-        Place(_file_meeting(tmp_path, join_s=0), Deadlines.of(60.0), EndRequest())
-    assert end.value.exit_code == ExitCode.TOO_FEW_REPLICAS
-
-
 def test_an_address_that_was_read_from_a_file_is_dialled_for_no_week(tmp_path: Path) -> None:
     publish(tmp_path / "endpoint", f"{HOST}:1")
     (tmp_path / "endpoint.owner").touch()

@@ -42,6 +42,11 @@ def mounts(text: str) -> list[Mount]:
     return [Mount(part[0], part[1] if part[1:] and part[1] else part[0]) for part in parts]
 
 
+def with_run_dir(given: str | None, run_dir: str) -> str:
+    """Return a `--container-mounts` that also has the folder of the run directories."""
+    return ",".join(filter(None, [given, f"{run_dir}:{run_dir}"]))
+
+
 def host_path(path: str, among: Sequence[Mount]) -> str | None:
     """Return where the host has a path of the container; None if no mount holds the path."""
     inside = PurePosixPath(posixpath.normpath(path))
@@ -67,7 +72,7 @@ def mistakes(script: str | None, words: Sequence[str], given: str | None, run_di
                 f"{flag} is {path}: a container begins in the working directory of its image, not in {Path.cwd()}; write the "
                 f"full path in the container, such as {Path(path).absolute()}, and name its folder in --container-mounts"
             )
-    among = mounts(f"{given or ''},{run_dir}:{run_dir}")
+    among = mounts(with_run_dir(given, run_dir))
     lost = {flag: path for flag, path in paths if flag in WRITTEN and path.startswith("/") and host_path(path, among) is None}
     further = ",".join(filter(None, [given, *(f"{path}:{path}" for path in dict.fromkeys(lost.values()))]))
     for flag, path in lost.items():
