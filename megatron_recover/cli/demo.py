@@ -75,6 +75,15 @@ PLAIN_TORCH = (
     "--no-masked-softmax-fusion"
 )
 """Flags for a GPU without Transformer Engine and Apex, which Megatron's defaults need."""
+
+
+def flags_without_kernels() -> list[str]:
+    """Return flags that leave out the kernels of packages that are not installed."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return shlex.split(PLAIN_TORCH)
+    return [] if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else ["--no-gradient-accumulation-fusion"]
+
+
 _SLOW = """\
 [[fault]]  # both survivors are slow, so that the first death finds their 1F1B running, however busy the machine is
 replica = 0
@@ -207,8 +216,7 @@ class _Demo:
         self._extra = ["--recover-ranks-per-gpu", str(shared)] if shared > 1 else []
         if gpus:
             self._extra.append("--deterministic-mode")  # for --recover-determinism exact
-        if gpus and importlib.util.find_spec("transformer_engine") is None:
-            self._extra += shlex.split(PLAIN_TORCH)
+            self._extra += flags_without_kernels()
         self.data = folder / "data" / "python-stdlib"
         self.reference, self.faulty = folder / "reference", folder / "faulty"
 

@@ -290,6 +290,7 @@ class DirectTransport:
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         if not self._calling.acquire(blocking=False):
+            self._check()  # a close holds it while it releases the sockets
             raise RuntimeError("a transport is used by one thread at a time")
         try:
             self._check()

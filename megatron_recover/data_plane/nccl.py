@@ -202,6 +202,7 @@ class NcclTransport:
         `Revoked`. A TransportError without peers may get some by a probe (`_probe_peers`).
         """
         if not self._calling.acquire(blocking=False):
+            self._check()  # a revoke holds it while it retires the communicator
             raise RuntimeError("a transport is used by one thread at a time")
         self._begin(CallPart.SLOWEST)
         try:

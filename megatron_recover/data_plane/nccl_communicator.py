@@ -20,16 +20,22 @@ Note [Retiring]
     whose kernels may still run is revoked at once.
 
     A communicator that was never connected has no kernels; it is aborted, since a revoke would read
-    what is not there yet. While NCCL's own thread still enqueues a sum, a revoke has to wait: it
-    would leave a job behind that is freed (`ncclGroupJobAbort`). A communicator whose revoke or
-    state shows an error is aborted instead of destroyed.
+    what is not there yet. A communicator whose revoke or state shows an error is aborted instead of
+    destroyed.
 
-    On any doubt (NCCL does not finish enqueuing or fails in it, the communicator does not come to
-    rest, a call other than the revoke fails, a call does not return, or no thread can be started)
-    the communicator is kept for the life of the process, with all that was not given back, which
-    costs memory. The others do not wait for it: what is not at rest after `close_s` is taken for
-    something that never will be. Until its kernels quit they could still read memory that another
-    member has freed. If a call returns late and the communicator is at rest then, it is destroyed
+    A sum has a job, which NCCL's thread runs and `ncclCommGetAsyncError` unlinks, but only where it
+    finds no error. A revoke frees a job that is still linked (`ncclGroupJobAbort`), and leaves the
+    link. So a revoke waits until the job is unlinked. If a connection is lost before that, or the
+    thread does not end, the communicator is revoked all the same, never looked at again, and kept
+    for the life of the process: memory is lost, but no kernel of it runs on. A kernel that nobody
+    stops would hold up whatever waits for the device, such as the load of a module.
+
+    On any doubt (the device has no memory left, the communicator does not come to rest, a call
+    other than the revoke fails or does not return, or no thread can be started) the communicator is
+    kept for the life of the process, with all that was not given back, which costs memory. The
+    others do not wait for it: what is not at rest after `close_s` is taken for something that never
+    will be. Until its kernels quit they could still read memory that another member has freed. If a
+    call returns late and the communicator is at rest then, it is destroyed
     in a newer generation.
 """
 
@@ -156,6 +162,8 @@ class Retired:
         self.generation, self.communicator, self.stream = generation, communicator, stream
         self.sources, self.at_rest, self.until = [*sources], at_rest, until
         self.is_at_rest = self.is_in_doubt = self.is_left = False
+        self.is_linked = False
+        """True once it was revoked with a job that is linked to it: then no call may look at it."""
         self.may_destroy = threading.Event()
         self.has_ended = threading.Event()
         """Set when its thread calls NCCL no more."""
@@ -169,6 +177,8 @@ class Retirement:
         self._rest_s, self._cuda = rest_s, cuda
         self._lock = threading.Lock()
         self._all: list[Retired] = []
+        self.kept: list[Communicator] = []
+        """Those at rest that cannot be freed: they were revoked with a job linked to them."""
 
     @property
     def num_in_doubt(self) -> int:
@@ -256,6 +266,11 @@ class Retirement:
             self._cuda.set_device(communicator.device)  # a new thread has device 0, where NCCL would make a context
             is_sound = has_kernels and self._bring_to_rest(retired)
             retired.is_at_rest = True
+            if retired.is_linked:
+                with self._lock:
+                    self._all.remove(retired)
+                    self.kept.append(communicator)
+                return
             retired.may_destroy.wait()
             if not has_kernels and communicator.is_connected:
                 is_sound = self._bring_to_rest(retired)
@@ -274,18 +289,22 @@ class Retirement:
         """Revoke the communicator, wait for it to rest, and give back what its kernels used.
 
         Wait first until NCCL has enqueued a sum that is pending. Return True, or False if the
-        revoke fails; the communicator can then only be aborted. Raises TransportError if it does
-        not come to rest or NCCL does not report its state, and TransportError or DeviceError if
-        NCCL fails in enqueuing.
+        revoke fails; the communicator can then only be aborted, or kept if it `is_linked`. Raises
+        TransportError if it does not come to rest or NCCL does not report its state, and
+        DeviceError if the device has no memory left.
         """
         communicator, until = retired.communicator, time.monotonic() + self._rest_s
-        self._await(lambda: not communicator.is_pending or communicator.is_idle(), until)
+        try:
+            self._await(lambda: not communicator.is_pending or communicator.is_idle(), until)
+        except TransportError:
+            retired.is_linked = True
         is_sound = True
         try:
             communicator.revoke()
         except TransportError:  # of a connection that was lost before; the kernels show whether they quit
             is_sound = False
-        self._await(lambda: communicator.state() != IN_PROGRESS, until)
+        if not retired.is_linked:
+            self._await(lambda: communicator.state() != IN_PROGRESS, until)
         if retired.stream is not None:
             # The revoke has waited for the thread that enqueues, so this is behind all kernels.
             ended = self._cuda.Event()

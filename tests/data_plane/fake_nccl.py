@@ -234,6 +234,10 @@ class Communicator:
         self.destroyed = threading.Event()
         self.running = self.launching = 0
         self.was_connected = False
+        self.has_job = False
+        """NCCL has not been asked since its thread has enqueued a sum: the job of that thread is linked to this."""
+        self.job_is_freed = False
+        """The communicator was revoked with that job: every call that looks at it finds freed memory."""
 
     def allreduce(self, source: torch.Tensor, target: torch.Tensor, op: str, *, stream: int) -> None:
         self.world.count(self.position, "allreduce")
@@ -246,7 +250,7 @@ class Communicator:
         number, self.num_sums = self.num_sums, self.num_sums + 1
         operands = Operand(source), Operand(target)
         with self.world.lock:
-            self.running, self.launching = self.running + 1, self.launching + 1
+            self.running, self.launching, self.has_job = self.running + 1, self.launching + 1, True
 
         def launch() -> None:
             time.sleep(self.world.launch_s)
@@ -295,6 +299,8 @@ class Communicator:
         with self.world.lock:
             result = 7 if self._is_busy() else self.error  # a lost connection stays an error
             self.was_connected |= result == 0
+            self.has_job &= result != 0
+        self._looks_at_its_job()
         self.world.after_asking(self)
         return result
 
@@ -312,24 +318,27 @@ class Communicator:
         self._on_its_device()
         self.world.revoking.set()
         self.world.may_revoke.wait()
-        if self.launching:
-            self.world.violated("a communicator was revoked whose kernel was not enqueued yet")
+        while self.launching:  # it waits for its thread
+            time.sleep(0.001)
         if self.aborted.is_set():
             raise NcclError("it was revoked before")
         if not self.was_connected:
             self.world.violated("a communicator was revoked that was never connected")
         self.aborted.set()
+        self.job_is_freed = self.has_job
         if self.error:
             raise NcclError("a connection was lost")
 
     def destroy(self) -> None:
         self.world.count(self.position, "destroy")
+        self._looks_at_its_job()
         if self.error:
             raise NcclError("it has an error")
         self._free()
 
     def abort(self) -> None:
         self.world.count(self.position, "abort")
+        self._looks_at_its_job()
         self.aborted.set()
         self._free()
 
@@ -342,6 +351,10 @@ class Communicator:
         if self.running:
             self.world.violated("a communicator was freed under a kernel")
         self.destroyed.set()
+
+    def _looks_at_its_job(self) -> None:
+        if self.job_is_freed:
+            self.world.violated("a job was used that the revoke had freed")
 
     def _on_its_device(self) -> None:
         if self.world.devices.get(threading.current_thread(), 0) != DEVICE:

@@ -209,6 +209,62 @@ def test_a_communicator_with_a_lost_connection_frees_its_scratch_and_is_aborted(
     assert all(each.destroyed.wait(60) for each in old) and not any(sums._retirement.num_in_doubt for sums in pair.sums)
 
 
+def test_a_connection_that_is_lost_before_nccl_was_asked_again_ends_the_kernel_and_keeps_the_communicator(pair: Pair) -> None:
+    """A kernel that nobody stops holds up whatever waits for the device: a module that is loaded, memory that is freed.
+
+    Seen on an H200: of 12 peers that were killed before a sum, the connections of 2 were lost so early, and the survivor
+    hung in its next sum (the job of NCCL's thread stays linked to the communicator while an error is shown).
+    """
+    pair.open()
+    assert pair.sum()[0] == [None, None]
+    pair.world.hangs_on_error, pair.world.launch_s = True, 0.3
+    old = [pair.communicators(position)[0] for position in range(2)]
+
+    def lose() -> None:
+        until(lambda: all(each.launching for each in old), "both enqueue")
+        for each in old:
+            each.error = REMOTE_ERROR
+
+    losing = threading.Thread(target=lose)
+    losing.start()
+    outcomes, results = pair.sum()
+    losing.join()
+    assert all(isinstance(outcome, TransportError) and "remote process exited" in str(outcome) for outcome in outcomes)
+    assert all(is_untouched(result) for result in results)
+    pair.world.hangs_on_error, pair.world.launch_s = False, 0.005
+    until(lambda: not any(each.running for each in old), "the kernels end")
+    until(lambda: all(sums._scratch._spare for sums in pair.sums), "the scratch is given back")
+    for _ in range(2):
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+    assert [pair.world.calls[position, "revoke"] for position in range(2)] >= [1, 1]
+    assert not any(each.destroyed.is_set() for each in old)
+    assert [len(sums._retirement.kept) for sums in pair.sums] == [1, 1]
+    assert not any(sums._retirement.num_in_doubt for sums in pair.sums)
+
+
+def test_a_call_that_begins_while_a_revoke_retires_the_communicator_is_revoked(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on an H200: the call raised that two threads used the transport, and its rank ended."""
+    pair.open()
+    assert pair.sum()[0] == [None, None]
+    transport, is_inside, may_go_on = pair.transports[0], threading.Event(), threading.Event()
+
+    def retire() -> None:
+        is_inside.set()
+        may_go_on.wait(60)
+
+    monkeypatch.setattr(transport, "_retire", retire)
+    revoking = threading.Thread(target=transport.revoke)
+    revoking.start()
+    assert is_inside.wait(60)
+    (outcome,) = at_once(lambda: enter(transport, torch.zeros(3)))
+    may_go_on.set()
+    revoking.join(60)
+    assert isinstance(outcome, Revoked), repr(outcome)
+
+
 def test_a_communicator_that_was_never_connected_is_aborted_and_not_revoked(pair: Pair) -> None:
     pair.open()
     alone = threading.Thread(target=lambda: at_once(lambda: enter(pair.transports[0], torch.zeros(3))))

@@ -14,7 +14,7 @@ import pytest
 from megatron_recover.cli.data import write_dataset
 from megatron_recover.config import RecoverConfig
 from megatron_recover.deadlines import DEFAULT_S
-from megatron_recover.megatron.launch.arguments import REFUSALS, adapt, gpu_refusals, refusals
+from megatron_recover.megatron.launch.arguments import REFUSALS, adapt, gpu_refusals, kernel_refusals, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
 from megatron_recover.trace import Layout
 
@@ -399,6 +399,19 @@ def test_exact_needs_deterministic_kernels_on_a_gpu() -> None:
     [line] = on_gpus(num_gpus=6, exact=True)
     assert "add --deterministic-mode" in line
     assert on_gpus(num_gpus=6, exact=True, deterministic=True) == on_gpus(num_gpus=0, exact=True) == []
+
+
+@pytest.mark.parametrize(("fused", "on_gpu", "installed", "refused"), [
+    (True, True, False, True), (True, True, True, False), (False, True, False, False), (True, False, False, False),
+])  # fmt: skip
+def test_fused_gradients_need_apex_on_a_gpu(
+    fused: bool, on_gpu: bool, installed: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it each rank raised as it made its model, after all replicas had started (seen on an H200)."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    found = kernel_refusals(argparse.Namespace(gradient_accumulation_fusion=fused), on_gpu=on_gpu)
+    assert bool(found) == refused
+    assert not refused or "add --no-gradient-accumulation-fusion" in found[0]
 
 
 def test_nccl_needs_time_to_connect_on_a_gpu() -> None:

@@ -8,6 +8,7 @@ arguments.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import textwrap
 import typing
@@ -402,6 +403,25 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
             f"connect the replicas on a GPU, and it may take {NCCL_CONNECTS_S:g} s; give at least {shortest_s:g}"
         )
     return found
+
+
+FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
+"""Apex's extension for `--gradient-accumulation-fusion`, which is Megatron's default."""
+
+
+def kernel_refusals(args: Namespace, *, on_gpu: bool) -> list[str]:
+    """Return one line for each kernel that the arguments ask for and this machine lacks.
+
+    Megatron's output layer raises without Apex's extension, also beside layers of Transformer
+    Engine (`ColumnParallelLinear` in megatron/core/tensor_parallel/layers.py). On a CPU no kernel
+    is asked for.
+    """
+    if not (on_gpu and args.gradient_accumulation_fusion) or importlib.util.find_spec(FUSED_GRADIENTS):
+        return []
+    return [
+        f"--gradient-accumulation-fusion, which is Megatron's default, needs Apex's extension {FUSED_GRADIENTS}, and it is not "
+        "installed; add --no-gradient-accumulation-fusion, or install Apex with its C++ and CUDA extensions"
+    ]
 
 
 def _list(value: str | list[str]) -> list[str]:
