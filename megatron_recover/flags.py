@@ -46,6 +46,12 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
     return found
 
 
+def number_of(argv: Sequence[str], flag: str) -> int | None:
+    """Return the value of a flag if it is a whole number without a sign, or None."""
+    text = value_of(argv, flag) or ""
+    return int(text) if text.isdecimal() else None
+
+
 def unreadable(error: OSError) -> str:
     """Return the message about a file that the command line names and that cannot be read.
 

@@ -81,7 +81,8 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
             save_lock = _locked_save(job, joined)
         except (NotMet, ValueError, OSError) as error:
             said = _NO_PROCESS.format(error.strerror) if isinstance(error, OSError) else str(error)
-            _withdraw(job, joined, said, existed=existed)
+            code = error.exit_code if isinstance(error, NotMet) else ExitCode.BAD_INPUT
+            _withdraw(job, joined, said, code, existed=existed)
             _end_refused(parser, error, said, ends_for_others=job.node == 0)
         if save_lock is not None:
             held.callback(save_lock.release, job.config.deadlines.store_s)
@@ -165,10 +166,10 @@ def _end_refused(parser: run_flags.RunParser, error: Exception, said: str, *, en
     parser.error(said)
 
 
-def _withdraw(job: Job, joined: Joined | None, reason: str, *, existed: bool) -> None:
+def _withdraw(job: Job, joined: Joined | None, reason: str, exit_code: int, *, existed: bool) -> None:
     """Tell the other nodes why this one cannot run the job, and leave nothing of it here."""
     if joined is not None:
-        refuse(joined, reason, job.config.deadlines)
+        refuse(joined, reason, job.config.deadlines, exit_code)
     _discard(job, existed=existed)
 
 
@@ -221,9 +222,10 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool, quiet
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
         _discard(job, existed=existed)
     elif not launcher.knows_end:
+        whole = job.run_dir.parent.parent if job.node else job.run_dir
         print(
             "megatron-recover run: no summary and no plot: other nodes may train on; when they have ended, "
-            f"`{command_line('report', str(job.run_dir))}` makes them",
+            f"`{command_line('report', str(whole))}` makes them",
             file=sys.stderr,
         )  # fmt: skip
     elif leaves_files(exit_code, has_begun=launcher.has_begun) and not job.node:

@@ -45,7 +45,7 @@ class CoordinatorLoss:
         self._num_signals_before = 0
         """Number of signals that came before that wait."""
         self.knows_end = True
-        """False if this node has ended and does not know how the job does."""
+        """False if this node has ended and does not know how the job does: silence is no end."""
         self._sign_at = 0.0
         """Time of the loop's clock at which the next line shows that this node lives."""
         self.why = ""
@@ -117,6 +117,9 @@ class CoordinatorLoss:
         if self._ended_together is not None:
             self._end(self._ended_together, f"{self.why}; the ranks of this node ended together")
         elif not self._waits_for_others(has_begun=has_begun):
+            # The others may train in a generation of which this node has not heard. Node 0 kills
+            # the coordinator, and ends what has not begun.
+            self.knows_end = has_begun or self._job.node == 0
             self._end(ExitCode.NO_REPLICA_LEFT, f"{self.why}, and no rank of this node is left")
 
     def _waits_for_others(self, *, has_begun: bool) -> bool:

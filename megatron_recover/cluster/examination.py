@@ -82,6 +82,7 @@ class _Exchange:
         until = self._joined.loop.time() + self._deadline_s
         while number not in self._shared:
             if self._joined.loop.time() > until:
+                self._joined.membership.note_silence()
                 raise late
             self._turn()
         return [msgspec.msgpack.decode(each, type=kind) for each in self._shared[number].data]
@@ -99,6 +100,7 @@ class _Exchange:
             self._has_asked = True
         self._joined.loop.run_once(_TURN_S)
         if self._end is None and (silence := self._joined.membership.silence):
+            self._joined.membership.note_silence()
             self._end = NotMet(ExitCode.FAILED, silence)
         if self._end is not None:
             raise self._end

@@ -18,7 +18,7 @@ import msgspec
 from megatron_recover.authentication.handshake import OTHER_PROTOCOL
 from megatron_recover.cluster import endpoint_file
 from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, addresses_of, listened_at, only_here, owns_endpoint
-from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership, new_identity
+from megatron_recover.cluster.membership import LOOK_THERE, CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
@@ -235,6 +235,7 @@ class Place:
                     membership.send(EndAsked(kept))
             end = heard.end or self._failure(membership, heard, where)
             if kept and end is None and (heard.is_idle or not membership.is_calling or joined.loop.time() > until):
+                membership.has_given_up = not heard.is_idle and membership.silent_s() >= _ANSWER_S
                 rest = "the job does not use this node, and goes on" if heard.is_idle else "the coordinator does not answer"
                 end = NotMet(ExitCode.INTERRUPTED, f"{kept} before training began on {host_name()}; {rest}")
             end = end or self._silence(membership, where)
@@ -305,12 +306,12 @@ class Place:
         """
         silent_s, limit_s = membership.silent_s(), PREPARING_SILENCES * self._meeting.node_s
         if membership.is_known and silent_s >= limit_s:
+            membership.has_given_up = True
             return NotMet(
-                ExitCode.FAILED,
-                f"nothing was heard of the coordinator at {where} for {silent_s:.0f} s; look at its node, and start all nodes "
-                "again",
+                ExitCode.FAILED, f"nothing was heard of the coordinator at {where} for {silent_s:.0f} s; {LOOK_THERE}"
             )
         if not membership.is_known and silent_s >= self._dial_s + limit_s:
+            membership.has_given_up = True
             return NotMet(
                 ExitCode.TOO_FEW_REPLICAS,
                 f"what listens at {where} did not answer for {silent_s:.0f} s; "
@@ -357,9 +358,12 @@ class _Heard:
         self.lost = why
 
 
-def refuse(joined: Joined, reason: str, deadlines: Deadlines) -> None:
-    """Tell the coordinator that this node cannot take part, which ends the job on all nodes."""
-    joined.membership.send(NodeFailed(ExitCode.BAD_INPUT, reason))
+def refuse(joined: Joined, reason: str, deadlines: Deadlines, exit_code: int = ExitCode.BAD_INPUT) -> None:
+    """Tell the coordinator that this node cannot take part, which ends the job on all nodes.
+
+    `exit_code` is that of all nodes. Bad input would end a chain of jobs, so it is for mistakes.
+    """
+    joined.membership.send(NodeFailed(exit_code, reason))
     joined.close(deadlines)
     joined.loop.close()
 

@@ -192,6 +192,7 @@ class Launcher:
             if self._monitoring is not None:
                 self._monitoring.finish(exit_code, reason, self.is_hurried)
             has_files = self.knows_end and leaves_files(exit_code, has_begun=self.has_begun)
+            has_files &= not self._has_given_up_start  # without a coordinator no trace comes, and nothing was trained
             if self._gathering is not None and self.is_recorded and has_files:
                 self._loop.waited_elsewhere()
                 if self._joined is not None:
@@ -239,9 +240,15 @@ class Launcher:
     def knows_end(self) -> bool:
         """Return whether the end of this run is that of the job, as far as one can know.
 
-        Node 0 may end while others train on (`other_ends.py`).
+        Node 0 may end while others train on (`other_ends.py`). Another node that has waited for a
+        silent coordinator before its ranks started knows nothing of the others.
         """
-        return self._loss.knows_end
+        return self._loss.knows_end and not (self._job.node and self._has_given_up_start)
+
+    @property
+    def _has_given_up_start(self) -> bool:
+        """Return whether this run has ended before its ranks, and the coordinator was silent."""
+        return self._joined is not None and self._joined.membership.has_given_up
 
     @property
     def has_begun(self) -> bool:
@@ -314,7 +321,8 @@ class Launcher:
                 self._fences.give_up(process)
             if self._loss.why and self._end.has_come and self._end.exit_code == ExitCode.NO_REPLICA_LEFT:
                 self._fences.end_alone()
-            if self._loss.has_given_up and self._joined is not None and self._joined.coordinator is not None:
+            has_given_up = self._loss.has_given_up or self._has_given_up_start
+            if has_given_up and self._joined is not None and self._joined.coordinator is not None:
                 self._joined.coordinator.process.kill()  # it is stopped, and would never end by itself
             self._starting.close()
             if self._gathering is None:

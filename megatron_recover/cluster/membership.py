@@ -33,6 +33,8 @@ from megatron_recover.host.addresses import ANY_PORT, Ports, address_of, host_na
 from megatron_recover.trace import Level, ring
 from megatron_recover.trace.node_clock import NodeClock
 
+LOOK_THERE = "look at its node: unless the job goes on there without this node, start all nodes again"
+"""Advice after the end of a start for the silence of the coordinator."""
 _TURN_S = 0.05
 _PAUSE_S = 0.2
 _TRY_S = 2.0
@@ -132,6 +134,9 @@ class Membership:
         self._patience_s, self._give_up_at = patience_s, loop.time() + patience_s
         self.is_known = False
         """True once the coordinator has been heard: it has proven itself."""
+        self.has_given_up = False
+        """True once this node ended before its ranks started, and the coordinator was silent. A
+        coordinator of this node is then killed. Another node does not know how the job ends."""
         self._link: OutgoingLink | None = None
         self._connect()
         loop.after(deadlines.beat_s, self._beat)
@@ -180,9 +185,12 @@ class Membership:
         if silent_s < PREPARING_SILENCES * self._deadlines.node_s:
             return ""
         return (
-            f"nothing was heard of the coordinator at {self.address} for {silent_s:.0f} s before training began; look at its "
-            "node, and start all nodes again"
+            f"nothing was heard of the coordinator at {self.address} for {silent_s:.0f} s before training began; {LOOK_THERE}"
         )
+
+    def note_silence(self) -> None:
+        """Note, before this node ends without ranks, whether the coordinator is silent."""
+        self.has_given_up = self.silent_s() >= self._deadlines.node_s
 
     def listen_anew(self) -> None:
         """Count the silence from now: the thread waited elsewhere, and has read nothing."""
@@ -330,11 +338,15 @@ class Joined(NamedTuple):
     def close(self, deadlines: Deadlines, *, tells_s: float = 0.0) -> None:
         """Hang up. Wait for a coordinator of this node that no other node needs.
 
-        It ends with its last agent, or `tells_s` later if it has refused the job.
+        It ends with its last agent, or `tells_s` later if it has refused the job. A coordinator
+        that was given up for its silence may be stopped, and would never end by itself.
         """
         self.membership.close()
         if self.coordinator is not None:
-            is_needed = self.met is not None and len(self.met.nodes) > 1
+            has_given_up = self.membership.has_given_up
+            if has_given_up:
+                self.coordinator.process.kill()
+            is_needed = self.met is not None and len(self.met.nodes) > 1 and not has_given_up
             self.coordinator.close(0.0 if is_needed else tells_s + deadlines.words_s)
 
 

@@ -75,7 +75,7 @@ class Narrator:
         the run has several nodes, so the silence of a node is told.
         """
         self.account = account
-        self.progress = RunProgress(account.replicas)
+        self.progress = RunProgress(account.replicas, account.iterations)
         self._began_at, self._show, self._log, self._show_error = began_at, show, log, show_error or show
         self._of_several = of_several
         self._roster = roster or tuple(range(account.replicas))
@@ -121,7 +121,7 @@ class Narrator:
         is_here = account.here is None or not {*account.here}.isdisjoint(self._roster)
         return Seen(
             progress.num_steps, progress.iteration if is_here else None, progress.num_iterations, account.saved,
-            account.checkpoint(),
+            account.checkpoint(), is_here,
         )  # fmt: skip
 
     def is_writer(self, replica: int) -> bool:

@@ -87,7 +87,7 @@ class OtherEnds:
             return None
         self.close()
         return self._known() or JobEnd(
-            ExitCode.NO_REPLICA_LEFT, f"{self._silent}, and the traces are not here{_MAY_TRAIN}", is_known=False
+            ExitCode.NO_REPLICA_LEFT, f"{self._silent}, and no trace of theirs is here{_MAY_TRAIN}", is_known=False
         )  # fmt: skip
 
     def interrupt(self) -> JobEnd:
@@ -103,23 +103,25 @@ class OtherEnds:
 
     @property
     def _silent(self) -> str:
-        return f"nothing was heard or seen of {self.names} for {self._patience_s:.0f} s"
+        names = ", ".join(name for number, name in self._names.items() if number in self._given_up)
+        return f"nothing was heard or seen of {names} for {self._patience_s:.0f} s"
 
     def _known(self) -> JobEnd | None:
         """Return the end of the job: that of nodes whose replicas ended together, if there are any.
 
-        Otherwise the replicas of all nodes have failed.
+        Otherwise the replicas of all nodes have failed. That is not known of a node whose files
+        were never seen.
         """
         together = (number for number, (code, _) in sorted(self._ends.items()) if code in policy.ENDED_TOGETHER)
         number = next(together, None)
-        if number is None and not self._are_all_accounted_for:
+        are_seen = all(any(self._signs.get(each, ())) for each in self._given_up - self._ends.keys())
+        if number is None and not (self._are_all_accounted_for and are_seen):
             return None
         number = min(self._ends, default=None) if number is None else number
         if number is not None:
             code, reason = self._ends[number]
             return JobEnd(code, f"{self._names[number]} ended with exit code {code}: {reason}")
-        have_files = all(any(self._signs.get(each, ())) for each in self._names)
-        return JobEnd(ExitCode.NO_REPLICA_LEFT, self._silent) if have_files else None
+        return JobEnd(ExitCode.NO_REPLICA_LEFT, self._silent)
 
     # --- The thread -------------------------------------------------------------------------------
 

@@ -109,10 +109,13 @@ class Preparation:
             if found := answer():
                 return found
             if self._loop.time() > deadline:
+                self._membership.note_silence()
                 self._end.fail(ExitCode.FAILED, late())
                 return None
             self._turn()
             if self._job.nodes and (silence := self._membership.silence):
+                self._membership.note_silence()
                 self._end.fail(ExitCode.FAILED, silence)
+        self._membership.note_silence()
         self._end.begin(ExitCode.INTERRUPTED, "interrupted before training began")
         return None

@@ -98,8 +98,9 @@ class Recorder:
         self._own_logs: dict[int, Output] = {}
         launcher = os.getppid()
         self._console = Console(quiet=settings.quiet, is_held=lambda: _is_stopped(launcher), deadlines=self._deadlines)
+        began_at = time.time() - time.monotonic() + settings.started_at
         self._narrator = Narrator(
-            settings.account, began_at=time.time() - time.monotonic() + settings.started_at, show=self._console.show,
+            settings.account, began_at=began_at, show=self._console.show,
             show_error=self._console.show_error,
             log=lambda line: self._keep(LAUNCHER_LOG, f"{line}\n".encode()), roster=settings.roster,
             of_several=settings.clock is not None,
@@ -115,7 +116,9 @@ class Recorder:
         self._finish: FinishRecording | None = None
         self._requests: deque[Request] = deque()
         """Requests that the thread `status` has found and the launcher was not sent."""
-        self._status = StatusKeeper(Path(settings.run_dir), self._requests.append) if settings.keeps_status else None
+        self._status: StatusKeeper | None = None
+        if settings.keeps_status:
+            self._status = StatusKeeper(Path(settings.run_dir), self._requests.append, since=began_at)
         self._is_orphan = False
         self._losses_told_at, self._was_told = 0.0, (0, 0, 0, 0)
         self._troubles = dict.fromkeys(_WHAT, "")

@@ -16,6 +16,7 @@ that the launcher has not got. The next recorder passes it again, and the launch
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import stat
@@ -103,11 +104,20 @@ class Seen(msgspec.Struct, frozen=True):
     iterations: int | None
     saved: int | None
     checkpoint: str
+    sees_iterations: bool = True
+    """False if no member of the roster has its events here."""
 
-    def added_to(self, status: Status) -> Status:
-        """Return a state with what is newer here."""
+    def added_to(self, status: Status, before: Status | None) -> Status:
+        """Return a state with what is newer here.
+
+        `before`: the newest state that another recorder of this run has written, whose events are
+        not seen again; None: there is none.
+        """
+        iteration = self.iteration
+        if iteration is None and before is not None and self.sees_iterations:
+            iteration = before.iteration
         return msgspec.structs.replace(
-            status, step=max(status.step, self.step), iteration=self.iteration, iterations=self.iterations,
+            status, step=max(status.step, self.step), iteration=iteration, iterations=self.iterations,
             saved=self.saved if status.knows_saved and self.saved is not None else status.saved, checkpoint=self.checkpoint,
         )  # fmt: skip
 
@@ -155,9 +165,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class StatusKeeper:
     """The thread that writes the newest state of a job to its folder, and looks for requests."""
 
-    def __init__(self, run_dir: Path, on_request: Callable[[Request], None]) -> None:
-        """Begin to look for requests. `on_request` is called in this thread."""
-        self._run_dir, self._on_request = run_dir, on_request
+    def __init__(self, run_dir: Path, on_request: Callable[[Request], None], *, since: float = math.inf) -> None:
+        """Begin to look for requests. `on_request` is called in this thread.
+
+        `since`: start of the job in seconds since the epoch. A state in the folder that is not
+        older was written for this job, by a recorder that has died.
+        """
+        self._run_dir, self._on_request, self._since = run_dir, on_request, since
         self._newest: Status | None = None
         self._seen: Seen | None = None
         self._written: Status | None = None
@@ -185,6 +199,7 @@ class StatusKeeper:
         self._thread.join(wait_s)
 
     def _keep(self) -> None:
+        before = self._written_before()
         is_last = False
         while not is_last:
             is_last = self._is_over.wait(_INTERVAL_S)
@@ -198,11 +213,19 @@ class StatusKeeper:
                         self._owner = folder.owner
                     self._look(folder, answered, is_last=is_last)
             if newest is not None:
-                newest = newest if seen is None else seen.added_to(newest)
+                newest = newest if seen is None else seen.added_to(newest, before)
                 told = msgspec.structs.replace(newest, answers=(*newest.answers, *self._refused))
                 if told != self._written:
                     self._written = told
                     write(self._run_dir, told)
+
+    def _written_before(self) -> Status | None:
+        """Return the state that another recorder of this job has left, if there is one."""
+        try:
+            found = read(self._run_dir)
+        except (OSError, ValueError):
+            return None
+        return found if found is not None and found.at >= self._since else None
 
     def _look(self, folder: Folder, answered: set[str], *, is_last: bool) -> None:
         """Pass new requests to the launcher, and remove those that it has answered.

@@ -15,7 +15,7 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.flags import value_of
+from megatron_recover.flags import number_of, value_of
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER
 from megatron_recover.observe import stop_mark
 
@@ -159,6 +159,8 @@ class Account(msgspec.Struct):
     """Folder that the run resumes from, if it holds a checkpoint. None with `--finetune`: then the
     folder of `--load` holds the model that training begins with."""
     finetunes: bool = False
+    iterations: int | None = None
+    """Number of iterations to train; None if the command line does not give it."""
     has_begun: bool = False
     lost: set[int] = msgspec.field(default_factory=set)
     left: set[int] = msgspec.field(default_factory=set)
@@ -179,7 +181,7 @@ class Account(msgspec.Struct):
         """Take the next event of the run."""
         match event:
             case trace.RunStarted(argv=argv):
-                self.finetunes = "--finetune" in argv
+                self.finetunes, self.iterations = "--finetune" in argv, number_of(argv, "--train-iters")
                 self.save, self.load = value_of(argv, "--save"), None if self.finetunes else value_of(argv, "--load")
             case trace.Generation(losses=losses, left=left, roster=roster):
                 self.has_begun = True

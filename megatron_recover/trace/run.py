@@ -166,7 +166,10 @@ class Stopping(Event, frozen=True, kw_only=True):
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
-    """Launcher: the last event of a run, on each node. It shows that the node's trace is whole."""
+    """Launcher: the last event of a run, on each node. It shows that the node's trace is whole.
+
+    A node that has ended and does not know how the job does records none.
+    """
 
     exit_code: int
     reason: str = ""

@@ -114,7 +114,7 @@ def test_what_only_its_owner_may_read_is_refused_before_there_is_a_job(locked: s
     assert not run_dir.exists()
 
 
-def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool = True) -> None:
+def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool = True, knows_end: bool = True) -> None:
     """Have the made-up job end so. Its signals are those of a job, from the end of `received` on."""
     request = EndRequest()
 
@@ -125,7 +125,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool =
 
     launcher = SimpleNamespace(
         has_begun=True, untraced=[], run=end,
-        is_recorded=is_recorded, knows_end=True, is_hurried=lambda: request.is_hurried, release_signals=request.release
+        is_recorded=is_recorded, knows_end=knows_end, is_hurried=lambda: request.is_hurried, release_signals=request.release
     )  # fmt: skip
     monkeypatch.setattr(run, "Launcher", lambda job, **others: launcher)
 
@@ -147,6 +147,20 @@ def test_a_refused_run_empties_a_folder_that_was_there_and_leaves_it(
     assert run.main(["--run-dir", str(link), *COMMAND]) == ExitCode.BAD_INPUT
     assert link.is_symlink() and [*link.iterdir()] == [] and (elsewhere / "precious").exists()
     assert capsys.readouterr().err.endswith(f"nothing was trained, so {link} was emptied again\n")
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_does_not_know_the_end_of_the_job_names_the_folder_of_the_whole_run(
+    node: int, job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = job.run_dir / "nodes" / "1"
+    part.mkdir(parents=True)
+    of_node = msgspec.structs.replace(job, node=node, run_dir=part if node else job.run_dir)
+    monkeypatch.setattr(describing, "job_of", lambda *_: (of_node, "", None))
+    ends(monkeypatch, ExitCode.FAILED, knows_end=False)
+    assert run.main(COMMAND) == ExitCode.FAILED
+    said = capsys.readouterr().err
+    assert "other nodes may train on" in said and f"report {job.run_dir}`" in said
 
 
 def test_a_refused_run_removes_its_own_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +246,7 @@ def test_a_node_that_starts_no_process_to_be_examined_refuses_the_job_and_tells_
     joined = Joined(*[None] * 5)  # type: ignore[arg-type]
     monkeypatch.setattr(describing, "job_of", lambda *_: (job, "", joined))
     monkeypatch.setattr(node_checks, "refusals", no_process)
-    monkeypatch.setattr(run, "refuse", lambda joined, reason, deadlines: told.append(reason))
+    monkeypatch.setattr(run, "refuse", lambda joined, reason, *_: told.append(reason))
     with pytest.raises(SystemExit) as end:
         run.main(COMMAND)
     [reason] = told

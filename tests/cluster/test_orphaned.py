@@ -181,6 +181,37 @@ def test_node_0_awaits_no_node_that_writes_nothing_for_the_deadline_and_claims_n
     assert waits.ends == [ExitCode.NO_REPLICA_LEFT] and waits.loss.knows_end == is_shared
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_node_0_claims_no_end_after_that_of_one_node_while_another_was_never_seen(
+    make_waits: Callable[..., _Waits], is_shared: bool
+) -> None:
+    """Node 1 has lost its replicas. Node 2 may train on, if nothing of it is visible here."""
+    waits = make_waits(1, 2)
+    waits.write(1, ExitCode.NO_REPLICA_LEFT)
+    if is_shared:
+        waits.write(2, None)
+    others: Any = waits.loss._others
+    waits.until(lambda: others._ends and 2 in others._signs and (others._signs[2][0] is not None) == is_shared)
+    waits.facts.now += 60.0
+    waits.until(lambda: waits.ends)
+    assert waits.ends == [ExitCode.NO_REPLICA_LEFT] and waits.loss.knows_end == is_shared
+    if not is_shared:
+        assert "nothing was heard or seen of n2 for 60 s, and" in waits.facts.said[-1], "n1 has ended"
+
+
+@pytest.mark.parametrize(("node", "has_begun", "expected"), [(1, False, False), (1, True, True), (0, False, True)])
+def test_a_node_whose_coordinator_was_silent_before_training_claims_no_end_of_the_job(
+    node: int, has_begun: bool, expected: bool
+) -> None:
+    """The others may have a generation that this node has not heard of. Node 0 kills the coordinator."""
+    ends: list[int] = []
+    fences: Any = SimpleNamespace(is_nobody_left=True)
+    loss = _loss(fences, ends, _facts(nodes=("a", "b"), node=node))
+    loss.look(60.0, is_gone=False)
+    loss.end_alone(has_begun=has_begun)
+    assert ends == [ExitCode.NO_REPLICA_LEFT] and loss.knows_end == expected
+
+
 def test_a_signal_ends_the_wait_of_node_0_which_then_claims_no_end_of_the_job(make_waits: Callable[..., _Waits]) -> None:
     waits = make_waits(1)
     assert waits.loss.promise() == "this node waits no longer; n1 may train on to the next save point"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster import recorder_messages as messages
-from megatron_recover.cluster.status import Answer, NodeStatus, Status, read
+from megatron_recover.cluster.status import Answer, NodeStatus, Seen, Status, StatusKeeper, read, write
 from tests.recording.runs import Run
 from tests.recording.test_recorder import num_deaths
 
@@ -66,6 +68,77 @@ def test_a_recorder_that_is_stopped_lets_one_state_wait_and_no_line_more_than_be
     assert len(run.recording._outbox) <= 20
     os.kill(run.pid, signal.SIGCONT)
     run.until(lambda: (now := read(run.run_dir)) and now.step == 1999, "the newest state")
+
+
+def _trained(run: Run, iteration: int) -> None:
+    """Have the run committed so many iterations, of 4000."""
+    run.recording.record(
+        trace.RunStarted(
+            replicas=8, layout=trace.Layout(tp=1, pp=1), determinism="fast", seed=0,
+            argv=("script.py", "--train-iters", "4000"),
+        )
+    )  # fmt: skip
+    run.recording.record(trace.Generation(generation=1, roster=tuple(range(8)), reason="start"))
+    log = run.rank(0)
+    log.record(_committed(iteration))
+    run.recording.keep(_now())
+    run.until(lambda: (now := read(run.run_dir)) and now.iteration == iteration, "the iteration in the state")
+
+
+def _now(step: int = 1, exit_code: int | None = None) -> Status:
+    return msgspec.structs.replace(status(step, exit_code=exit_code), at=time.time())
+
+
+def _committed(iteration: int) -> trace.Committed:
+    return trace.Committed(
+        replica=0, generation=1, step=iteration - 1, label=f"train {iteration}", digest="", adopted=False, versions=()
+    )  # fmt: skip
+
+
+def _follow(run: Run) -> None:
+    """Kill the recorder, and return when another one has written a state."""
+    former = run.pid
+    os.kill(former, signal.SIGKILL)
+    run.until(lambda: run.recording._process is not None and run.pid != former, "another recorder")
+    run.recording.keep(_now(1000))
+    run.until(lambda: (now := read(run.run_dir)) and now.step == 1000, "the state by the other recorder")
+
+
+def test_the_iterations_of_a_run_are_known_to_the_recorder_that_follows_a_dead_one(record: Callable[..., Run]) -> None:
+    run = record(num_replicas=8)
+    _trained(run, 118)
+    for _ in range(2):
+        _follow(run)
+        assert (now := read(run.run_dir)) is not None and (now.iteration, now.iterations) == (118, 4000)
+    log = run.rank(1)
+    log.record(_committed(120))
+    run.until(lambda: (now := read(run.run_dir)) and now.iteration == 120, "the next iteration")
+    run.finish()
+    assert (now := read(run.run_dir)) is not None and (now.iteration, now.iterations) == (120, 4000)
+
+
+def test_a_recorder_that_follows_at_the_end_keeps_the_iterations(record: Callable[..., Run]) -> None:
+    """It has no time for a second look."""
+    run = record(num_replicas=8)
+    _trained(run, 118)
+    os.kill(run.pid, signal.SIGKILL)
+    run.recording.keep(_now(1000, exit_code=0))
+    run.finish()
+    now = read(run.run_dir)
+    assert now is not None and (now.exit_code, now.iteration, now.iterations) == (0, 118, 4000)
+
+
+def test_the_state_of_another_job_in_the_folder_says_nothing_of_this_one(tmp_path: Path) -> None:
+    """Somebody has copied it there. Its time is before the start of this job."""
+    seen = Seen(step=0, iteration=None, iterations=None, saved=None, checkpoint="")
+    for since, sees, expected in ((0.5, True, 118), (1.5, True, None), (0.5, False, None)):
+        write(tmp_path, msgspec.structs.replace(status(7), iteration=118))
+        keeper = StatusKeeper(tmp_path, lambda request: None, since=since)
+        keeper.see(msgspec.structs.replace(seen, sees_iterations=sees))
+        keeper.take(status(1))
+        keeper.finish(30)
+        now = read(tmp_path)
+        assert now is not None and now.iteration == expected
 
 
 def test_a_new_recorder_gets_the_newest_state_also_the_one_with_the_exit_code(record: Callable[..., Run]) -> None:

@@ -17,8 +17,10 @@ from megatron_recover.cli import describing, node_checks, run, run_dirs
 from megatron_recover.cluster.doctor.findings import Check, fail
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.joining import NotMet
+from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.config import RecoverConfig
+from megatron_recover.control_plane.node_messages import NodeFailed
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.host.reachable import NoAnswer, Unknown
 from megatron_recover.observe import ending, margin, stop_mark
@@ -202,6 +204,31 @@ def test_what_another_node_has_found_ends_a_chain_on_the_first_node(
     with pytest.raises(SystemExit) as end:
         cli.main(words)
     assert end.value.code == code and (tmp_path / "save" / "STOP").exists() == is_left
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(NotMet(ExitCode.FAILED, "nothing was heard"), ExitCode.FAILED), (ValueError("of that"), ExitCode.BAD_INPUT)],
+    ids=["silence", "mistake"],
+)
+def test_a_node_that_gives_up_for_silence_reports_no_mistake_for_which_the_first_node_would_end_the_chain(
+    error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that was only stopped goes on, and takes the message for the end of the job."""
+    words, sent = _chained(tmp_path, monkeypatch, 1), list[object]()
+    job = describing.job_of(None, ())[0]  # type: ignore[arg-type]
+    membership = SimpleNamespace(send=sent.append, close=lambda: None, has_given_up=True)
+    joined = Joined(membership, SimpleNamespace(close=lambda: None), b"", None, 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(describing, "job_of", lambda arguments, command: (job, "", joined))
+
+    def refusals(*_: object) -> list[str]:
+        raise error
+
+    monkeypatch.setattr(node_checks, "refusals", refusals)
+    monkeypatch.setattr(run_dirs, "remove_part", lambda *_, **__: None)
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == code and sent == [NodeFailed(code, str(error))]
 
 
 def test_a_marked_folder_is_refused_until_the_line_that_is_told_has_run(

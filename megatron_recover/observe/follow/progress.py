@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_recover import trace
 from megatron_recover.core.label import label_of
-from megatron_recover.flags import value_of
+from megatron_recover.flags import number_of
 
 SHOWN_QUOTAS = 16
 """Largest number of members whose quotas are listed; more are shown as a range."""
@@ -18,13 +18,15 @@ SHOWN_QUOTAS = 16
 class RunProgress:
     """The progress of a run, updated by its events one by one."""
 
-    def __init__(self, num_replicas: int = 0) -> None:
+    def __init__(self, num_replicas: int = 0, num_iterations: int | None = None) -> None:
         """Start before the first event.
 
-        `num_replicas`: number of replicas at the start, if it is known before the trace shows it.
+        `num_replicas`: number of replicas at the start, and `num_iterations`: number of iterations
+        to train, if they are known before the trace shows them.
         """
         self._num_replicas = num_replicas
-        self._num_iterations: str | None = None
+        self.num_iterations = num_iterations
+        """Number of iterations to train; None if the command line does not give it."""
         self.iteration: int | None = None
         """Newest iteration that was trained; None before the first commit of one that was seen."""
         self.num_steps = 0
@@ -65,7 +67,7 @@ class RunProgress:
             self._commits(event)
         match event:
             case trace.RunStarted():
-                self._num_replicas, self._num_iterations = event.replicas, value_of(event.argv, "--train-iters")
+                self._num_replicas, self.num_iterations = event.replicas, number_of(event.argv, "--train-iters")
                 self._has_steps = event.level != "faults"
             case trace.Generation():
                 self._generation_begins(event)
@@ -103,12 +105,6 @@ class RunProgress:
         if (label := label_of(event.label)).is_training:
             self.iteration = max(self.iteration or 0, label.iteration)
 
-    @property
-    def num_iterations(self) -> int | None:
-        """Return the number of iterations to train, if the command line gives it."""
-        text = self._num_iterations or ""
-        return int(text) if text.isdecimal() else None
-
     def _rest(self) -> str | None:
         line = self.line() if self._untold else None
         self._untold = False
@@ -131,8 +127,8 @@ class RunProgress:
         that out. `why`: what may be the reason of the silence.
         """
         parts = [self._label or "starting"]
-        if self._label and self._num_iterations is not None and label_of(self._label).is_training:
-            parts[0] += f"/{self._num_iterations}"
+        if self._label and self.num_iterations is not None and label_of(self._label).is_training:
+            parts[0] += f"/{self.num_iterations}"
         if silent_s:
             parts += [f"nothing new for {silent_s:.0f} s", why] if why else [f"nothing new for {silent_s:.0f} s"]
         if self._silent_nodes:
