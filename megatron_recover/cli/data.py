@@ -57,9 +57,9 @@ def write_dataset(output: Path, files: Iterable[Path]) -> tuple[int, int]:
     import numpy
 
     with _without_warnings():
-        from megatron_recover.megatron.cpu import leave_out_the_compiler
+        from megatron_recover.megatron.cpu import leave_out_what_needs_a_gpu
 
-        leave_out_the_compiler()
+        leave_out_what_needs_a_gpu()
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     binary, index = _partial(output)

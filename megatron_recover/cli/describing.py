@@ -31,7 +31,7 @@ from megatron_recover.observe import stop_mark
 
 PRELOAD = (
     "torch",
-    "megatron_recover.megatron.cpu:leave_out_the_compiler",
+    "megatron_recover.megatron.cpu:leave_out_what_needs_a_gpu",
     "torch._dynamo",
     "megatron.training",
     "megatron_recover.megatron.training",

@@ -17,6 +17,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -280,14 +281,22 @@ def _as_is(model: Any = None, **_: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 
-def leave_out_the_compiler() -> None:
-    """Without CUDA, have `torch.compile` return every function as it is.
+_KERNELS = ("transformer_engine", "apex")
+"""Packages whose layers Megatron takes where they are installed, whatever the arguments say."""
 
-    Call it before Megatron is imported: its modules compile small fusions as they are imported, and
-    importing the compiler takes a second. On a CPU compiling costs minutes and gains nothing.
+
+def leave_out_what_needs_a_gpu() -> None:
+    """Without CUDA, have `torch.compile` return functions as they are, and Megatron find no kernels.
+
+    Call it before Megatron is imported. Its modules compile small fusions as they are imported:
+    importing the compiler takes a second, and on a CPU compiling costs minutes and gains nothing.
+    They also look for Transformer Engine and Apex, whose layers put their parameters on a GPU.
     """
-    if not torch.cuda.is_available():
-        torch.compile = _as_is  # type: ignore[assignment]
+    if torch.cuda.is_available():
+        return
+    torch.compile = _as_is  # type: ignore[assignment]
+    for name in _KERNELS:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # an import of it raises ModuleNotFoundError
 
 
 def enable_cpu() -> None:
@@ -314,7 +323,7 @@ def enable_cpu() -> None:
     # The tracker warns when the CPU's random state changes while the GPU's is forked. Here both are
     # the same generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    # Where `leave_out_the_compiler` was not called, functions have been compiled already.
+    # Where `leave_out_what_needs_a_gpu` was not called, functions have been compiled already.
     torch.compiler.set_stance("force_eager")
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -81,3 +86,22 @@ def test_no_argument_is_parsed_for_the_cpu_where_a_gpu_is_not_seen(
     assert end.value.code == ExitCode.BAD_INPUT and not enabled
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("bad arguments: this machine has a GPU of NVIDIA, and torch sees none")
+
+
+@pytest.mark.parametrize("is_left_out", [True, False])
+def test_without_cuda_megatron_finds_no_kernels(is_left_out: bool, tmp_path: pathlib.Path) -> None:
+    """Megatron's last norm is Transformer Engine's where that is installed, and on a GPU: `plan` refused every model."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libnccl.so.2: cannot open shared object file')")
+    call = "cpu.leave_out_what_needs_a_gpu()" if is_left_out else ""
+    block = "import megatron.core.transformer.transformer_block as block; print(block.HAVE_TE)"
+    code = f"from megatron_recover.megatron import cpu; {call}\n{block}"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    if is_left_out:
+        assert process.stdout == "False\n", process.stderr
+    else:
+        assert "OSError: libnccl.so.2" in process.stderr

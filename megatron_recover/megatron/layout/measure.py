@@ -25,7 +25,7 @@ import torch
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.megatron import cpu
 from megatron_recover.megatron.launch import parsing, script
-from megatron_recover.megatron.launch.arguments import gpu_refusals, kernel_refusals, recover_config, refusals
+from megatron_recover.megatron.launch.arguments import gpu_refusals, recover_config, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.megatron.layout import choice
 from megatron_recover.megatron.layout.sizes import Activations, Elements, Flags, Model, Numerics, Sizes, padded
@@ -278,8 +278,7 @@ class _Measuring:
         args = parsing.parse(extra_args_provider, args_defaults, ignores_unknown=ignores_unknown)
         with parsing.bad_input_ends():
             on_gpu = gpu_refusals(recover_config(args), num_ranks=1, num_gpus=1, deterministic=args.deterministic_mode)
-            kernels = kernel_refusals(args, on_gpu=torch.cuda.is_available())
-            if found := [*refusals(args, lanes=1), *on_gpu, *kernels, *unplannable(args)]:
+            if found := [*refusals(args, lanes=1), *on_gpu, *unplannable(args)]:
                 raise ValueError("\n".join(found))
             self._begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self._args = args
@@ -305,7 +304,7 @@ class _Measuring:
 
 def main() -> None:
     """Run the script of the command line; its `pretrain` writes the sizes and ends the process."""
-    cpu.leave_out_the_compiler()
+    cpu.leave_out_what_needs_a_gpu()
     # torch collects the functions that obey `torch.device("meta")` at their first use under it.
     # Later, `cpu.enable_cpu` replaces some, and the model would take real memory.
     with torch.device("meta"):
