@@ -286,7 +286,7 @@ _KERNELS = ("transformer_engine", "apex")
 
 
 def leave_out_what_needs_a_gpu() -> None:
-    """Without CUDA, have `torch.compile` return functions as they are, and Megatron find no kernels.
+    """Without CUDA, have `torch.compile` return functions as they are, and hide `_KERNELS`.
 
     Call it before Megatron is imported. Its modules compile small fusions as they are imported:
     importing the compiler takes a second, and on a CPU compiling costs minutes and gains nothing.
