@@ -1,4 +1,4 @@
-"""A data plane over NCCL on CUDA. **It is not verified on a GPU**.
+"""A data plane over NCCL on CUDA. What has run on a GPU is in docs/evidence/gpu.md.
 
 Each generation of two or more members has a communicator of its own per position. nccl4py makes it
 directly and nonblocking, for two reasons. torch's process group would bring a watchdog that ends

@@ -1,4 +1,4 @@
-"""The demo on a GPU. None of this has run yet: docs say "not verified on a GPU" until it has."""
+"""The demo on a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """NCCL with several ranks on one GPU: sums, the stable group, and the kill matrix.
 
 NCCL refuses two ranks on one device of one host, so each rank claims to be a host of its own, and is told to use
-sockets. None of this has run yet: docs say "not verified on a GPU" until it has.
+sockets.
 """
 
 from __future__ import annotations
