@@ -50,8 +50,8 @@ fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judg
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
 	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
 
-gpu-test: setup  ## the CUDA and NCCL part: a row for each finding; says why where there is no GPU
-	@$(PY) -m pytest -q tests/gpu
+gpu-test: setup  ## the CUDA and NCCL part, JOBS (4) tests at a time: a row for each finding; says why where there is no GPU
+	@$(PY) -m pytest -q -n $(or $(JOBS),4) tests/gpu
 
 nodes-test: setup ## jobs on four nodes on this machine, each a set of namespaces, whose nodes die, freeze and are cut off (as root)
 	@$(PY) -m pytest -q -n 2 $(NODES) --ignore-glob='$(NODES)/test_slurm*.py'

@@ -27,27 +27,39 @@ _MEASURED = pytest.StashKey[list[str]]()
 """What tests have measured (`record_property`), to be read below the table."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_MEASURED] = []
-    config.stash[_OUTCOMES], config.stash[_REASONS] = (
-        [("G2", "failed" if has_gpu() and missing() else "skipped")],
-        dict(WITHOUT_A_GPU),
-    )
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+    """Tell each report which findings its test decides; with several workers it travels to the process with the table."""
     report = yield
-    if report.when == "call" or report.outcome != "passed":
-        for mark in item.iter_markers("finding"):
-            for name in mark.args:
-                item.config.stash[_OUTCOMES].append((name, report.outcome))
-                if report.skipped and isinstance(report.longrepr, tuple):
-                    item.config.stash[_REASONS][name] = report.longrepr[2].removeprefix("Skipped: ")
-        if not report.skipped:
-            item.config.stash[_OUTCOMES].append(("G2", "passed"))  # something has run, whatever came of it
-        item.config.stash[_MEASURED] += [f"{item.name}: {what}: {value}" for what, value in item.user_properties]
+    report.findings = [name for mark in item.iter_markers("finding") for name in mark.args]
+    report.name = item.name
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Table(config), "findings")
+
+
+class Table:
+    """Collects the outcomes of all tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._stash = config.stash
+        self._stash[_MEASURED] = []
+        self._stash[_OUTCOMES] = [("G2", "failed" if has_gpu() and missing() else "skipped")]
+        self._stash[_REASONS] = dict(WITHOUT_A_GPU)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not hasattr(report, "findings") or (report.when != "call" and report.outcome == "passed"):
+            return  # of another folder, or of a fixture
+        for name in report.findings:
+            self._stash[_OUTCOMES].append((name, report.outcome))
+            if report.skipped and isinstance(report.longrepr, tuple | list):
+                self._stash[_REASONS][name] = report.longrepr[2].removeprefix("Skipped: ")
+        if not report.skipped:
+            self._stash[_OUTCOMES].append(("G2", "passed"))  # something has run, whatever came of it
+        self._stash[_MEASURED] += [f"{report.name}: {what}: {value}" for what, value in report.user_properties]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -61,6 +73,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # it has seen a part of the tests
     found = verdicts(session.config.stash[_OUTCOMES])
     if has_failed(found, has_gpu=has_gpu()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
