@@ -51,7 +51,7 @@ sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT
 	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
 
 gpu-test: setup  ## the CUDA and NCCL part, JOBS (4) tests at a time: a row for each finding; says why where there is no GPU
-	@$(PY) -m pytest -q -n $(or $(JOBS),4) tests/gpu
+	@$(PY) -m pytest -q -n $(or $(JOBS),4) --dist loadgroup tests/gpu
 
 nodes-test: setup ## jobs on four nodes on this machine, each a set of namespaces, whose nodes die, freeze and are cut off (as root)
 	@$(PY) -m pytest -q -n 2 $(NODES) --ignore-glob='$(NODES)/test_slurm*.py'

@@ -183,8 +183,8 @@ class NcclTransport:
 
     def close(self) -> None:
         """Close as `Transport.close` does."""
+        self.revoke()  # first, so that a call does not take our own close for a failure of a peer
         self._rendezvous.close()
-        self.revoke()
 
     def has_summed(self, operands: Collection[Operand]) -> bool:
         """Return whether this transport has summed tensors of all these types and sizes.

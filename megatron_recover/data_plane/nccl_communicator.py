@@ -25,13 +25,20 @@ Note [Retiring]
 
     A sum has a job, which NCCL's thread runs and `ncclCommGetAsyncError` unlinks, but only where it
     finds no error. A revoke frees a job that is still linked (`ncclGroupJobAbort`), and leaves the
-    link. So a revoke waits until the job is unlinked. If a connection is lost before that, or the
-    thread does not end, the communicator is revoked all the same, never looked at again, and kept
-    for the life of the process: memory is lost, but no kernel of it runs on. A kernel that nobody
-    stops would hold up whatever waits for the device, such as the load of a module.
+    link. So a revoke waits a little until the job is unlinked. If NCCL shows an error before that,
+    or the thread does not end, the communicator is revoked all the same, never looked at again, and
+    kept for the life of the process with its memory and its descriptors. A kernel that nobody stops
+    would hold up whatever waits for the device, such as the load of a module.
 
-    On any doubt (the device has no memory left, the communicator does not come to rest, a call
-    other than the revoke fails or does not return, or no thread can be started) the communicator is
+    A revoke waits for all kernels that were launched before it takes the flag back: NCCL's own
+    stream is behind each of them (`ncclLaunchFinish` in src/enqueue.cc). A kernel whose launch
+    failed halfway may miss the flag. Its event does not complete, so nothing is given back.
+
+    A revoke frees buffers of connections on one node (`ncclProxyStop`). That no peer's kernel reads
+    them any more rests on CUDA's counting of references to them (NCCL_CUMEM_ENABLE, on by default).
+
+    On any doubt (the communicator does not come to rest, a call other than the revoke fails or does
+    not return, or no thread can be started, so that it is revoked in place) the communicator is
     kept for the life of the process, with all that was not given back, which costs memory. The
     others do not wait for it: what is not at rest after `close_s` is taken for something that never
     will be. Until its kernels quit they could still read memory that another member has freed. If a
@@ -62,6 +69,8 @@ MAX_CTAS = 16
 must fit on the device at once, or each may wait for the other. A user's NCCL_MAX_CTAS wins."""
 _LOOK_S = 0.01
 """Seconds between two looks at a communicator that is to come to rest."""
+_FREES_S = 2.0
+"""Seconds for which NCCL's threads may free memory after a revoke that nobody may look at."""
 
 
 @contextlib.contextmanager
@@ -163,7 +172,9 @@ class Retired:
         self.sources, self.at_rest, self.until = [*sources], at_rest, until
         self.is_at_rest = self.is_in_doubt = self.is_left = False
         self.is_linked = False
-        """True once it was revoked with a job that is linked to it: then no call may look at it."""
+        """True if a job is linked to it when it is revoked: after that no call may look at it."""
+        self.why: Exception | None = None
+        """The error that came while the job was linked."""
         self.may_destroy = threading.Event()
         self.has_ended = threading.Event()
         """Set when its thread calls NCCL no more."""
@@ -179,6 +190,8 @@ class Retirement:
         self._all: list[Retired] = []
         self.kept: list[Communicator] = []
         """Those at rest that cannot be freed: they were revoked with a job linked to them."""
+        self._frees_until = 0.0
+        """Monotonic time until which one of those may free memory."""
 
     @property
     def num_in_doubt(self) -> int:
@@ -212,6 +225,10 @@ class Retirement:
         try:
             thread.start()
         except RuntimeError as error:  # no thread is left
+            if stream is not None:
+                self._cuda.set_device(communicator.device)
+                with contextlib.suppress(TransportError):
+                    communicator.revoke()  # its kernels quit, and it may be linked: nobody looks at it again
             self._doubt(retired, error)
             retired.has_ended.set()
 
@@ -247,9 +264,12 @@ class Retirement:
             each.is_left = each.may_destroy.is_set()
 
     def is_busy(self, generation: int) -> bool:
-        """Return whether memory of a communicator older than `generation` may be freed now."""
-        older = [each for each in self._older(generation) if not each.has_ended.is_set()]
-        return any(each.may_destroy.is_set() or not each.is_at_rest for each in older)
+        """Return whether memory of a communicator older than `generation` may be freed now.
+
+        Of one in doubt this is never known again.
+        """
+        older = [each for each in self._older(generation) if each.is_in_doubt or not each.has_ended.is_set()]
+        return time.monotonic() < self._frees_until or any(each.may_destroy.is_set() or not each.is_at_rest for each in older)
 
     def _older(self, generation: int) -> list[Retired]:
         with self._lock:
@@ -267,9 +287,7 @@ class Retirement:
             is_sound = has_kernels and self._bring_to_rest(retired)
             retired.is_at_rest = True
             if retired.is_linked:
-                with self._lock:
-                    self._all.remove(retired)
-                    self.kept.append(communicator)
+                self._keep(retired)
                 return
             retired.may_destroy.wait()
             if not has_kernels and communicator.is_connected:
@@ -290,21 +308,20 @@ class Retirement:
 
         Wait first until NCCL has enqueued a sum that is pending. Return True, or False if the
         revoke fails; the communicator can then only be aborted, or kept if it `is_linked`. Raises
-        TransportError if it does not come to rest or NCCL does not report its state, and
-        DeviceError if the device has no memory left.
+        TransportError if it does not come to rest or NCCL does not report its state.
         """
-        communicator, until = retired.communicator, time.monotonic() + self._rest_s
+        communicator = retired.communicator
         try:
-            self._await(lambda: not communicator.is_pending or communicator.is_idle(), until)
-        except TransportError:
-            retired.is_linked = True
+            job_until = time.monotonic() + self._rest_s / 8  # meanwhile its kernels hold up the device
+            self._await(lambda: not communicator.is_pending or communicator.is_idle(), job_until)
+        except (TransportError, DeviceError) as error:
+            retired.is_linked, retired.why = True, error
         is_sound = True
         try:
             communicator.revoke()
         except TransportError:  # of a connection that was lost before; the kernels show whether they quit
             is_sound = False
-        if not retired.is_linked:
-            self._await(lambda: communicator.state() != IN_PROGRESS, until)
+        until = time.monotonic() + self._rest_s
         if retired.stream is not None:
             # The revoke has waited for the thread that enqueues, so this is behind all kernels.
             ended = self._cuda.Event()
@@ -312,6 +329,8 @@ class Retirement:
             self._await(ended.query, until)
         retired.at_rest()
         retired.sources.clear()
+        if not retired.is_linked:
+            self._await(lambda: communicator.state() != IN_PROGRESS, until)
         return is_sound
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:
@@ -322,6 +341,13 @@ class Retirement:
 
     def _restless(self) -> TransportError:
         return TransportError(f"it did not come to rest within {self._rest_s:g} s")
+
+    def _keep(self, retired: Retired) -> None:
+        with self._lock:
+            self._all.remove(retired)
+            self.kept.append(retired.communicator)
+            self._frees_until = time.monotonic() + _FREES_S
+        logger.warning("the communicator of generation %d is at rest, and kept: %s", retired.generation, retired.why)
 
     def _doubt(self, retired: Retired, error: Exception) -> None:
         with self._lock:

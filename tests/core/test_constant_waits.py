@@ -69,6 +69,7 @@ INTERVALS = {
     "cluster/logs.py _DROP_S": "shortest time between two looks at how much each output has left",
     "cluster/logs.py _SOON_S": "the same at the end of a run",
     "cluster/logs.py _RETRY_S": "before a log that had an error is tried again; its text is kept",
+    "data_plane/nccl_communicator.py _FREES_S": "without overlap, while threads of NCCL end that look every 0.5 s",
     "cluster/out_of_memory.py _LOOK_S": "between two looks at a counter of the kernel",
     "cluster/monitor.py _INTERVAL_S": "between two reads of a trace that another process writes",
     "cluster/monitor.py _TEXTFILE_S": "between two versions of the file with metrics",

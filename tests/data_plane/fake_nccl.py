@@ -149,6 +149,7 @@ class World:
         self.may_revoke.set()
         self.free_s = 0.0
         """How long it takes to free a communicator."""
+        self.last_error = "remote process exited"
         self.ends_on_error = False
         """True: an error ends the kernel. A lost connection does not."""
         self.generation = 0
@@ -311,7 +312,7 @@ class Communicator:
 
     def get_last_error(self) -> str:
         self.world.count(self.position, "get_last_error")
-        return "remote process exited"
+        return self.world.last_error
 
     def revoke(self) -> None:
         self.world.count(self.position, "revoke")

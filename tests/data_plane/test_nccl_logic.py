@@ -209,7 +209,8 @@ def test_a_communicator_with_a_lost_connection_frees_its_scratch_and_is_aborted(
     assert all(each.destroyed.wait(60) for each in old) and not any(sums._retirement.num_in_doubt for sums in pair.sums)
 
 
-def test_a_connection_that_is_lost_before_nccl_was_asked_again_ends_the_kernel_and_keeps_the_communicator(pair: Pair) -> None:
+@pytest.mark.parametrize("said", ["remote process exited", "out of memory"])
+def test_an_error_before_nccl_was_asked_again_ends_the_kernel_and_keeps_the_communicator(said: str, pair: Pair) -> None:
     """A kernel that nobody stops holds up whatever waits for the device: a module that is loaded, memory that is freed.
 
     Seen on an H200: of 12 peers that were killed before a sum, the connections of 2 were lost so early, and the survivor
@@ -217,7 +218,7 @@ def test_a_connection_that_is_lost_before_nccl_was_asked_again_ends_the_kernel_a
     """
     pair.open()
     assert pair.sum()[0] == [None, None]
-    pair.world.hangs_on_error, pair.world.launch_s = True, 0.3
+    pair.world.hangs_on_error, pair.world.launch_s, pair.world.last_error = True, 0.3, said
     old = [pair.communicators(position)[0] for position in range(2)]
 
     def lose() -> None:
@@ -229,7 +230,8 @@ def test_a_connection_that_is_lost_before_nccl_was_asked_again_ends_the_kernel_a
     losing.start()
     outcomes, results = pair.sum()
     losing.join()
-    assert all(isinstance(outcome, TransportError) and "remote process exited" in str(outcome) for outcome in outcomes)
+    kind = DeviceError if "memory" in said else TransportError
+    assert all(isinstance(outcome, kind) and said in str(outcome) for outcome in outcomes)
     assert all(is_untouched(result) for result in results)
     pair.world.hangs_on_error, pair.world.launch_s = False, 0.005
     until(lambda: not any(each.running for each in old), "the kernels end")
@@ -241,6 +243,57 @@ def test_a_connection_that_is_lost_before_nccl_was_asked_again_ends_the_kernel_a
     assert not any(each.destroyed.is_set() for each in old)
     assert [len(sums._retirement.kept) for sums in pair.sums] == [1, 1]
     assert not any(sums._retirement.num_in_doubt for sums in pair.sums)
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_nccls_thread_that_does_not_end_is_ended_by_the_revoke(has_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a peer that is gone, and kernels before it on the stream run until then."""
+    with a_pair(SHORT) as pair:
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        pair.world.launch_s = 1.5  # longer than anybody waits for it
+        old = [pair.communicators(position)[0] for position in range(2)]
+        start = threading.Thread.start
+
+        def starts(thread: threading.Thread) -> None:
+            if not has_thread and thread.name == "nccl-retire":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", starts)
+
+        def revoke() -> None:
+            until(lambda: all(each.launching for each in old), "both enqueue")
+            for transport in pair.transports:
+                transport.revoke()
+
+        revoking = threading.Thread(target=revoke)
+        revoking.start()
+        outcomes, results = pair.sum()
+        revoking.join()
+        assert all(isinstance(outcome, Revoked) for outcome in outcomes)
+        assert all(is_untouched(result) for result in results)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        until(lambda: not any(each.running for each in old), "the kernels end")
+        pair.world.launch_s = 0.005
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        retirements = [sums._retirement for sums in pair.sums]
+        if has_thread:
+            until(lambda: all(len(each.kept) == 1 and not each.num_in_doubt for each in retirements), "kept, and at rest")
+            assert all(sums._scratch._spare for sums in pair.sums), "the scratch is given back"
+        else:
+            assert [each.num_in_doubt for each in retirements] == [1, 1]
+
+
+def test_overlap_waits_while_a_communicator_that_is_kept_may_free_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    retirement = pair.sums[0]._retirement
+    kept = nccl_communicator.Retired(1, nccl4py, None, (), lambda: None, 0.0)  # type: ignore[arg-type]
+    retirement._all.append(kept)
+    retirement._keep(kept)
+    assert retirement.is_busy(2)
+    monkeypatch.setattr(retirement, "_frees_until", time.monotonic())
+    assert not retirement.is_busy(2)
 
 
 def test_a_call_that_begins_while_a_revoke_retires_the_communicator_is_revoked(

@@ -8,7 +8,7 @@ import torch
 
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
 
-pytestmark = [pytest.mark.gpu, pytest.mark.finding("G12")]
+pytestmark = [pytest.mark.gpu, pytest.mark.finding("G12"), pytest.mark.xdist_group("timed")]
 SIZE, MICROBATCHES = 4096, 8
 LONG = 2_000_000_000
 """Cycles: about a second."""

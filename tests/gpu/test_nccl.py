@@ -10,6 +10,7 @@ import signal
 import zlib
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -43,13 +44,25 @@ def test_sums_over_generations(num_ranks: int, record_property: Callable[[str, o
                     assert seconds < NCCL_CONNECTS_S
 
 
+def retired(endpoint: Any, me: int) -> tuple[int, int]:
+    """How many communicators of this rank are in doubt, and how many are kept because a job was linked to them."""
+    retirement = endpoint._transport.__self__._retirement
+    return retirement.num_in_doubt, len(retirement.kept)
+
+
 @pytest.mark.finding("G3", "G4")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize("instant", ["before", "sent", "end"])
 @pytest.mark.parametrize("size", [MIB // 4, 4 * MIB, 64 * MIB])
 @pytest.mark.parametrize("members", [2, 3])
-def test_survivors_go_on(members: int, size: int, instant: str, number: signal.Signals) -> None:
-    """As tests/data_plane/test_kill_matrix.py; the communicator is warm, since making one together needs everyone."""
+def test_survivors_go_on(
+    members: int, size: int, instant: str, number: signal.Signals, record_property: Callable[[str, object], None]
+) -> None:
+    """As tests/data_plane/test_kill_matrix.py; the communicator is warm, since making one together needs everyone.
+
+    No survivor may be in doubt of a communicator: the kernels of the failed sum have ended, and what they may write was
+    given back only then (G3). Nothing here sees memory that is given back too early: tests/data_plane/test_nccl_logic.py.
+    """
     seed = zlib.crc32(f"{members} {size} {instant} {number}".encode())
     print(f"seed {seed}")
     victim = Random(seed).randrange(members)
@@ -58,6 +71,12 @@ def test_survivors_go_on(members: int, size: int, instant: str, number: signal.S
         run.sums(range(members), 4096, 1)
         assert all(outcome.right for outcome in run.outcomes(range(members)).values())
         survive(run, range(members), victim, size, Fault(instant, number))
+        survivors = [member for member in range(members) if member != victim]
+        run.tell(survivors, "call", retired, ())
+        found = [run.receive(survivor) for survivor in survivors]
+        assert not any(in_doubt for in_doubt, _ in found), found
+        if kept := sum(kept for _, kept in found):
+            record_property("communicators kept", kept)
 
 
 def one_device_each(rank: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from megatron_recover.trainer.host_copy import HostCopy, to_device
 from megatron_recover.trainer.in_work import InWork
 from tests.megatron.synchronisation import LARGE, train
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("timed")]
 LONG = 2_000_000_000
 """Cycles: about a second."""
 
