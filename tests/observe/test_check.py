@@ -903,6 +903,31 @@ def test_a_replica_is_lost_although_its_process_lives() -> None:
     assert _broken(run.finish().events) == {}
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "nodes", "goes_on", "is_found"),
+    [(13, True, False, False), (0, True, False, True), (13, False, False, True), (13, True, True, True)],
+)
+def test_the_end_of_a_node_is_not_asked_for_when_the_last_replicas_are_lost_with_it(
+    exit_code: int, nodes: bool, goes_on: bool, is_found: bool
+) -> None:
+    """A coordinator that had stood still found all nodes gone: their ranks had ended together (nemesis, seed 22)."""
+    run = traces.Run()
+    run.quiet_step()
+    run.roster, run.generation = (0, 1), 2
+    if nodes:
+        run.add(trace.NodeLost, node=2, name="n2", replicas=(2,), detail="its agent is gone")
+    run.add(trace.Generation, generation=2, roster=(0, 1), losses=(trace.Loss(replica=2, kind=LossKind.NODE_LOST),))
+    run.statuses({0: (), 1: ()}, lambda replica: ())
+    if goes_on:
+        run.roster, run.generation = (0,), 3
+        run.add(trace.Generation, generation=3, roster=(0,), losses=(trace.Loss(replica=1, kind=LossKind.NODE_LOST),))
+        run.add(trace.Fenced, replica=1, ranks=(0, 1))
+        run.statuses({0: ()}, lambda replica: ())
+    run.add(trace.RunFinished, exit_code=exit_code)
+    broken = _broken(run.events)
+    assert ("INV-5" in broken) == is_found, broken
+
+
 def results_of_an_outvoted_replica_are_committed(events: Events) -> int:
     """Nothing was withdrawn: the survivors held the old results, voted once more, and alike."""
     older = {"reduces": (), "computes": ()}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from megatron_recover import trace
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.history import History
@@ -72,16 +73,27 @@ class Promised(Rule):
 def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
     """Require that all ranks of a lost replica are confirmed dead or set aside at the end.
 
-    A run that was killed on request is not judged: nobody records the deaths.
+    A run that was killed on request is not judged: nobody records the deaths. Nor is the loss of a
+    node with which the last replicas were lost: nobody was left to wait until it has ended.
     """
     started, finished = history.first(trace.RunStarted), history.first(trace.RunFinished)
     if started is None or finished is None or finished.exit_code > 128 or gaps.of_launcher or gaps.of_agents:
         return
     dead = {(event.replica, rank) for _, event in history.of(trace.Fenced) for rank in event.ranks}
     dead |= {(event.replica, event.rank) for _, event in history.of(trace.SetAside)}
+    unseen = _lost_with_nodes_at_the_end(history) if finished.exit_code == ExitCode.NO_REPLICA_LEFT else frozenset()
     for replica, (line, _) in history.lost_at.items():
+        if replica in unseen:
+            continue
         if alive := [rank for rank in range(started.layout.num_ranks) if (replica, rank) not in dead]:
             yield line, f"replica {replica} was lost, and its ranks {alive} were never fenced"
+
+
+def _lost_with_nodes_at_the_end(history: History) -> frozenset[int]:
+    """Return the replicas that the last generation lost with their nodes."""
+    with_nodes = {replica for _, event in history.of(trace.NodeLost) for replica in event.replicas}
+    last = max(event.generation for _, event in history.of(trace.Generation))
+    return frozenset(replica for replica, (_, event) in history.lost_at.items() if event.generation == last) & with_nodes
 
 
 _OF_OTHERS = (
