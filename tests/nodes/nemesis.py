@@ -23,6 +23,7 @@ import concurrent.futures
 import contextlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,8 @@ from tests.nodes.proxy import Weather
 from tests.system.placing import hosted
 
 DEADLINE_S = 60.0
+WAITS = "and no rank of this node is left: it waits for the end of the job on "
+"""What node 0 says then (`cluster/coordinator_loss.py`)."""
 """A job ends so long after its last step, fault or loss, at the latest."""
 NODE_TIMEOUT_S = 2.0
 SHORT_S, LONG_S = (0.1, 1.0), (4.0, 6.0)
@@ -276,7 +279,7 @@ class Run:
         try:
             self._codes = self._end(living)
         except subprocess.TimeoutExpired as error:
-            return f"FAILED: no end within {DEADLINE_S:g} s of {error.cmd[0]}"
+            return f"FAILED: no end within {DEADLINE_S:g} s of {error.cmd}"
         watch.close()
         history = self.job.history()
         if faults := history.faults():
@@ -300,14 +303,25 @@ class Run:
         return "passed"
 
     def _end(self, living: Sequence[Node]) -> dict[str, int]:
-        """Wait for the ends of agents, as long as steps are applied or replicas lost; return their codes."""
+        """Wait for the ends of agents, as long as steps are applied or replicas lost; return their codes.
+
+        Node 0 without ranks and without a coordinator waits longer for a node that is silent, and says how to end that. Its
+        code is then that of the wait, not of the job, and is left out.
+        """
         while True:
             before = self._progress()
             try:
                 return self.job.end(living, DEADLINE_S)
             except subprocess.TimeoutExpired:
                 if self._progress() == before:
-                    raise
+                    break
+        others = [node for node in living if node.number]
+        if not (self._off and self.plan.empties_node_0 and WAITS in self.job.agents["n0"].text()):
+            raise subprocess.TimeoutExpired("an agent", DEADLINE_S)
+        codes = self.job.end(others, 0.0)
+        self.job.agents["n0"].send_signal(signal.SIGTERM)
+        code = self.job.end([self.network[0]], DEADLINE_S)["n0"]
+        return codes if code in {ExitCode.INTERRUPTED, ExitCode.NO_REPLICA_LEFT} else codes | {"n0": code}
 
     def _progress(self) -> tuple[object, int]:
         """Return what changes with every step and loss. A broken link between two nodes costs one replica after another."""
@@ -428,7 +442,9 @@ killed first, so that the writer is not beside the coordinator. Every run must m
   (`tests/nodes/names.py`: the product's grants and tracker, on a folder without a lock, with pauses of a writer before it
   asks for the right and between that and the rename; the lease is {leases} s);
 - what was applied is the sum of all microbatches, each once;
-- all agents that live end within {deadline_s:.0f} s of the last step, fault or loss, with codes that the faults allow;
+- all agents that live end within {deadline_s:.0f} s of the last step, fault or loss, with codes that the faults allow. Node 0
+  without ranks and without a coordinator waits longer for a node that has lost its power or its agent (at most
+  `--recover-deadline-s`). It is asked to end then, and must;
 - `megatron-recover check` finds no violation;
 - nothing is left in any node: no process, no port, no file in /dev/shm or /tmp.
 
