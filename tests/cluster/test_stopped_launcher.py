@@ -154,6 +154,8 @@ def test_inv_8_a_coordinator_that_stays_stopped_is_waited_for_until_the_deadline
     assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
     assert "no checkpoint: --save was not set" in outcome.output
     outcome.assert_exactly_once()
+    verdict = check(outcome.spec.run_dir)
+    assert verdict.holds, describe(verdict)
     job.assert_nothing_left()
 
 
@@ -168,6 +170,8 @@ def test_inv_8_a_launcher_whose_coordinator_is_stopped_for_good_ends_after_the_l
     assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
     assert "nothing was heard of the coordinator for " in outcome.output
     outcome.assert_exactly_once()
+    verdict = check(outcome.spec.run_dir)
+    assert verdict.holds, describe(verdict)
     job.assert_nothing_left()
 
 

@@ -1069,13 +1069,36 @@ def test_how_the_run_ended_is_said_beside_what_holds(exit_code: int, reason: str
     assert verdict.holds and describe(verdict).splitlines()[-1] == (f"{line}: {reason}" if reason else line)
 
 
+_SILENCE = trace.CoordinatorSilent(
+    replica=1, generation=2, phase="began", seconds=2.0, waits="", waiting_for=(), pid=9, state="T"
+)
+
+
 @pytest.mark.parametrize("code", [ExitCode.NO_REPLICA_LEFT, ExitCode.TOO_FEW_REPLICAS])
-def test_without_a_coordinator_a_job_ends_alone_as_without_replicas_and_no_other_way(code: int) -> None:
+@pytest.mark.parametrize(
+    ("signs", "is_lost"),
+    [
+        ([trace.CoordinatorLeft(reason="too few nodes are heard")], True),
+        ([trace.CoordinatorLost(replica=1, generation=2, step=1, reason="the link to it broke")], True),
+        ([_SILENCE], True),
+        ([_SILENCE, msgspec.structs.replace(_SILENCE, phase="over")], False),
+    ],
+    ids=["left", "lost", "silent", "heard again"],
+)
+def test_without_a_coordinator_a_job_ends_alone_as_without_replicas_and_no_other_way(
+    code: int, signs: list[trace.Event], is_lost: bool
+) -> None:
     events = traces.faulty_run().events
     events[-1] = msgspec.structs.replace(events[-1], exit_code=code)
     assert "INV-8" in _broken(events)
-    events.insert(-1, trace.CoordinatorLeft(reason="too few nodes are heard"))
-    assert ("INV-8" in _broken(events)) == (code != ExitCode.NO_REPLICA_LEFT)
+    events[-1:-1] = signs
+    assert ("INV-8" not in _broken(events)) == (is_lost and code == ExitCode.NO_REPLICA_LEFT)
+
+
+def test_a_run_that_ends_before_its_first_generation_is_judged() -> None:
+    events = [event for event in traces.quiet_run(1).events if isinstance(event, trace.RunStarted)]
+    events += [trace.Stopping(exit_code=13, reason="all died"), trace.RunFinished(exit_code=13)]
+    assert _broken(events) == {}
 
 
 def test_what_is_not_fenced_yet_is_no_violation_before_the_end() -> None:

@@ -16,15 +16,25 @@ from megatron_recover.observe.verify.rule import Finding, Findings, Rule, of_run
 NEVER_ALONE = (
     ExitCode.TOO_FEW_REPLICAS, ExitCode.POISONED_MICROBATCH, ExitCode.DIVERGED, ExitCode.NO_REPLICA_LEFT,
 )  # fmt: skip
-"""Exit codes that only the coordinator gives. It records `stopping` with them."""
+"""Exit codes that the coordinator gives. It records `stopping` with them. Nodes without a
+coordinator end with `NO_REPLICA_LEFT` by themselves."""
+
+
+def _is_coordinator_lost(history: History) -> bool:
+    """Return whether nodes may have ended without a coordinator.
+
+    It has given up, a replica took it for lost, or a replica has heard nothing of it to the end.
+    """
+    silent = {event.replica: event.phase for _, event in history.of(trace.CoordinatorSilent)}
+    return bool(history.of(trace.CoordinatorLeft) or history.of(trace.CoordinatorLost)) or "began" in silent.values()
 
 
 def honest_end(history: History, gaps: Gaps) -> Findings:
     """Require that the exit code agrees with the trace.
 
     - A run that was stopping ends with the exit code of a `stopping`, unless it was killed.
-    - A code of `NEVER_ALONE` comes with `stopping`, and `DIVERGED` with a `disagreed` event. After
-      `coordinator_left` the nodes end alone, with `NO_REPLICA_LEFT`.
+    - A code of `NEVER_ALONE` comes with `stopping`, and `DIVERGED` with a `disagreed` event.
+      Without a coordinator the nodes end alone, with `NO_REPLICA_LEFT`.
     - With code 0 no step after the last committed one was planned, and every survivor has committed
       the last step.
     - Steps and codes that gaps of the trace may explain are not judged.
@@ -35,7 +45,7 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
     line, ended = found[-1]
     stops = [event.exit_code for _, event in history.of(trace.Stopping)]
     killed_on_request = ended.exit_code > 128
-    never_alone = {*NEVER_ALONE} - ({ExitCode.NO_REPLICA_LEFT} if history.of(trace.CoordinatorLeft) else set())
+    never_alone = {*NEVER_ALONE} - ({ExitCode.NO_REPLICA_LEFT} if _is_coordinator_lost(history) else set())
     if stops and ended.exit_code not in stops and not killed_on_request:
         yield line, f"the run ended with exit code {ended.exit_code}, but was stopping with {stops[-1]}"
     elif not stops and ended.exit_code in never_alone and not gaps.of_launcher:

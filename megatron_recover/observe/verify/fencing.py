@@ -92,7 +92,7 @@ def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
 def _lost_with_nodes_at_the_end(history: History) -> frozenset[int]:
     """Return the replicas that the last generation lost with their nodes."""
     with_nodes = {replica for _, event in history.of(trace.NodeLost) for replica in event.replicas}
-    last = max(event.generation for _, event in history.of(trace.Generation))
+    last = max((event.generation for _, event in history.of(trace.Generation)), default=0)
     return frozenset(replica for replica, (_, event) in history.lost_at.items() if event.generation == last) & with_nodes
 
 
