@@ -58,7 +58,7 @@ class CoordinatorLoss:
         """True once the coordinator was reported as silent, until it is heard again."""
 
     def begin(self, why: str, *, has_begun: bool) -> None:
-        """Leave the ranks to themselves. Before training (`has_begun`), end the run."""
+        """Leave the ranks to themselves. Before training (not `has_begun`), end the run."""
         self.why = f"the coordinator is gone ({why})"
         if not has_begun:
             self._end(ExitCode.FAILED, f"{self.why} before training began")
@@ -69,14 +69,15 @@ class CoordinatorLoss:
         self._recording.says(f"{self.why}: training goes on to the next save point, and ends there")
         self._sign_at = self._loop.time() + self._deadlines.deadline_s / _SIGNS
 
-    def look(self, silent_s: float, *, is_gone: bool, own_pid: int | None = None) -> None:
+    def look(self, silent_s: float, *, is_gone: bool, has_begun: bool, own_pid: int | None = None) -> None:
         """Report a coordinator that is silent, and that it is heard again.
 
         `silent_s`: seconds since it was heard last. `is_gone`: the link to it has ended. On another
         node than its own, a coordinator that is silent for `--node-timeout` counts as gone until it
-        is heard again. `own_pid`: the process of a coordinator on this node. On any node, a
-        coordinator that is silent for `deadline_s` is given up once no rank is left here: one that
-        was heard would have ended the job.
+        is heard again. `has_begun`: training has begun, so ranks that live go on. `own_pid`: the
+        process of a coordinator on this node. On any node, a coordinator that is silent for
+        `deadline_s` is given up once no rank is left here: one that was heard would have ended the
+        job.
         """
         if not is_gone and silent_s >= self._deadlines.deadline_s and self._fences.is_nobody_left:
             self.has_given_up = True
@@ -87,7 +88,7 @@ class CoordinatorLoss:
             self._close_wait()
         if not self._job.nodes:
             return
-        if self.why and self._loop.time() >= self._sign_at and not self._fences.is_nobody_left:
+        if has_begun and self.why and self._loop.time() >= self._sign_at and not self._fences.is_nobody_left:
             self._say_it_goes_on()
         if not is_gone and (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
             self._is_cut_off = not self._is_cut_off

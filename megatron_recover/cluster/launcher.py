@@ -421,7 +421,8 @@ class Launcher:
             membership = self._joined.membership
             own = self._joined.coordinator
             self._loss.look(
-                membership.silent_s(), is_gone=membership.is_lost, own_pid=None if own is None else own.process.pid
+                membership.silent_s(), is_gone=membership.is_lost, has_begun=self.has_begun,
+                own_pid=None if own is None else own.process.pid,
             )  # fmt: skip
 
     def _spawn_all(self) -> None:
