@@ -391,7 +391,7 @@ class Launcher:
                     trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason, left=left)
                 )
             case FenceReplica(replica):
-                self._fence(replica)
+                self._fences.fence(replica)
             case DismissReplica(replica):
                 self._fences.dismiss(replica)
             case AskPart() | TellKnown() if self._others is not None:
@@ -523,9 +523,6 @@ class Launcher:
         said = self._starting.outputs[end.replica, end.rank].end
         loss, failing = self._ranks.loss(end, started=self._generation > 0, said=said)
         self._send(ReplicaGone(loss, failing))
-
-    def _fence(self, replica: int) -> None:
-        self._fences.fence(replica)
 
 
 def raise_descriptor_limit() -> None:
