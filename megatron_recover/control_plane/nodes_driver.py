@@ -141,6 +141,7 @@ class NodesDriver:
         self._start = JobStart(
             settings, self._agents, loop=loop, watch=self._watch, end=self.end, all_ready=self._run,
             refuse=lambda agent, mistake: self._end_everywhere(ExitCode.BAD_INPUT, agent, mistake),
+            end_of_too_few=lambda reason: self.end(ExitCode.TOO_FEW_REPLICAS, reason, too_few=True),
         )  # fmt: skip
         loop.after(self._deadlines.beat_s, self._tell_state)
 
@@ -180,15 +181,15 @@ class NodesDriver:
         """Stop listening. The links belong to the loop."""
         self._gate.close()
 
-    def end(self, exit_code: int, reason: str, *, at_once: bool = False) -> None:
-        """Tell all agents that the job is over. Only the first call has an effect."""
+    def end(self, exit_code: int, reason: str, *, at_once: bool = False, too_few: bool = False) -> None:
+        """Send `JobEnds` to all agents: the job is over. Only the first call has an effect."""
         if self.has_ended:
             return
         if self._stage is Stage.MEETING and exit_code == ExitCode.BAD_INPUT:
             self._tells_until = self._loop.time() + TELL_S
             self._loop.after(TELL_S, lambda: None)  # `is_done` changes then
         self._send_state()  # the last one
-        self._end = JobEnds(exit_code, reason, at_once)
+        self._end = JobEnds(exit_code, reason, at_once, too_few)
         self._start.stop()
         self._watch.stop()
         self._send_to(self._agents, self._end)

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
-from megatron_recover.cluster.meeting import MISSING_JOBS
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -621,20 +620,9 @@ def test_too_few_nodes_end_the_job_in_time_and_are_named(make_town: Make) -> Non
     town = make_town(join_s=0.3)
     agents = [Agent(town, number) for number in range(2)]
     town.until(lambda: all(agent.of(JobEnds) for agent in agents))
-    [end] = agents[0].of(JobEnds)
-    assert end.exit_code == ExitCode.TOO_FEW_REPLICAS
-    assert end.reason == (
-        "2 of 3 nodes were there after 0.3 s (n0, n1); run the same command on every node, or give --nnodes MIN:MAX"
-    )
-
-
-def test_where_a_file_names_the_endpoint_the_jobs_that_are_missing_are_to_be_looked_for_in_the_queue(make_town: Make) -> None:
-    town = make_town(join_s=0.3, if_too_few=MISSING_JOBS)
-    agents = [Agent(town, number) for number in range(2)]
-    town.until(lambda: all(agent.of(JobEnds) for agent in agents))
-    reasons = {agent.of(JobEnds)[0].reason for agent in agents}
-    assert reasons == {f"2 of 3 nodes were there after 0.3 s (n0, n1); {MISSING_JOBS}"}
-    assert all(word in MISSING_JOBS for word in ("held", "QOS", "another array", "squeue --array", "--shape allocation"))
+    reason = "2 of 3 nodes were there after 0.3 s (n0, n1)"
+    for agent in agents:
+        assert agent.of(JobEnds) == [JobEnds(ExitCode.TOO_FEW_REPLICAS, reason, too_few=True)]
 
 
 def test_a_job_starts_with_fewer_after_the_last_call_and_a_later_node_idles_until_its_end(make_town: Make) -> None:
