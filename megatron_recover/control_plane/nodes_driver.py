@@ -110,7 +110,6 @@ class NodesDriver:
         self._fenced: dict[int, set[int]] = {}
         """Replica -> numbers of the nodes that have confirmed its fence."""
         self._membership: CoordinatorDriver | None = None
-        self._exit_reason = ""
         self._are_launched = False
         self.was_joined = False
         """True once the agent of the coordinator's own node has introduced itself."""
@@ -316,8 +315,6 @@ class NodesDriver:
         self._are_launched = True
         self._watch.allow()
         self._membership.launched()
-        if self._exit_reason:
-            self._membership.ask_exit(self._exit_reason)
 
     # --- Running ----------------------------------------------------------------------------------
 
@@ -420,11 +417,12 @@ class NodesDriver:
             self._membership.fence_confirmed(replica)
 
     def _ask_exit(self, agent: Agent, reason: str) -> None:
-        """Have the job end after a common step. Before the ranks are launched, end it now."""
+        """Have the job end after a common step. Before generation 1, end it now."""
         if self._membership is None:
             self._end_everywhere(ExitCode.INTERRUPTED, agent, f"{reason} before training began")
-        else:
-            self._exit_reason = reason
+        elif not self._membership.generation:
+            self._membership.ask_exit(self._named(agent, reason))
+        else:  # the signals of all nodes are one request, so it names none of them
             self._membership.ask_exit(reason)
 
     def _failed(self, agent: Agent, exit_code: int, reason: str) -> None:

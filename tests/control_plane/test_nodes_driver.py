@@ -136,6 +136,17 @@ class Town:
 
     def start(self, hosts: list[list[int]], num_nodes: int = 3) -> list[Agent]:
         """Start a job whose nodes have these replicas, one leader each on the first of its nodes."""
+        agents = self.ready(hosts, num_nodes)
+        for agent in agents:
+            agent.say(NodeLaunched())
+        self.leaders: dict[int, list[Message]] = {}
+        for replica in range(self.num_replicas):
+            self._lead(replica)
+        self.until(lambda: all(agent.of(Roster) for agent in agents))
+        return agents
+
+    def ready(self, hosts: list[list[int]], num_nodes: int = 3) -> list[Agent]:
+        """Have the nodes of such a job told to start their ranks."""
         agents = self.meet(num_nodes)
         self.num_replicas = 1 + max(replica for replicas in hosts for replica in replicas)
         led: set[int] = set()
@@ -145,12 +156,6 @@ class Town:
             leaders = tuple((replica, f"a:{replica}") for replica in mine)
             agent.say(NodeReady(MembershipSettings(num_replicas=self.num_replicas), tuple(replicas), leaders))
         self.until(lambda: all(agent.of(Launch) for agent in agents))
-        for agent in agents:
-            agent.say(NodeLaunched())
-        self.leaders: dict[int, list[Message]] = {}
-        for replica in range(self.num_replicas):
-            self._lead(replica)
-        self.until(lambda: all(agent.of(Roster) for agent in agents))
         return agents
 
     def _lead(self, replica: int) -> None:
@@ -673,6 +678,15 @@ def test_a_signal_before_training_ends_the_job_and_names_the_node(make_town: Mak
         agents[1].say(EndAsked("SIGUSR1"))
         town.until(lambda agents=agents: all(agent.of(JobEnds) for agent in agents))
         assert agents[0].of(JobEnds) == [JobEnds(ExitCode.INTERRUPTED, "n1: SIGUSR1 before training began")]
+
+
+def test_a_signal_while_ranks_start_ends_the_job_and_names_the_node(make_town: Make) -> None:
+    town = make_town()
+    agents = town.ready([[0], [1], [2]])
+    agents[0].say(NodeLaunched())
+    agents[1].say(EndAsked("SIGUSR1"))
+    town.until(lambda: all(agent.of(JobEnds) for agent in agents))
+    assert agents[0].of(JobEnds) == [JobEnds(ExitCode.INTERRUPTED, "n1: SIGUSR1 before training began")]
 
 
 def test_a_person_kills_everything_on_all_nodes_at_once(make_town: Make) -> None:
