@@ -118,10 +118,16 @@ class CoordinatorLoss:
         if self._ended_together is not None:
             self._end(self._ended_together, f"{self.why}; the ranks of this node ended together")
         elif not self._waits_for_others(has_begun=has_begun):
-            # The others may train in a generation of which this node has not heard. Node 0 kills
-            # the coordinator, and ends what has not begun.
-            self.knows_end = has_begun or self._job.node == 0
+            self._note_end(has_begun=has_begun)
             self._end(ExitCode.NO_REPLICA_LEFT, f"{self.why}, and no rank of this node is left")
+
+    def _note_end(self, *, has_begun: bool) -> None:
+        """Note whether the end of this node is that of the job.
+
+        The others may train in a generation of which this node has not heard. Node 0 kills the
+        coordinator, and ends what has not begun.
+        """
+        self.knows_end = has_begun or self._job.node == 0
 
     def _waits_for_others(self, *, has_begun: bool) -> bool:
         """Return whether node 0 has to wait for the ends of nodes that train on.
@@ -151,9 +157,10 @@ class CoordinatorLoss:
             self._others.close()
             self._others, self.knows_end = None, True
 
-    def ended(self, end: ProcessEnd) -> None:
+    def ended(self, end: ProcessEnd, *, has_begun: bool) -> None:
         """Handle the end of a rank without a coordinator."""
         if end.status not in policy.ENDED_TOGETHER:
+            self._note_end(has_begun=has_begun)
             self._end(
                 ExitCode.NO_REPLICA_LEFT,
                 f"{self.why}, and replica {end.replica} rank {end.rank} ended by {end.cause}: the others cannot go on "

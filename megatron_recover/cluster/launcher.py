@@ -510,11 +510,11 @@ class Launcher:
         if end.replica in self._fences.dismissed and end.status == ExitCode.OK:
             return
         if self._loss.why and end.status in policy.ENDED_TOGETHER:
-            self._loss.ended(end)
+            self._loss.ended(end, has_begun=self.has_begun)
             return
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if self._loss.why:
-            self._loss.ended(end)
+            self._loss.ended(end, has_begun=self.has_begun)
             return
         if end.status == ExitCode.BAD_INPUT and not self._generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.

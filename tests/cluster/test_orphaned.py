@@ -57,7 +57,7 @@ def test_the_code_of_ranks_that_end_together_is_kept_until_their_deaths_are_conf
     loss = _loss(fences, ends, _facts())
     loss.begin("closed by the other end", has_begun=True)
     for rank, status in enumerate(statuses):
-        loss.ended(ProcessEnd(0, rank, status))
+        loss.ended(ProcessEnd(0, rank, status), has_begun=True)
         loss.end_alone(has_begun=True)
     assert not ends or ends == [ExitCode.NO_REPLICA_LEFT]
     fences.is_nobody_left = True
@@ -209,6 +209,18 @@ def test_a_node_whose_coordinator_was_silent_before_training_claims_no_end_of_th
     loss = _loss(fences, ends, _facts(nodes=("a", "b"), node=node))
     loss.look(60.0, is_gone=False, has_begun=has_begun)
     loss.end_alone(has_begun=has_begun)
+    assert ends == [ExitCode.NO_REPLICA_LEFT] and loss.knows_end == expected
+
+
+@pytest.mark.parametrize(("has_begun", "expected"), [(False, False), (True, True)])
+def test_a_node_whose_rank_gives_up_a_silent_coordinator_before_training_claims_no_end_of_the_job(
+    has_begun: bool, expected: bool
+) -> None:
+    ends: list[int] = []
+    fences: Any = SimpleNamespace(is_nobody_left=False)
+    loss = _loss(fences, ends, _facts(nodes=("a", "b"), node=1))
+    loss.look(20.0, is_gone=False, has_begun=has_begun)
+    loss.ended(ProcessEnd(0, 0, ExitCode.NO_REPLICA_LEFT), has_begun=has_begun)
     assert ends == [ExitCode.NO_REPLICA_LEFT] and loss.knows_end == expected
 
 
