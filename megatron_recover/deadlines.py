@@ -81,8 +81,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     the connection, and an honest peer dials again. Fixed: strangers must not hold a place for
     longer because a user is patient."""
     beat_s: float
-    """Time between two beats that the coordinator sends to a leader, which answers each. Nobody is
-    judged by beats."""
+    """Time between two beats that the coordinator sends to a leader, which answers each. The
+    answers renew the lease of `lease_s`, and no replica is removed for their absence. Also the time
+    between two beats of a node: the coordinator removes a node that sends nothing for `node_s`."""
     grace_s: float
     """Longest wait of the coordinator for the agent to see a death that would explain a member's
     request, if at most one generation without a committed step came before; later requests wait
@@ -106,10 +107,11 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of the agent for a killed process to take the signal. Then the launcher sets the
     process aside. The launcher waits as long for the process of `report_s` that it has killed."""
     node_s: float
-    """Longest silence of the coordinator before a leader on another host takes the coordinator for
-    lost. Also the longest wait of a replica for what only a lost coordinator could give it. Then
-    the replica ends (code 13). Fixed: a network heals in less, or not soon. With several nodes
-    `--node-timeout` gives it (`with_node`)."""
+    """Longest silence of a node before the coordinator removes the node, and of the coordinator
+    before a leader on another host takes the coordinator for lost. Until ranks are started, nodes
+    and coordinator wait for each other six times as long. Also the longest wait of a replica for
+    what only a lost coordinator could give it. Then the replica ends (code 13). Fixed: a network
+    heals in less, or not soon. With several nodes `--node-timeout` gives it (`with_node`)."""
     lease_s: float
     """Longest time for which a replica may begin to name a checkpoint without a new proof that it
     is a member. Fixed: a leader that is only slow answers beats in less."""
@@ -257,10 +259,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     Then the run ends with code 16."""
     deadline_s: float
     """The user's deadline. Longest wait of the launcher for the imports, for the dry run, and for
-    the first replica to be ready. Longest wait of a replica for a launcher that is stopped (code
-    13), and of members where nobody can be blamed. Longest time for which the work of a member
-    excuses the waits of others. A rank that hangs where nothing distinguishes a hang from slow work
-    is ended after this time, and so is a collective inside a replica."""
+    the first replica to be ready. Longest wait of a replica for a coordinator that is silent, such
+    as a stopped one (code 13), and of members where nobody can be blamed. Longest time for which
+    the work of a member excuses the waits of others. A rank that hangs where nothing distinguishes
+    a hang from slow work is ended after this time, and so is a collective inside a replica."""
 
     def with_node(self, node_s: float) -> Deadlines:
         """Return the waits of a job whose nodes are removed after `node_s` of silence.
@@ -407,7 +409,7 @@ ORDER = (
     Below("name_s", "grace_s", "the death of a rank that waits for a name still explains the requests of others"),
     Below("words_s", "follow_s", "a rank's last messages leave before anyone kills the rest of its replica"),
     Below("sigkill_s", "follow_s", "a rank that does not die of SIGKILL is named before the next member could be late"),
-    Below("silence_s", "follow_s", "a stopped launcher is named before a replica that it cannot fence gives itself up"),
+    Below("silence_s", "follow_s", "a silent coordinator is named before a replica that nobody can fence gives itself up"),
     Below("silence_s", "node_s", "a coordinator is reported as silent before it is taken for lost"),
     Below("node_s", "lease_s", "a silence that is too short to take anybody for lost lets no lease lapse"),
     Below("lease_s", "lapse_s", "a holder stops to name checkpoints before another one may begin"),

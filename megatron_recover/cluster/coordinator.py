@@ -3,6 +3,7 @@
 The agent of the node at which all nodes meet starts it, in a session of its own. It outlives that
 agent: the other nodes go on without it. It ends when:
 
+- no agent is left, also if the job is not over: nobody could carry anything out;
 - the job is over, and no agent is awaited any more, or `deadline_s` later;
 - it gives up, since too many links were reset at once (`control_plane/node_watch.py`);
 - the agent that has started it dies before it has introduced itself.

@@ -58,7 +58,7 @@ class CoordinatorLoss:
         """True once the coordinator was reported as silent, until it is heard again."""
 
     def begin(self, why: str, *, has_begun: bool) -> None:
-        """Leave the ranks to themselves. Before training (`has_begun`), end the run."""
+        """Leave the ranks to themselves. Before training (not `has_begun`), end the run."""
         self.why = f"the coordinator is gone ({why})"
         if not has_begun:
             self._end(ExitCode.FAILED, f"{self.why} before training began")
@@ -69,14 +69,15 @@ class CoordinatorLoss:
         self._recording.says(f"{self.why}: training goes on to the next save point, and ends there")
         self._sign_at = self._loop.time() + self._deadlines.deadline_s / _SIGNS
 
-    def look(self, silent_s: float, *, is_gone: bool, own_pid: int | None = None) -> None:
+    def look(self, silent_s: float, *, is_gone: bool, has_begun: bool, own_pid: int | None = None) -> None:
         """Report a coordinator that is silent, and that it is heard again.
 
         `silent_s`: seconds since it was heard last. `is_gone`: the link to it has ended. On another
         node than its own, a coordinator that is silent for `--node-timeout` counts as gone until it
-        is heard again. `own_pid`: the process of a coordinator on this node. On any node, a
-        coordinator that is silent for `deadline_s` is given up once no rank is left here: one that
-        was heard would have ended the job.
+        is heard again. `has_begun`: training has begun, so ranks that live go on. `own_pid`: the
+        process of a coordinator on this node. On any node, a coordinator that is silent for
+        `deadline_s` is given up once no rank is left here: one that was heard would have ended the
+        job.
         """
         if not is_gone and silent_s >= self._deadlines.deadline_s and self._fences.is_nobody_left:
             self.has_given_up = True
@@ -87,7 +88,7 @@ class CoordinatorLoss:
             self._close_wait()
         if not self._job.nodes:
             return
-        if self.why and self._loop.time() >= self._sign_at and not self._fences.is_nobody_left:
+        if has_begun and self.why and self._loop.time() >= self._sign_at and not self._fences.is_nobody_left:
             self._say_it_goes_on()
         if not is_gone and (silent_s >= self._deadlines.silence_s) != self._is_cut_off:
             self._is_cut_off = not self._is_cut_off
@@ -117,10 +118,16 @@ class CoordinatorLoss:
         if self._ended_together is not None:
             self._end(self._ended_together, f"{self.why}; the ranks of this node ended together")
         elif not self._waits_for_others(has_begun=has_begun):
-            # The others may train in a generation of which this node has not heard. Node 0 kills
-            # the coordinator, and ends what has not begun.
-            self.knows_end = has_begun or self._job.node == 0
+            self._note_end(has_begun=has_begun)
             self._end(ExitCode.NO_REPLICA_LEFT, f"{self.why}, and no rank of this node is left")
+
+    def _note_end(self, *, has_begun: bool) -> None:
+        """Note whether the end of this node is that of the job.
+
+        The others may train in a generation of which this node has not heard. Node 0 kills the
+        coordinator, and ends what has not begun.
+        """
+        self.knows_end = has_begun or self._job.node == 0
 
     def _waits_for_others(self, *, has_begun: bool) -> bool:
         """Return whether node 0 has to wait for the ends of nodes that train on.
@@ -150,9 +157,10 @@ class CoordinatorLoss:
             self._others.close()
             self._others, self.knows_end = None, True
 
-    def ended(self, end: ProcessEnd) -> None:
+    def ended(self, end: ProcessEnd, *, has_begun: bool) -> None:
         """Handle the end of a rank without a coordinator."""
         if end.status not in policy.ENDED_TOGETHER:
+            self._note_end(has_begun=has_begun)
             self._end(
                 ExitCode.NO_REPLICA_LEFT,
                 f"{self.why}, and replica {end.replica} rank {end.rank} ended by {end.cause}: the others cannot go on "

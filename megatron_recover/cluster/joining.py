@@ -17,7 +17,16 @@ import msgspec
 
 from megatron_recover.authentication.handshake import OTHER_PROTOCOL
 from megatron_recover.cluster import endpoint_file
-from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting, addresses_of, listened_at, only_here, owns_endpoint
+from megatron_recover.cluster.meeting import (
+    JOIN_S,
+    MISSING_JOBS,
+    MISSING_NODES,
+    Meeting,
+    addresses_of,
+    listened_at,
+    only_here,
+    owns_endpoint,
+)
 from megatron_recover.cluster.membership import LOOK_THERE, CoordinatorProcess, Joined, Membership, new_identity
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
@@ -40,7 +49,7 @@ _ANSWER_S = 5.0
 
 
 class NotMet(Exception):
-    """The job ends before it has begun, on all nodes."""
+    """This node has no part in the job, which may go on or begin without it."""
 
     def __init__(self, exit_code: int, reason: str, *, stops: bool = False) -> None:
         super().__init__(reason)
@@ -197,8 +206,6 @@ class Place:
             last_call_s=meeting.last_call_s, node_silence_s=meeting.node_s,
             deadlines=self._deadlines, ignored=self._request.numbers,
         )  # fmt: skip
-        if self._file is not None:
-            settings = msgspec.structs.replace(settings, if_too_few=MISSING_JOBS)
         events = ring.create(level=level)
         addresses = [format_address(each, meeting.port) for each in self._listened]
         try:
@@ -243,7 +250,7 @@ class Place:
                 end = end or NotMet(ExitCode.BAD_INPUT, mistake)
             if end is not None:
                 self._hang_up(joined)
-                raise self._advised(end)
+                raise self._advised(end, too_few=heard.too_few)
         return heard.met
 
     def _purpose(self, where: str, mistake: str) -> str:
@@ -276,12 +283,18 @@ class Place:
             )
         return None
 
-    def _advised(self, end: NotMet) -> NotMet:
-        """Return an end because nodes are missing with the reason, if that is the endpoint."""
-        is_only_here = self._file is None and all(map(reachable.is_loopback, self._endpoint))
+    def _advised(self, end: NotMet, *, too_few: bool) -> NotMet:
+        """Return an end because nodes are missing with what to do about it.
+
+        `too_few`: the coordinator has ended the job because too few nodes came. Where these are
+        jobs of an array, the next array would hold its nodes idle as long.
+        """
+        is_of_array = self._file is not None
+        advice = [MISSING_JOBS if is_of_array else MISSING_NODES] if too_few else []
+        is_only_here = not is_of_array and all(map(reachable.is_loopback, self._endpoint))
         if end.exit_code == ExitCode.TOO_FEW_REPLICAS and is_only_here:
-            return NotMet(end.exit_code, "; ".join((str(end), *only_here(self._meeting))))
-        return end
+            advice += only_here(self._meeting)
+        return NotMet(end.exit_code, "; ".join((str(end), *advice)), stops=end.stops or (too_few and is_of_array))
 
     def _remedy(self, otherwise: str) -> str:
         """Return what to change if no coordinator of this job is at the endpoint."""
@@ -339,15 +352,15 @@ class _Heard:
         self.gives_up = ""
         """The reason for which the coordinator has left the job to itself; empty if it has not."""
         self.is_idle = False
+        self.too_few = False
+        """True once the job has ended because too few nodes came."""
 
     def take(self, message: Message) -> None:
         match message:
             case Met():
                 self.met = message
             case JobEnds(exit_code, reason):
-                # The next array would hold its nodes idle as long. A run that has trained may end
-                # with the same code, but never for this reason.
-                self.end = NotMet(exit_code, reason, stops=reason.endswith(MISSING_JOBS))
+                self.end, self.too_few = NotMet(exit_code, reason), message.too_few
             case Idle(reason=reason):
                 self.is_idle = True
                 _say(self._if_idle or f"{reason}: this node waits for the end of the job")

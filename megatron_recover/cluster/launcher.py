@@ -391,7 +391,7 @@ class Launcher:
                     trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason, left=left)
                 )
             case FenceReplica(replica):
-                self._fence(replica)
+                self._fences.fence(replica)
             case DismissReplica(replica):
                 self._fences.dismiss(replica)
             case AskPart() | TellKnown() if self._others is not None:
@@ -421,7 +421,8 @@ class Launcher:
             membership = self._joined.membership
             own = self._joined.coordinator
             self._loss.look(
-                membership.silent_s(), is_gone=membership.is_lost, own_pid=None if own is None else own.process.pid
+                membership.silent_s(), is_gone=membership.is_lost, has_begun=self.has_begun,
+                own_pid=None if own is None else own.process.pid,
             )  # fmt: skip
 
     def _spawn_all(self) -> None:
@@ -509,11 +510,11 @@ class Launcher:
         if end.replica in self._fences.dismissed and end.status == ExitCode.OK:
             return
         if self._loss.why and end.status in policy.ENDED_TOGETHER:
-            self._loss.ended(end)
+            self._loss.ended(end, has_begun=self.has_begun)
             return
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if self._loss.why:
-            self._loss.ended(end)
+            self._loss.ended(end, has_begun=self.has_begun)
             return
         if end.status == ExitCode.BAD_INPUT and not self._generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.
@@ -522,9 +523,6 @@ class Launcher:
         said = self._starting.outputs[end.replica, end.rank].end
         loss, failing = self._ranks.loss(end, started=self._generation > 0, said=said)
         self._send(ReplicaGone(loss, failing))
-
-    def _fence(self, replica: int) -> None:
-        self._fences.fence(replica)
 
 
 def raise_descriptor_limit() -> None:

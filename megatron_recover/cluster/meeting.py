@@ -24,6 +24,8 @@ MISSING_JOBS = (
     "--rdzv-conf join_timeout=SECONDS in the launch line, or with --shape allocation, which starts all nodes at once"
 )
 """The next command where nodes that meet through a file are too few. They are jobs of an array."""
+MISSING_NODES = "run the same command on every node, or give --nnodes MIN:MAX"
+"""The next command where other nodes are too few."""
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):

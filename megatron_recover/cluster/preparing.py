@@ -117,5 +117,8 @@ class Preparation:
                 self._membership.note_silence()
                 self._end.fail(ExitCode.FAILED, silence)
         self._membership.note_silence()
-        self._end.begin(ExitCode.INTERRUPTED, "interrupted before training began")
+        here = f"{self._job.nodes[self._job.node].name}: " if self._job.nodes else ""
+        self._end.begin(
+            ExitCode.INTERRUPTED, f"{here}{self._end.signal_name} before training began"
+        )  # as the coordinator words it
         return None

@@ -40,6 +40,8 @@ class RunEnd:
         self._until = 0.0
         """Time of the loop's clock until which processes may end by themselves."""
         self._request = request
+        self.signal_name = ""
+        """Name of the signal that has requested the end; empty: none has."""
         self.num_signals = 0
         """Number of signals that have come."""
         self._kill: tuple[float, int] | None = None
@@ -143,6 +145,7 @@ class RunEnd:
             self._kill = self._loop.time() + timeout_s, number
         others = ", and of the launcher on each other node," if len(self._job.nodes) > 1 else ""
         at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`{others}"
+        self.signal_name = self.signal_name or name
         match self._request.take(number, at_terminal=at_terminal):
             case Answer.END if not self._has_begun():
                 self._says(f"{name}: ending before training has begun")

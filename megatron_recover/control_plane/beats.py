@@ -119,10 +119,17 @@ class CoordinatorWatch:
         self._waiting_since = self._loop.time()
         where = self._answer()
         self._record(trace.CoordinatorLost(replica=self._replica, generation=where.generation, step=where.step, reason=why))
-        self.speaker.say(
-            f"megatron-recover: the coordinator ({self._who()}) is lost, {why}; training goes on to the next save point and "
-            "ends there with exit code 15; a failure before that ends it with code 13 at the newest checkpoint"
-        )
+        if where.generation:
+            follows = (
+                "; training goes on to the next save point and ends there with exit code 15; a failure before that ends it "
+                "with code 13 at the newest checkpoint"
+            )  # fmt: skip
+        else:
+            follows = (
+                ", before training began; once all its ranks are there, this replica waits for the coordinator for "
+                f"{self._deadlines.node_s:g} s, and then ends with code 13"
+            )
+        self.speaker.say(f"megatron-recover: the coordinator ({self._who()}) is lost, {why}{follows}")
         self._lost(True)
 
     def _look(self) -> None:

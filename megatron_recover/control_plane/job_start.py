@@ -50,8 +50,6 @@ class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines
     ignored: tuple[int, ...] = ()
     """Signals that the agents handle, and the coordinator ignores."""
-    if_too_few: str = "run the same command on every node, or give --nnodes MIN:MAX"
-    """The next command, for the message that ends the job where fewer than `least` nodes came."""
 
 
 class JobStart:
@@ -65,17 +63,20 @@ class JobStart:
         loop: Loop,
         watch: NodeWatch,
         end: Callable[[int, str], None],
+        end_of_too_few: Callable[[str], None],
         refuse: Callable[[Agent, str], None],
         all_ready: Callable[[], None],
     ) -> None:
         """Wait for `settings.least` nodes from now on.
 
         - `end(exit_code, reason)` ends the job.
+        - `end_of_too_few(reason)` ends it because fewer than `settings.least` nodes came.
         - `refuse(agent, mistake)` ends it because of a node that does not fit.
         - `all_ready()` is called once, when every node that is used has sent `NodeReady`.
         """
         self._settings, self._agents, self._loop, self._watch = settings, agents, loop, watch
         self._end, self._refuse, self._all_ready = end, refuse, all_ready
+        self._end_of_too_few = end_of_too_few
         self.nodes: tuple[NodePlace, ...] = ()
         """The nodes that the job uses; empty until they have met."""
         self._job = secrets.randbits(63)
@@ -118,11 +119,9 @@ class JobStart:
         if self._is_over or self.nodes:
             return
         here = ", ".join(agent.hello.name for agent in self._agents)
-        self._end(
-            ExitCode.TOO_FEW_REPLICAS,
-            f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here}); "
-            + self._settings.if_too_few,
-        )
+        self._end_of_too_few(
+            f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here})"
+        )  # fmt: skip
 
     def _meet_if_owner_is_here(self) -> None:
         """Give each node its number, and tell all agents. Nodes beyond the most idle."""

@@ -264,6 +264,8 @@ class JobEnds(Value, frozen=True):
     reason: str
     at_once: bool = False
     """True: kill what is left without waiting."""
+    too_few: bool = False
+    """True: fewer nodes than the job needs were there when the wait for them was over."""
 
 
 class NodeState(Value, frozen=True):

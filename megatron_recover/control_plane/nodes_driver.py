@@ -110,7 +110,6 @@ class NodesDriver:
         self._fenced: dict[int, set[int]] = {}
         """Replica -> numbers of the nodes that have confirmed its fence."""
         self._membership: CoordinatorDriver | None = None
-        self._exit_reason = ""
         self._are_launched = False
         self.was_joined = False
         """True once the agent of the coordinator's own node has introduced itself."""
@@ -141,6 +140,7 @@ class NodesDriver:
         self._start = JobStart(
             settings, self._agents, loop=loop, watch=self._watch, end=self.end, all_ready=self._run,
             refuse=lambda agent, mistake: self._end_everywhere(ExitCode.BAD_INPUT, agent, mistake),
+            end_of_too_few=lambda reason: self.end(ExitCode.TOO_FEW_REPLICAS, reason, too_few=True),
         )  # fmt: skip
         loop.after(self._deadlines.beat_s, self._tell_state)
 
@@ -180,15 +180,15 @@ class NodesDriver:
         """Stop listening. The links belong to the loop."""
         self._gate.close()
 
-    def end(self, exit_code: int, reason: str, *, at_once: bool = False) -> None:
-        """Tell all agents that the job is over. Only the first call has an effect."""
+    def end(self, exit_code: int, reason: str, *, at_once: bool = False, too_few: bool = False) -> None:
+        """Send `JobEnds` to all agents: the job is over. Only the first call has an effect."""
         if self.has_ended:
             return
         if self._stage is Stage.MEETING and exit_code == ExitCode.BAD_INPUT:
             self._tells_until = self._loop.time() + TELL_S
             self._loop.after(TELL_S, lambda: None)  # `is_done` changes then
         self._send_state()  # the last one
-        self._end = JobEnds(exit_code, reason, at_once)
+        self._end = JobEnds(exit_code, reason, at_once, too_few)
         self._start.stop()
         self._watch.stop()
         self._send_to(self._agents, self._end)
@@ -315,8 +315,6 @@ class NodesDriver:
         self._are_launched = True
         self._watch.allow()
         self._membership.launched()
-        if self._exit_reason:
-            self._membership.ask_exit(self._exit_reason)
 
     # --- Running ----------------------------------------------------------------------------------
 
@@ -419,11 +417,12 @@ class NodesDriver:
             self._membership.fence_confirmed(replica)
 
     def _ask_exit(self, agent: Agent, reason: str) -> None:
-        """Have the job end after a common step. Before the ranks are launched, end it now."""
+        """Have the job end after a common step. Before generation 1, end it now."""
         if self._membership is None:
             self._end_everywhere(ExitCode.INTERRUPTED, agent, f"{reason} before training began")
-        else:
-            self._exit_reason = reason
+        elif not self._membership.generation:
+            self._membership.ask_exit(self._named(agent, reason))
+        else:  # the signals of all nodes are one request, so it names none of them
             self._membership.ask_exit(reason)
 
     def _failed(self, agent: Agent, exit_code: int, reason: str) -> None:

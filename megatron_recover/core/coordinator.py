@@ -11,7 +11,8 @@ Caller's contract
   order, before the next input.
 * A broken link to a leader is no input: the agent reports the end of the process as
   `ReplicaLost`, with the kind of `policy.loss_of`. A leader that sends an invalid message is
-  `ReplicaLost(SUSPECTED)`. If the agent is gone, the run fails.
+  `ReplicaLost(SUSPECTED)`.
+* If a node is gone or out of reach, feed one `NodeLost` with all replicas that have a rank there.
 * `Announce`: send `NewGeneration`, with the addresses that a leader does not know yet, to all
   leaders of its roster.
 * `Fence`: kill all ranks of the replica, for certain. Never wait for their end. Feed

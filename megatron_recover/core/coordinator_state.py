@@ -132,7 +132,7 @@ class CoordinatorState(Value, frozen=True):
 
 
 class Launched(Value, frozen=True):
-    """The launcher has started the processes of all replicas."""
+    """The agents of all nodes that live have started the processes of their ranks."""
 
 
 class ReplicaLost(Value, frozen=True):

@@ -72,7 +72,7 @@ def loss_of(status: int, *, started: bool, out_of_memory: bool = False) -> LossK
         return LossKind.CRASHED
     if status == ExitCode.INVARIANT_VIOLATED:
         return LossKind.INVARIANT_VIOLATED
-    if status == ExitCode.NO_REPLICA_LEFT:  # gave up waiting for a stopped launcher: no fault of training
+    if status == ExitCode.NO_REPLICA_LEFT:  # gave up waiting for the coordinator: no fault of training
         return LossKind.PROCESS_ENDED
     if status == ExitCode.OK and not started:
         return LossKind.ENDED_EARLY

@@ -409,7 +409,7 @@ def test_an_idle_node_leaves_by_a_signal_alone_and_one_of_the_job_ends_it_for_al
     for index in (0, 1):
         code, output = nodes.end_of(index)
         assert code == ExitCode.INTERRUPTED and "exit code 15 (interrupted)" in output, output
-    assert f"{socket.gethostname()}: SIGTERM before training began" in nodes.outputs[0].read_text()
+        assert f"{socket.gethostname()}: SIGTERM before training began" in output, output
     nodes.assert_nothing_left()
 
 

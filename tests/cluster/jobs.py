@@ -158,6 +158,10 @@ class _Hasty(Launcher):
     LATE = 60
     """So many that it may do what it likes meanwhile. It has also recorded something since it was thawed."""
 
+    def _make_parts(self) -> None:
+        super()._make_parts()
+        self._fence_now, self._fences.fence = self._fences.fence, self._fence_if_due  # type: ignore[method-assign]
+
     def _spawn_all(self) -> None:
         super()._spawn_all()
         self._news = Tail(self._job.run_dir / trace.EVENTS_FILE)
@@ -183,16 +187,16 @@ class _Hasty(Launcher):
                 late = [each for each, step in self._overdue.items() if step is not None and event.step >= step]
                 for replica in self._awake.intersection(late):
                     del self._overdue[replica]
-                    super()._fence(replica)
+                    self._fence_now(replica)
         self._loop.after(0.01, self._look)
 
-    def _fence(self, replica: int) -> None:
+    def _fence_if_due(self, replica: int) -> None:
         if replica not in self._overdue:
-            super()._fence(replica)
+            self._fence_now(replica)
 
     def _is_over(self) -> bool:
         for replica in self._overdue:  # the others were so fast that they have finished
-            super()._fence(replica)
+            self._fence_now(replica)
         self._overdue.clear()
         return super()._is_over()
 

@@ -24,7 +24,7 @@ from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Idle, Met, NodeHello
+from megatron_recover.control_plane.node_messages import Idle, JobEnds, Met, NodeHello
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver
 from megatron_recover.control_plane.wire import Message, listen
@@ -315,6 +315,20 @@ def test_too_few_jobs_of_an_array_end_a_chain_and_too_few_nodes_of_an_allocation
         )
     assert (end.value.exit_code, end.value.stops) == (ExitCode.TOO_FEW_REPLICAS, by_file)
     assert (MISSING_JOBS in str(end.value)) == by_file
+    assert ("run the same command on every node, or give --nnodes MIN:MAX" in str(end.value)) != by_file
+    assert all(word in MISSING_JOBS for word in ("held", "QOS", "another array", "squeue --array", "--shape allocation"))
+
+
+@pytest.mark.parametrize("too_few", [True, False])
+def test_no_wording_of_the_coordinator_decides_whether_an_array_is_told_to_stop(tmp_path: Path, too_few: bool) -> None:
+    """A run that has trained may end with the same code, and with any reason."""
+    publish(tmp_path / "endpoint", f"{HOST}:1")
+    (tmp_path / "endpoint.owner").touch()
+    place: Any = Place(_file_meeting(tmp_path, join_s=1), Deadlines.of(60.0), EndRequest())
+    heard: Any = joining._Heard()
+    heard.take(JobEnds(ExitCode.TOO_FEW_REPLICAS, "reason" if too_few else f"reason; {MISSING_JOBS}", too_few=too_few))
+    end = place._advised(heard.end, too_few=heard.too_few)
+    assert (str(end), end.stops) == (f"reason; {MISSING_JOBS}", too_few)
 
 
 def _unmet(place: Any, *, lost: str = "", refusal: str = "") -> str:

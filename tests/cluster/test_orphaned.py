@@ -57,7 +57,7 @@ def test_the_code_of_ranks_that_end_together_is_kept_until_their_deaths_are_conf
     loss = _loss(fences, ends, _facts())
     loss.begin("closed by the other end", has_begun=True)
     for rank, status in enumerate(statuses):
-        loss.ended(ProcessEnd(0, rank, status))
+        loss.ended(ProcessEnd(0, rank, status), has_begun=True)
         loss.end_alone(has_begun=True)
     assert not ends or ends == [ExitCode.NO_REPLICA_LEFT]
     fences.is_nobody_left = True
@@ -74,10 +74,10 @@ def test_a_coordinator_that_stays_silent_is_given_up_on_any_node_once_no_rank_is
     loss = _loss(fences, ends, _facts(nodes=nodes, node=node))
     for is_nobody_left, silent_s in ((False, 61.0), (True, 9.0)):
         fences.is_nobody_left = is_nobody_left
-        loss.look(silent_s, is_gone=False)
+        loss.look(silent_s, is_gone=False, has_begun=True)
         loss.end_alone(has_begun=True)
     assert not ends and not loss.has_given_up
-    loss.look(60.0, is_gone=False)
+    loss.look(60.0, is_gone=False, has_begun=True)
     loss.end_alone(has_begun=True)
     assert ends == [ExitCode.NO_REPLICA_LEFT] and loss.has_given_up
 
@@ -87,14 +87,14 @@ def test_a_signal_is_promised_what_becomes_of_it_with_a_coordinator_a_silent_one
     loss = _loss(fences, [], _facts(nodes=("a", "b"), node=1))
     together = "all replicas end after the same step, with a checkpoint if --save is set"
     assert loss.promise() == together
-    loss.look(2.0, is_gone=False)
+    loss.look(2.0, is_gone=False, has_begun=True)
     assert loss.promise() == f"once the coordinator is heard again, {together}"
-    loss.look(12.0, is_gone=False)
+    loss.look(12.0, is_gone=False, has_begun=True)
     assert loss.promise() == (
         "nothing was heard of the coordinator for 12 s, and without it no common step can be chosen; training ends at the next "
         "save point"
     )
-    loss.look(0.1, is_gone=False)
+    loss.look(0.1, is_gone=False, has_begun=True)
     assert loss.promise() == together
     loss.begin("closed by the other end", has_begun=True)
     assert loss.promise().startswith("the coordinator is gone (closed by the other end), and without it")
@@ -207,8 +207,20 @@ def test_a_node_whose_coordinator_was_silent_before_training_claims_no_end_of_th
     ends: list[int] = []
     fences: Any = SimpleNamespace(is_nobody_left=True)
     loss = _loss(fences, ends, _facts(nodes=("a", "b"), node=node))
-    loss.look(60.0, is_gone=False)
+    loss.look(60.0, is_gone=False, has_begun=has_begun)
     loss.end_alone(has_begun=has_begun)
+    assert ends == [ExitCode.NO_REPLICA_LEFT] and loss.knows_end == expected
+
+
+@pytest.mark.parametrize(("has_begun", "expected"), [(False, False), (True, True)])
+def test_a_node_whose_rank_gives_up_a_silent_coordinator_before_training_claims_no_end_of_the_job(
+    has_begun: bool, expected: bool
+) -> None:
+    ends: list[int] = []
+    fences: Any = SimpleNamespace(is_nobody_left=False)
+    loss = _loss(fences, ends, _facts(nodes=("a", "b"), node=1))
+    loss.look(20.0, is_gone=False, has_begun=has_begun)
+    loss.ended(ProcessEnd(0, 0, ExitCode.NO_REPLICA_LEFT), has_begun=has_begun)
     assert ends == [ExitCode.NO_REPLICA_LEFT] and loss.knows_end == expected
 
 
@@ -224,7 +236,7 @@ def test_a_signal_ends_the_wait_of_node_0_which_then_claims_no_end_of_the_job(ma
 def test_a_coordinator_that_is_heard_again_decides_again(make_waits: Callable[..., _Waits]) -> None:
     waits = make_waits(1)
     waits.loss.has_given_up = True  # it was only stopped
-    waits.loss.look(0.0, is_gone=False)
+    waits.loss.look(0.0, is_gone=False, has_begun=True)
     waits.turn()
     assert not waits.ends and not waits.loss.why and waits.loss.knows_end
 
@@ -236,8 +248,20 @@ def test_a_node_without_its_coordinator_shows_that_it_lives_more_often_than_othe
     loss.begin("closed by the other end", has_begun=True)
     for now in range(0, 60, 5):
         facts.now = now
-        loss.look(0.0, is_gone=True)
+        loss.look(0.0, is_gone=True, has_begun=True)
     assert len(facts.said) == 3 and len(set(facts.said)) == 1
+
+
+def test_a_node_whose_ranks_still_load_promises_no_training_when_its_coordinator_is_silent() -> None:
+    fences: Any = SimpleNamespace(is_nobody_left=False)
+    facts = _facts(nodes=("a", "b"), node=1)
+    loss = _loss(fences, [], facts)
+    for silent_s in (10.0, 11.0):
+        loss.look(silent_s, is_gone=False, has_begun=False)
+    assert loss.why and facts.said == ["nothing was heard of the coordinator for 10 s: this node may be cut off"]
+    loss.look(12.0, is_gone=False, has_begun=True)
+    [line] = facts.said[1:]
+    assert line.endswith("for 11 s: training goes on to the next save point, and ends there")
 
 
 def test_a_node_that_ends_alone_records_the_end_of_each_rank_that_nobody_had_fenced() -> None:

@@ -23,8 +23,9 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.membership import CoordinatorProcess, Joined, Membership
 from megatron_recover.cluster.preparing import Preparation
+from megatron_recover.cluster.run_end import RunEnd
 from megatron_recover.cluster.signals import EndRequest
-from megatron_recover.control_plane.node_messages import NodeHello
+from megatron_recover.control_plane.node_messages import EndAsked, NodeHello
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
@@ -113,7 +114,7 @@ def test_an_end_of_the_start_is_one_by_silence_only_if_nothing_was_heard(
 ) -> None:
     """A start that ends for another reason leaves a coordinator that is heard to itself."""
     ends: list[int] = []
-    end: Any = SimpleNamespace(is_requested=False, has_come=False)
+    end: Any = SimpleNamespace(is_requested=False, has_come=False, signal_name="SIGTERM")
     end.fail = end.begin = lambda code, reason: ends.append(code)
     unused: Any = None
 
@@ -124,12 +125,35 @@ def test_an_end_of_the_start_is_one_by_silence_only_if_nothing_was_heard(
         end.is_requested = how == "signal" and clock.now > 10.0 + NODE_S
 
     preparation = Preparation(
-        SimpleNamespace(nodes=("a",) if is_heard else ()), unused, unused, unused,  # type: ignore[arg-type]
+        SimpleNamespace(nodes=(SimpleNamespace(name="a"),) if is_heard else (), node=0), unused, unused, unused,  # type: ignore[arg-type]
         loop=clock, deadlines=DEADLINES, end=end, membership=membership, turn=turn,
     )  # fmt: skip
     assert preparation._until(lambda: None, lambda: "late") is None
     assert ends == [ExitCode.INTERRUPTED if how == "signal" else ExitCode.FAILED]
     assert membership.has_given_up == (not is_heard)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ()])
+def test_a_node_that_gets_a_signal_as_it_prepares_ends_with_the_line_that_the_others_get(
+    clock: Any, membership: Membership, names: tuple[str, ...]
+) -> None:
+    sent: list[Any] = []
+    request = EndRequest()
+    unused: Any = None
+    job: Any = SimpleNamespace(nodes=[SimpleNamespace(name=name) for name in names], node=1, shutdown_s=None)
+    end = RunEnd(
+        job, loop=clock, deadlines=DEADLINES, says=lambda line: None, send=sent.append, has_begun=lambda: False,
+        promise=unused, request=request,
+    )  # fmt: skip
+    preparation = Preparation(
+        job, unused, unused, unused, loop=clock, deadlines=DEADLINES, end=end, membership=membership, turn=unused
+    )
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        end._signalled(number)
+    assert preparation._until(lambda: None, lambda: "late") is None
+    assert sent == [EndAsked("SIGUSR2")]
+    assert end.exit_code == ExitCode.INTERRUPTED
+    assert end.reason == ("b: " if names else "") + "SIGUSR2 before training began"
 
 
 @pytest.mark.parametrize(("node", "has_given_up", "expected"), [(0, True, True), (1, True, False), (1, False, True)])

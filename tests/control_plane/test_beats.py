@@ -66,9 +66,10 @@ class Watched(Clocked):
     def __init__(self, deadline_s: float = 20.0) -> None:
         super().__init__()
         self.waits, self.given_up, self.lost, self.step, self.is_bound = "", list[str](), list[bool](), 7, False
+        self.generation = 1
         self.watch = CoordinatorWatch(
             0, loop=self.loop, deadlines=replace(DEADLINES, deadline_s=deadline_s),
-            answer=lambda: LeaderBeat(0, 1, self.step, (2,)), waits=lambda: self.waits, lost=self.lost.append,
+            answer=lambda: LeaderBeat(0, self.generation, self.step, (2,)), waits=lambda: self.waits, lost=self.lost.append,
             is_bound=lambda: self.is_bound,
             record=self.events.append, give_up=self.given_up.append,
         )  # fmt: skip
@@ -130,6 +131,19 @@ def test_a_silent_coordinator_that_is_not_seen_to_live_here_counts_as_lost_until
     ]
     watched.watch.heard()
     assert watched.lost == [True, False]
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_leader_that_loses_its_coordinator_before_training_promises_none(
+    watched: Watched, generation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(watched.watch.speaker, "say", said.append)
+    watched.generation, watched.waits = generation, "the first generation" if not generation else ""
+    watched.watch.heard(Beat(host_name(), NOWHERE, 0, 7, ()))
+    watched.run(DEADLINES.node_s + 5 * BEAT_S)
+    assert ("training goes on" in said[-1]) == bool(generation)
+    assert ("before training began" in said[-1] and "for 10 s, and then ends with code 13" in said[-1]) == (not generation)
 
 
 def test_inv_8_who_has_voted_without_a_coordinator_waits_briefly_though_it_is_heard_again(watched: Watched) -> None:
