@@ -36,7 +36,7 @@ def test_every_process_of_a_node_listens_at_its_address_and_at_ports_of_the_rang
                 local_addr=host, ports=(first, last - 1),
             )  # fmt: skip
             spec = Spec(
-                run_dir=str(tmp_path / "run"), replicas=2, ranks=2, steps=8, microbatches=4, meeting=meeting, slots=2,
+                run_dir=str(tmp_path / "run"), replicas=2, ranks=2, steps=200, microbatches=4, meeting=meeting, slots=2,
                 key_file=str(key),
             )  # fmt: skip
             output = stack.enter_context(open(tmp_path / f"{node}.out", "wb"))
