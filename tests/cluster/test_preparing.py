@@ -265,6 +265,7 @@ def test_a_coordinator_that_is_stopped_before_ranks_start_is_killed_and_other_no
         until_ended([coordinator], 10.0)
     texts = [(tmp_path / f"{node}.out").read_text() for node in range(2)]
     assert [each.poll() for each in nodes] == [ExitCode.FAILED] * 2, texts
-    assert all("nothing was heard of the coordinator" in text for text in texts), texts
+    is_silent = ["nothing was heard of the coordinator" in text for text in texts]
+    assert is_silent[0] and (is_silent[1] or "the coordinator is gone" in texts[1]), texts  # node 0 has killed it by then
     ends = [[event for _, event in trace.read(each) if isinstance(event, trace.RunFinished)] for each in folders]
-    assert [len(each) for each in ends] == [1, 0], "node 0 ends the start, and node 1 does not know that"
+    assert [len(each) for each in ends] == [1, not is_silent[1]], "node 0 ends the start, and node 1 does not know that"
