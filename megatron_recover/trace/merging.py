@@ -165,10 +165,11 @@ class MergedTrace:
         return {node.number: node.trouble for node in self._nodes if node.trouble}
 
     def lay_on_unread(self, places: Iterable[tuple[int, int]]) -> list[Gap]:
-        """Note which ranks (replica, rank) the run has; return the gaps of nodes without events.
+        """Note which ranks (replica, rank) the run has; return the gaps of ranks without events.
 
-        Ranks that have written nothing on any other node count as ranks of all such nodes. Called
-        after `first_pass`.
+        Ranks that have written nothing on any node count as ranks of all nodes whose traces are
+        absent or end early: these may end before the first events of their ranks. Called after
+        `first_pass`.
         """
         silent = set(places).difference(*(node.places for node in self._nodes))
         found: list[Gap] = []
@@ -176,6 +177,10 @@ class MergedTrace:
             if not node.is_readable:
                 node.lacks(silent, 0.0)
                 found += node.gaps
+            elif node.trouble:
+                early = [Gap(t=0.0, replica=replica, rank=rank, num_events=0, since=0.0) for replica, rank in sorted(silent)]
+                node.gaps += early
+                found += early
         return found
 
     def first_pass(self, on_cut: Callable[[int, str], None]) -> Iterator[tuple[int, AnyEvent]]:

@@ -167,6 +167,16 @@ def test_a_node_that_died_is_cut_short_and_later_steps_are_judged(tmp_path: Path
     assert "not judged are steps 1 to 2" in steps
 
 
+def test_a_node_whose_ranks_had_written_nothing_yet_is_judged_as_one_without_a_trace(tmp_path: Path) -> None:
+    """All its processes died at once, soon after its ranks had joined: its agent had written more than they."""
+    files = split(long_run())
+    files[2] = [event for event in files[2] if getattr(event, "replica", -1) < 0 and not isinstance(event, trace.RunFinished)]
+    late = [event for event in files[0] if event.h is not msgspec.UNSET][-1]
+    files[2].append(msgspec.structs.replace(files[2][-1], t=late.t, h=late.h))
+    verdict = verdict_of(tmp_path, files)
+    assert verdict.holds, verdict.violations
+
+
 @pytest.mark.parametrize("kept", [0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
 def test_a_trace_that_is_cut_anywhere_breaks_no_rule(kept: float, tmp_path: Path) -> None:
     """The lines of a living node were lost with its disk, say. Nothing that is missing there is held against anybody."""
