@@ -33,6 +33,7 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.flags import Parser
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.host.process_stat import cause_of
+from megatron_recover.megatron.launch.arguments import FUSED_GRADIENTS
 from megatron_recover.observe.report import plot
 from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.report.page import PAGE_FILE
@@ -81,7 +82,7 @@ def flags_without_kernels() -> list[str]:
     """Return flags that leave out the kernels of packages that are not installed."""
     if importlib.util.find_spec("transformer_engine") is None:
         return shlex.split(PLAIN_TORCH)
-    return [] if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else ["--no-gradient-accumulation-fusion"]
+    return [] if importlib.util.find_spec(FUSED_GRADIENTS) else ["--no-gradient-accumulation-fusion"]
 
 
 _SLOW = """\

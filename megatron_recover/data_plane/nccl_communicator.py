@@ -171,10 +171,9 @@ class Retired:
         self.generation, self.communicator, self.stream = generation, communicator, stream
         self.sources, self.at_rest, self.until = [*sources], at_rest, until
         self.is_at_rest = self.is_in_doubt = self.is_left = False
-        self.is_linked = False
-        """True if a job is linked to it when it is revoked: after that no call may look at it."""
-        self.why: Exception | None = None
-        """The error that came while the job was linked."""
+        self.why_linked: Exception | None = None
+        """The error that left a job linked to it as it is revoked: after that no call may look at
+        it. None: no job is linked."""
         self.may_destroy = threading.Event()
         self.has_ended = threading.Event()
         """Set when its thread calls NCCL no more."""
@@ -286,7 +285,7 @@ class Retirement:
             self._cuda.set_device(communicator.device)  # a new thread has device 0, where NCCL would make a context
             is_sound = has_kernels and self._bring_to_rest(retired)
             retired.is_at_rest = True
-            if retired.is_linked:
+            if retired.why_linked is not None:
                 self._keep(retired)
                 return
             retired.may_destroy.wait()
@@ -307,15 +306,15 @@ class Retirement:
         """Revoke the communicator, wait for it to rest, and give back what its kernels used.
 
         Wait first until NCCL has enqueued a sum that is pending. Return True, or False if the
-        revoke fails; the communicator can then only be aborted, or kept if it `is_linked`. Raises
-        TransportError if it does not come to rest or NCCL does not report its state.
+        revoke fails; the communicator can then only be aborted, or kept if a job is linked to it.
+        Raises TransportError if it does not come to rest or NCCL does not report its state.
         """
         communicator = retired.communicator
         try:
             job_until = time.monotonic() + self._rest_s / 8  # meanwhile its kernels hold up the device
             self._await(lambda: not communicator.is_pending or communicator.is_idle(), job_until)
         except (TransportError, DeviceError) as error:
-            retired.is_linked, retired.why = True, error
+            retired.why_linked = error
         is_sound = True
         try:
             communicator.revoke()
@@ -329,7 +328,7 @@ class Retirement:
             self._await(ended.query, until)
         retired.at_rest()
         retired.sources.clear()
-        if not retired.is_linked:
+        if retired.why_linked is None:
             self._await(lambda: communicator.state() != IN_PROGRESS, until)
         return is_sound
 
@@ -347,7 +346,7 @@ class Retirement:
             self._all.remove(retired)
             self.kept.append(retired.communicator)
             self._frees_until = time.monotonic() + _FREES_S
-        logger.warning("the communicator of generation %d is at rest, and kept: %s", retired.generation, retired.why)
+        logger.warning("the communicator of generation %d is at rest, and kept: %s", retired.generation, retired.why_linked)
 
     def _doubt(self, retired: Retired, error: Exception) -> None:
         with self._lock:

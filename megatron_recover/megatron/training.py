@@ -314,7 +314,8 @@ class _Training:
             num_ranks = self._context.num_ranks * self._context.num_replicas
             num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
             found += gpu_refusals(config, num_ranks=num_ranks, num_gpus=num_gpus, deterministic=args.deterministic_mode)
-            refuse(found + kernel_refusals(args, on_gpu=num_gpus > 0))
+            found += kernel_refusals(args, on_gpu=num_gpus > 0)
+            refuse(found)
             if self._context.dry_run:
                 used = -(-num_ranks // config.ranks_per_gpu)
                 for line in (*adapted, device_line(num_gpus=num_gpus, num_used=used)):

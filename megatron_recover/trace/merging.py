@@ -135,10 +135,12 @@ class _Node:
 
     def lacks(self, places: Iterable[tuple[int, int]], since: float) -> None:
         """Note that the events of some ranks (replica, rank), and of the agent, end at a time."""
-        self.gaps = [
-            Gap(t=since, replica=replica, rank=rank, num_events=0, since=since)
-            for replica, rank in [*sorted(places), (-1, -self.number)]
-        ]
+        self.gaps = _gaps([*sorted(places), (-1, -self.number)], since)
+
+
+def _gaps(places: Iterable[tuple[int, int]], since: float) -> list[Gap]:
+    """Return the gaps of ranks (replica, rank) whose events end at a time."""
+    return [Gap(t=since, replica=replica, rank=rank, num_events=0, since=since) for replica, rank in places]
 
 
 class MergedTrace:
@@ -178,7 +180,7 @@ class MergedTrace:
                 node.lacks(silent, 0.0)
                 found += node.gaps
             elif node.trouble:
-                early = [Gap(t=0.0, replica=replica, rank=rank, num_events=0, since=0.0) for replica, rank in sorted(silent)]
+                early = _gaps(sorted(silent), 0.0)
                 node.gaps += early
                 found += early
         return found

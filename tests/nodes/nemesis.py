@@ -47,9 +47,9 @@ from tests.nodes.proxy import Weather
 from tests.system.placing import hosted
 
 DEADLINE_S = 60.0
-WAITS = "and no rank of this node is left: it waits for the end of the job on "
-"""What node 0 says then (`cluster/coordinator_loss.py`)."""
 """A job ends so long after its last step, fault or loss, at the latest."""
+WAITS = "and no rank of this node is left: it waits for the end of the job on "
+"""What a node 0 without ranks and without a coordinator says (`cluster/coordinator_loss.py`)."""
 NODE_TIMEOUT_S = 2.0
 SHORT_S, LONG_S = (0.1, 1.0), (4.0, 6.0)
 """How long what ends again lasts: well below `NODE_TIMEOUT_S`, and well above."""
