@@ -86,7 +86,8 @@ class CoordinatorDriver:
         - `fence(replica)` begins to kill a replica.
         - `dismiss(replica)` notes that the replica leaves: its ranks end, which is no loss, or are
           killed.
-        - `on_end(exit_code, reason)` is called once, after the leaders were sent `Stop`.
+        - `on_end(exit_code, reason)` is called once, before the leaders are sent `Stop`. Otherwise an
+          agent could see a rank end by it, and count it as lost, before it knows of the end.
         - `on_generation(new)` is called after the leaders were sent a new generation.
         """
         self._loop, self._timers_s, self._record, self._on_end = loop, timers_s, record, on_end
@@ -314,9 +315,9 @@ class CoordinatorDriver:
     def _end(self, exit_code: int, reason: str) -> None:
         if exit_code != ExitCode.OK:
             self._record(trace.Stopping(exit_code=exit_code, reason=reason))
+        self._on_end(exit_code, reason)
         lost = {loss.replica for loss in self._state.losses}
         for replica, link in self._links.items():
             if replica not in lost:  # its node may be cut off, and would take this for the end of training there
                 self._loop.send(link, Stop(exit_code, reason))
         self._leaders.stop()
-        self._on_end(exit_code, reason)

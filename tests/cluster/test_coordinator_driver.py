@@ -35,11 +35,18 @@ class Town:
         self.membership = CoordinatorDriver(
             MembershipSettings(num_replicas=3), loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0),
             record=self.events.append, fence=lambda replica: None, dismiss=lambda replica: None,
-            on_end=lambda code, reason: None,
+            on_end=self.ended,
         )  # fmt: skip
         self.gate, self.address = gate_of(self.membership, self.loop)
         self.closed: list[Party] = []
         self.heard: list[tuple[Party, Message]] = []
+        self.heard_at_the_end: list[tuple[Party, Message]] | None = None
+
+    def ended(self, code: int, reason: str) -> None:
+        """What the leaders have heard when the nodes are told."""
+        for _ in range(20):
+            self.loop.run_once(0.01)
+        self.heard_at_the_end = [*self.heard]
 
     def call(self, me: Party, said: Hello, peer: int | None = None) -> OutgoingLink:
         link = call(self.address, me, COORDINATOR, patience_s=0.05)
@@ -114,6 +121,17 @@ def test_a_lost_replica_is_not_told_that_training_has_ended(town: Town) -> None:
     for _ in range(20):
         town.loop.run_once(0.01)
     assert {party.replica for party, message in town.heard if isinstance(message, Stop)} == {0, 1}
+
+
+def test_the_nodes_are_told_of_the_end_before_any_rank_can_end_by_it(town: Town) -> None:
+    """A rank that ends before its agent knows that the job is over is counted as lost."""
+    for replica in range(3):
+        town.call(Party(Role.LEADER, replica), Hello(replica, "f"))
+    town.turn(lambda: len(town.announced()) == 3)
+    town.membership.end(11, "one microbatch has ended two replicas")
+    town.turn(lambda: sum(isinstance(message, Stop) for _, message in town.heard) == 3)
+    assert town.heard_at_the_end is not None
+    assert not any(isinstance(message, Stop) for _, message in town.heard_at_the_end)
 
 
 def test_a_coordinator_rests_from_strangers_once_the_job_has_started(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
