@@ -27,7 +27,7 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 # Tests start hundreds of programs. Where the environment has PYTHONDONTWRITEBYTECODE, each would compile all that it imports.
 test: setup lint ## everything that CI runs
 	@$(PY) -m compileall -q megatron_recover tests
-	@$(PY) -m pytest -q -n 2 -m "not slow" --dist worksteal $(OTHERS) $(UNTIMED) $(NODES)/test_harness.py
+	@$(PY) -m pytest -q -n 3 -m "not slow" --dist worksteal $(OTHERS) $(UNTIMED) $(NODES)/test_harness.py
 	@$(PY) -m pytest -q -n 2 --dist worksteal $(TIMED) $(UNTIMED:%=--ignore=%)
 
 coverage: setup  ## branch coverage of the protocol by its own tests; fails below the floor (pyproject.toml)

@@ -86,8 +86,8 @@ class CoordinatorDriver:
         - `fence(replica)` begins to kill a replica.
         - `dismiss(replica)` notes that the replica leaves: its ranks end, which is no loss, or are
           killed.
-        - `on_end(exit_code, reason)` is called once, before the leaders are sent `Stop`. Otherwise an
-          agent could see a rank end by it, and count it as lost, before it knows of the end.
+        - `on_end(exit_code, reason)` is called once, before the leaders are sent `Stop`. An
+          agent could otherwise see a rank end by it, and count it as lost, before it knows.
         - `on_generation(new)` is called after the leaders were sent a new generation.
         """
         self._loop, self._timers_s, self._record, self._on_end = loop, timers_s, record, on_end
