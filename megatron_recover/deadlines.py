@@ -89,6 +89,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     request, if at most one generation without a committed step came before; later requests wait
     `follow_s`. Then the coordinator makes a generation with the same roster. Fixed: the agent sees
     a death within 0.1 s, and every repair that a member requests waits for this."""
+    gather_s: float
+    """Time that the coordinator waits for further newcomers once a member has vouched for one, so
+    that they join together. Fixed: it delays a join, and a step has to last longer than the whole
+    of it."""
     reset_s: float
     """Time after the reset of a node's link in which resets of others count as resets at the same
     time, before the coordinator removes the node. Fixed: what resets many links does it at once."""
@@ -319,6 +323,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             introduction_s=INTRODUCTION_S,
             beat_s=beat_s,
             grace_s=0.25,
+            gather_s=0.05,
             reset_s=0.05,
             name_s=0.1,
             silence_s=3 * beat_s,

@@ -103,6 +103,7 @@ class PackedStatus(Value, frozen=True):
     started: Runs
     finished: Runs
     """The finished microbatches of the journal, in its order, like `started`."""
+    state_digest: int | None
 
 
 class PackedStatuses(Value, frozen=True):
@@ -126,7 +127,7 @@ def packed_status(status: Status) -> PackedStatus:
         PackedWork(work.label, work.num_microbatches, runs(work.buckets), work.digests) if work is not None else None,
         tuple((runs(each.buckets), runs(each.microbatches)) for each in status.contributions),
         tuple((each.version, runs(each.buckets)) for each in status.complete),
-        status.committed, runs(status.journal.started), runs(status.journal.finished),
+        status.committed, runs(status.journal.started), runs(status.journal.finished), status.state_digest,
     )  # fmt: skip
 
 
@@ -142,7 +143,7 @@ def _status(message: PackedStatus, unpacker: _Unpacker) -> Status:
         Work(work.label, work.num_microbatches, ids(work.buckets), work.digests) if work is not None else None,
         tuple(Contribution(ids(buckets), ids(microbatches)) for buckets, microbatches in message.contributions),
         tuple(HeldVersion(version, ids(buckets)) for version, buckets in message.complete),
-        message.committed, Journal(ids(message.started), ids(message.finished)),
+        message.committed, Journal(ids(message.started), ids(message.finished)), message.state_digest,
     )  # fmt: skip
 
 

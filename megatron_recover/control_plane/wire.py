@@ -49,19 +49,24 @@ from megatron_recover.core.membership_messages import (
     Entered,
     Grant,
     Hello,
+    JoinRefused,
     Miscounted,
     Named,
+    NewcomerReady,
+    NewcomersProven,
     NewGeneration,
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
     ReplicaLeaving,
     ReplicaSaving,
+    TurnedAway,
 )
 from megatron_recover.core.rank_messages import (
     Apply,
     Begun,
     Close,
+    EnterTraining,
     Holds,
     Plan,
     Promise,
@@ -69,9 +74,11 @@ from megatron_recover.core.rank_messages import (
     RankBlocked,
     RankFailing,
     RankFinished,
+    StateDigested,
     Stop,
 )
-from megatron_recover.core.values import Commitment, Generation, ReplicaId, Shape, Status, Statuses, Value, Vote, Votes
+from megatron_recover.core.replica_state import Admission
+from megatron_recover.core.values import Claim, Commitment, Generation, ReplicaId, Shape, Status, Statuses, Value, Vote, Votes
 from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address, prepare
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -238,11 +245,11 @@ def encode(message: Message) -> bytes:
 
 Message = (
     RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat | FromAgent | ToAgent
-    | Plan | Close | Apply | Stop
-    | Begun | Promised | Holds | RankBlocked | RankFailing | RankFinished
-    | Vote | Votes | Status | Statuses
+    | Plan | Close | Apply | Stop | EnterTraining
+    | Begun | Promised | Holds | RankBlocked | RankFailing | RankFinished | StateDigested
+    | Vote | Votes | Status | Statuses | Claim | JoinRefused | Admission
     | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailing | ReplicaFinished
-    | Diverged | Miscounted | AddRequests | ReplicaLeaving | Grant | Named
+    | Diverged | Miscounted | AddRequests | ReplicaLeaving | Grant | Named | NewcomerReady | TurnedAway | NewcomersProven
     | StoreRequest | StoreAnswer | StoreRefusal
 )  # fmt: skip
 _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement

@@ -17,6 +17,8 @@ Caller's contract
   leaders of its roster.
 * `Fence`: kill all ranks of the replica, for certain. Never wait for their end. Feed
   `FenceConfirmed` once the end of all of them was seen.
+* `Form`: start the ranks of a newcomer, and link to its leader. Its end is a `ReplicaLost`.
+* `Refuse`: send `JoinRefused` to the leader of a newcomer.
 * `Give`: send the grant to the leader of its writer, behind all announcements before it.
 * `Ask(replica, requests)`: send `AddRequests(requests)` to the leader of that replica.
 * `LeaveJudged`: answer who asked for the leave; with an empty `replicas` also after a loss.
@@ -35,7 +37,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recover.core import generations, grants, lateness
+from megatron_recover.core import generations, grants, lateness, newcomers
 from megatron_recover.core.coordinator_state import (
     Announce,
     Arm,
@@ -48,6 +50,8 @@ from megatron_recover.core.coordinator_state import (
     ExitAsked,
     Fence,
     FenceConfirmed,
+    Form,
+    FormAsked,
     Give,
     Input,
     Launched,
@@ -57,6 +61,7 @@ from megatron_recover.core.coordinator_state import (
     NodeLost,
     OpenSave,
     Progressed,
+    Refuse,
     ReplicaLost,
     Setting,
     TimerFired,
@@ -74,11 +79,14 @@ from megatron_recover.core.membership_messages import (
     LossKind,
     Miscounted,
     Named,
+    NewcomerReady,
+    NewcomersProven,
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
     ReplicaLeaving,
     ReplicaSaving,
+    TurnedAway,
     Void,
 )
 from megatron_recover.core.policy import poisoned
@@ -87,8 +95,8 @@ from megatron_recover.core.vote import unite
 
 __all__ = [
     "Announce", "Arm", "Ask", "AtWork", "CoordinatorState", "Dismiss", "Effect", "EndJob", "ExitAsked", "Fence",
-    "FenceConfirmed", "Give", "Input", "Launched", "LeaveAsked", "LeaveJudged", "MembershipSettings", "NodeLost", "OpenSave",
-    "Progressed", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
+    "FenceConfirmed", "Form", "FormAsked", "Give", "Input", "Launched", "LeaveAsked", "LeaveJudged", "MembershipSettings",
+    "NodeLost", "OpenSave", "Progressed", "Refuse", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -108,8 +116,10 @@ def _on_launched(state: CoordinatorState, _: Launched) -> Step:
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
     """Record a ready replica. Arm `start` at the first. At the last, start or end the job."""
+    if state.generation:
+        return newcomers.on_hello(state, hello)
     known = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
-    if hello.replica in known or not 0 <= hello.replica < state.policy.num_replicas or state.generation:
+    if hello.replica in known or not 0 <= hello.replica < state.policy.num_replicas:
         return state, ()
     first = not state.hellos
     state = replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica)))
@@ -239,6 +249,10 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     ReplicaLeaving: _on_leaving,
     Progressed: lateness.on_progressed,
     AtWork: lateness.on_at_work,
+    FormAsked: newcomers.on_form_asked,
+    NewcomerReady: newcomers.on_ready,
+    TurnedAway: newcomers.on_turned_away,
+    NewcomersProven: newcomers.on_proven,
     Named: _on_named,
     FenceConfirmed: _on_fence_confirmed,
 }

@@ -12,6 +12,7 @@ from megatron_recover.core.grants import Ledger
 from megatron_recover.core.membership_messages import (
     Grant,
     Hello,
+    JoinRefused,
     LeaderMessage,
     Loss,
     NewGeneration,
@@ -19,7 +20,7 @@ from megatron_recover.core.membership_messages import (
     ReplicaFinished,
     Void,
 )
-from megatron_recover.core.values import Generation, ReplicaId, Value
+from megatron_recover.core.values import Claim, Generation, ReplicaId, Value
 
 
 class MembershipSettings(Value, frozen=True):
@@ -31,6 +32,8 @@ class MembershipSettings(Value, frozen=True):
     """Samples per training step and per microbatch, for messages. None: unknown, or they change."""
     nodes: tuple[tuple[ReplicaId, ...], ...] = ()
     """The replicas with ranks on each node of a job of several nodes; empty: all are on one."""
+    waits_for_newcomers: bool = False
+    """True if a job with fewer members than `min_replicas` continues while a newcomer forms."""
 
 
 class OpenSave(Value, frozen=True):
@@ -122,6 +125,18 @@ class CoordinatorState(Value, frozen=True):
     """Number of saves that have begun in the run."""
     finished: tuple[ReplicaFinished, ...] = ()
     """Replicas whose training loop is over, by replica, lost ones included."""
+    num_newcomers: int = 0
+    """Number of ids that were given to newcomers, from `policy.num_replicas` on."""
+    forming: tuple[ReplicaId, ...] = ()
+    """Newcomers that are not lost and not in the roster, ascending."""
+    joins: tuple[Claim, ...] = ()
+    """Claims of the unproven newcomers in `roster`, by replica."""
+    ready: tuple[Claim, ...] = ()
+    """Claims for which a member has vouched and that wait for the timer `gather`, by replica."""
+    joins_from: int = 0
+    """The first step in which the next join may begin."""
+    num_setbacks: int = 0
+    """Number of times in a row that unproven newcomers were removed."""
     grants: Ledger = Ledger()
     """The grants to name checkpoints (`core/grants.py`)."""
     over: bool = False
@@ -168,6 +183,12 @@ class LeaveAsked(Value, frozen=True):
     reason: str
 
 
+class FormAsked(Value, frozen=True):
+    """There is room for further replicas, which are to be formed as newcomers."""
+
+    num_newcomers: int
+
+
 class Progressed(Value, frozen=True):
     """A member's beat reports its first uncommitted step: all steps before it are committed."""
 
@@ -193,7 +214,7 @@ class FenceConfirmed(Value, frozen=True):
 
 Input = (
     LeaderMessage | Launched | ReplicaLost | NodeLost | TimerFired | ExitAsked | LeaveAsked | Progressed | AtWork
-    | FenceConfirmed
+    | FenceConfirmed | FormAsked
 )  # fmt: skip
 
 
@@ -210,6 +231,19 @@ class Fence(Value, frozen=True):
     """Kill all ranks of a replica that are left, without waiting for their end."""
 
     replica: ReplicaId
+
+
+class Form(Value, frozen=True):
+    """Start the ranks of a newcomer with this id, which was never used."""
+
+    replica: ReplicaId
+
+
+class Refuse(Value, frozen=True):
+    """Send `JoinRefused` to the leader of a newcomer."""
+
+    replica: ReplicaId
+    refused: JoinRefused
 
 
 class Ask(Value, frozen=True):
@@ -249,7 +283,7 @@ class Give(Value, frozen=True):
     grant: Grant
 
 
-Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s", "lapse_s"]
+Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s", "lapse_s", "gather_s"]
 """The name of a timer's length in `deadlines.Deadlines`. The driver knows the seconds."""
 
 
@@ -279,4 +313,4 @@ class EndJob(Value, frozen=True):
     reason: str
 
 
-Effect = Announce | Fence | Ask | LeaveJudged | Dismiss | Arm | Give | Waits | EndJob
+Effect = Announce | Fence | Form | Refuse | Ask | LeaveJudged | Dismiss | Arm | Give | Waits | EndJob

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core.blame import Evidence, own_deadlines, with_report
 from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Effect, Waits
+from megatron_recover.core.joining import older
 from megatron_recover.core.values import ReplicaId
 
 AT_WORK = "it reads data, compiles or computes, which excuses all waits until a step is committed"
@@ -22,8 +23,12 @@ def are_waits_excused(state: CoordinatorState) -> bool:
 
 
 def working(state: CoordinatorState) -> tuple[ReplicaId, ...]:
-    """Return the members that are at work; none while `is_excuse_over`."""
-    return () if state.is_excuse_over else tuple(replica for replica in state.at_work if replica in state.roster)
+    """Return the members that are at work; none while `is_excuse_over`.
+
+    The work of an unproven newcomer excuses nobody (`core/joining.py`).
+    """
+    members = older(state.roster, state.joins)
+    return () if state.is_excuse_over else tuple(replica for replica in state.at_work if replica in members)
 
 
 def excuse(state: CoordinatorState, members: tuple[ReplicaId, ...]) -> tuple[CoordinatorState, tuple[Effect, ...]]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from megatron_recover.core.joining import older, talkers, unproven
 from megatron_recover.core.replica_state import Effect, ReplicaPhase, ReplicaState, ToPeers
 from megatron_recover.core.tree import awaited, forward_to, neighbours
 from megatron_recover.core.values import ReplicaId, Status, Statuses, Votes
@@ -19,7 +20,9 @@ def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
     """
     if state.phase not in (ReplicaPhase.EXCHANGING, ReplicaPhase.VOTED):
         return ()
-    return awaited(state.roster, state.replica, heard_from(state), state.tree_above)
+    if state.phase is ReplicaPhase.EXCHANGING and state.replica in unproven(state):
+        return older(state.roster, state.joins)[:1]  # it sends the admission
+    return awaited(talkers(state), state.replica, heard_from(state), state.tree_above)
 
 
 def heard_from(state: ReplicaState) -> frozenset[ReplicaId]:
@@ -35,9 +38,9 @@ def heard_from(state: ReplicaState) -> frozenset[ReplicaId]:
 
 def direct_peers(state: ReplicaState) -> tuple[ReplicaId, ...]:
     """Return the members that get this replica's status and vote: all others; in a tree none."""
-    if len(state.roster) > state.tree_above:
+    if len(talkers(state)) > state.tree_above:
         return ()
-    return neighbours(state.roster, state.replica, state.tree_above)
+    return neighbours(talkers(state), state.replica, state.tree_above)
 
 
 def forwarded(state: ReplicaState, before: frozenset[ReplicaId], message: Statuses | Votes) -> tuple[Effect, ...]:
@@ -46,8 +49,9 @@ def forwarded(state: ReplicaState, before: frozenset[ReplicaId], message: Status
     `before` are the members heard from earlier. The parent receives `message` once this replica and
     all members below have made theirs. The children receive it once all members have.
     """
-    to = forward_to(state.roster, state.replica, heard_from(state), state.tree_above)
-    return (ToPeers(to, message),) if to and to != forward_to(state.roster, state.replica, before, state.tree_above) else ()
+    roster = talkers(state)
+    to = forward_to(roster, state.replica, heard_from(state), state.tree_above)
+    return (ToPeers(to, message),) if to and to != forward_to(roster, state.replica, before, state.tree_above) else ()
 
 
 def newest_of_each(known: tuple[Status, ...], said: tuple[Status, ...]) -> tuple[Status, ...]:

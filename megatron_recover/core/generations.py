@@ -16,18 +16,21 @@ from megatron_recover.core.alike import described, differences
 from megatron_recover.core.coordinator_state import (
     Announce,
     Arm,
+    Ask,
     CoordinatorState,
     Effect,
     EndJob,
     Fence,
     Give,
     LeaveJudged,
+    Refuse,
     Setting,
 )
-from megatron_recover.core.excuses import after_progress, are_waits_excused, with_waits
+from megatron_recover.core.excuses import after_progress, are_waits_excused, with_waits, without_evidence
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.joining import older
 from megatron_recover.core.leaving import kept
-from megatron_recover.core.membership_messages import Loss, NewGeneration
+from megatron_recover.core.membership_messages import JoinRefused, Loss, NewGeneration
 from megatron_recover.core.policy import all_finished, nobody_left, poisoned
 from megatron_recover.core.request import TOO_FEW
 from megatron_recover.core.values import ReplicaId
@@ -69,13 +72,14 @@ def start_when_complete(state: CoordinatorState) -> Step:
 def announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, left: tuple[ReplicaId, ...] = ()) -> Step:
     """Make the next generation, or end the job if the roster is empty or has finished.
 
-    With fewer members than `min_replicas`, the generation requests the exit.
+    With fewer members than `min_replicas`, the generation requests the exit, unless the job waits
+    for a newcomer. Claims that wait are refused: they are of the generation before.
     """
     if not state.roster:
         return _nobody_left(state)
     if {item.replica for item in state.finished} >= set(state.roster):
         return finish(state)
-    if len(state.roster) < state.policy.min_replicas:
+    if len(older(state.roster, state.joins)) < state.policy.min_replicas and not _may_grow(state):
         state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
     generation, follow = state.generation + 1, f"follow {state.generation + 1}"
     state = replace(
@@ -89,16 +93,31 @@ def announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, lef
         reason_excused_by=(),
         excused=bool(losses or left or state.reason_excused_by) or are_waits_excused(state),
     )
-    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void, left)
+    new = NewGeneration(
+        generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void, left, state.joins
+    )
     state, gift = give_next(state, state.grants)
-    return state, (Announce(new), Arm(follow, "follow_s"), *gift)
+    state, refusals = refuse_ready(state, f"generation {generation} was made before")
+    return state, (Announce(new), Arm(follow, "follow_s"), *gift, *refusals)
+
+
+def refuse_ready(state: CoordinatorState, reason: str) -> Step:
+    """Refuse all claims that wait: their newcomers may claim a later state."""
+    refusals = tuple(Refuse(claim.replica, JoinRefused(claim.label, reason)) for claim in state.ready)
+    return replace(state, ready=()), refusals
+
+
+def _may_grow(state: CoordinatorState) -> bool:
+    """Return whether a job with too few members waits for newcomers, and there are some."""
+    return state.policy.waits_for_newcomers and bool(state.forming or state.joins)
 
 
 def remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
     """Remove replicas for good, fence them, and make a generation without them or end the job.
 
     Ignore replicas that are lost already. Drop all evidence. Before generation 1, wait until every
-    other replica is ready or lost.
+    other replica is ready or lost. Newcomers alone change nothing for the members, and outside the
+    roster make no generation.
     """
     gone = {loss.replica for loss in state.losses} | {*state.left}
     done = {item.replica for item in state.finished}
@@ -112,12 +131,16 @@ def remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> St
         state,
         losses=(*state.losses, *losses),
         hellos=tuple(item for item in state.hellos if item.replica not in out),
-        evidence_from=state.generation + 1,
     )
-    state = after_progress(state)
+    if out <= {*state.forming, *(claim.replica for claim in state.joins)}:
+        state, effects = _remove_newcomers(state, losses, reason)
+        return state, fences + effects
+    state = after_progress(replace(state, evidence_from=state.generation + 1))
     if not state.generation:
         state, effects = start_when_complete(state)
         return state, fences + effects
+    if out & {claim.replica for claim in state.joins}:
+        state = set_back(state)
     before, state = state, without(state, out)
     verdict = poisoned(state.failing, state.losses, state.policy.samples)
     if verdict:
@@ -130,12 +153,48 @@ def remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> St
     return state, fences + effects
 
 
+def _remove_newcomers(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
+    """Remove newcomers alone; make a generation if one of them is in the roster.
+
+    Nothing that is known of the members changes, and what they request is still open. Later joins
+    back off.
+    """
+    before, state = state, without(state, {loss.replica for loss in losses})
+    if before.roster != state.roster:
+        # There was no trouble when they joined, so what was reported since is about them.
+        state = replace(set_back(without_evidence(state)), evidence_from=state.generation + 1)
+        return announce(state, losses, reason)
+    if _may_grow(before) and not _may_grow(state) and len(state.roster) < state.policy.min_replicas:
+        # Nobody has to enter a generation for this: the next record carries the request.
+        state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
+        return state, (Ask(state.roster[0], (TOO_FEW,)),)
+    return state, ()
+
+
+def members(state: CoordinatorState) -> tuple[ReplicaId, ...]:
+    """Return the members that are judged: without the unproven newcomers, if there are others."""
+    return older(state.roster, state.joins)
+
+
+def set_back(state: CoordinatorState) -> CoordinatorState:
+    """Return the state after unproven newcomers were removed: later joins back off."""
+    wait = 2 ** min(state.num_setbacks, _MOST_DOUBLINGS)
+    return replace(state, num_setbacks=state.num_setbacks + 1, joins_from=max(state.joins_from, state.step + 1) + wait)
+
+
+_MOST_DOUBLINGS = 6
+"""After each setback in a row joins wait twice as many steps, up to 2 to the power of this."""
+
+
 def without(state: CoordinatorState, out: Collection[ReplicaId]) -> CoordinatorState:
     """Return the state with these replicas removed from the roster, and their saves forgotten."""
     return replace(
         state,
         roster=tuple(replica for replica in state.roster if replica not in out),
         saves=tuple(save for save in state.saves if save.replica not in out),
+        forming=tuple(replica for replica in state.forming if replica not in out),
+        joins=tuple(claim for claim in state.joins if claim.replica not in out),
+        ready=tuple(claim for claim in state.ready if claim.replica not in out),
     )
 
 

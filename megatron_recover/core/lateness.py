@@ -49,6 +49,7 @@ Note [Timers]
       `follow` runs out for members at work alone. It counts until a step is committed or a replica
       is lost. After it (the user's deadline) work excuses nobody, and `trouble` starts with the
       next request.
+    - `gather` makes a generation with the newcomers that are ready (`core/joining.py`).
     - `undecided` starts with the first generation, after `trouble` ran out, for which the evidence
       names nobody. It counts as long as `trouble`. It ends the job after the user's deadline.
     - `save` makes an overdue save evidence against the member. If no other save is in progress, it
@@ -67,7 +68,7 @@ import functools
 
 from msgspec.structs import replace
 
-from megatron_recover.core import generations, grants
+from megatron_recover.core import generations, grants, newcomers
 from megatron_recover.core.blame import culprit, on_its_nodes, own_deadlines, with_missed_deadline, with_report
 from megatron_recover.core.coordinator_state import Arm, AtWork, CoordinatorState, OpenSave, Progressed, TimerFired, Waits
 from megatron_recover.core.excuses import (
@@ -86,7 +87,7 @@ from megatron_recover.core.membership_messages import Entered, Loss, LossKind, R
 
 def on_entered(state: CoordinatorState, entered: Entered) -> Step:
     """Record a member's entry, its unexcused waits and its step. A newer step drops evidence."""
-    if entered.generation != state.generation or entered.replica not in state.roster:
+    if entered.generation != state.generation or entered.replica not in generations.members(state):
         return state, ()
     state = _reached(state, entered.step)
     if entered.waited_for and not state.excused:
@@ -101,7 +102,7 @@ def on_entered(state: CoordinatorState, entered: Entered) -> Step:
 
 def on_progressed(state: CoordinatorState, progressed: Progressed) -> Step:
     """Drop all evidence if the member's beat shows that a step was committed since."""
-    return (_reached(state, progressed.step) if progressed.replica in state.roster else state), ()
+    return (_reached(state, progressed.step) if progressed.replica in generations.members(state) else state), ()
 
 
 def _reached(state: CoordinatorState, step: int) -> CoordinatorState:
@@ -179,6 +180,8 @@ def on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
         return generations.end(
             state, ExitCode.FAILED, f"{why}; the evidence names nobody at fault: read why each generation was made"
         )
+    if expired.timer == f"gather {state.generation}" and state.ready:
+        return newcomers.gathered(state)
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
     if expired.timer == state.start and not state.generation:
@@ -200,7 +203,7 @@ def _followed_late(state: CoordinatorState) -> Step:
     If all late ones are at work, excuse them. If nobody has entered, report that. In both cases arm
     `follow` again. Do nothing if nobody is late.
     """
-    late = tuple(replica for replica in state.roster if replica not in state.entered)
+    late = tuple(replica for replica in generations.members(state) if replica not in state.entered)
     at_work = tuple(replica for replica in working(state) if replica in late) if state.entered else ()
     gone = tuple(replica for replica in late if replica not in at_work)
     if gone and state.entered:
@@ -232,8 +235,10 @@ def _same_roster(state: CoordinatorState) -> Step:
     """Make a generation of the same roster, or `_blame` if `trouble` ran out unexcused (INV-9)."""
     if state.saves:
         return generations.announce(state, (), state.reason)
-    state = replace(state, fruitless=state.fruitless + 1)
     at_work = tuple(sorted({*state.reason_excused_by, *working(state)}))
+    if state.joins and not at_work and generations.members(state) != state.roster:
+        return newcomers.without_unproven(state)
+    state = replace(state, fruitless=state.fruitless + 1)
     if at_work and not own_deadlines(state.evidence).pairs:
         state, effects = generations.announce(state, (), state.reason)
         state, excuses = excuse(state, at_work)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 
-from megatron_recover.core.values import Generation, MicrobatchId, ReplicaId, Value
+from megatron_recover.core.values import Claim, Generation, MicrobatchId, ReplicaId, Value
 
 
 class LossKind(enum.Enum):
@@ -75,6 +75,9 @@ class NewGeneration(Value, frozen=True):
     left: tuple[ReplicaId, ...] = ()
     """Members of the previous generation that have left as requested, ascending. They are no losses
     (`core/leaving.py`)."""
+    joins: tuple[Claim, ...] = ()
+    """Claims of the newcomers in `roster`, by replica. Their common plan admits them or turns them
+    away (`core/joining.py`)."""
 
 
 class AddRequests(Value, frozen=True):
@@ -96,6 +99,19 @@ class Grant(Value, frozen=True):
     """The generation in which the grant was given."""
     writer: ReplicaId
     """The only replica that may use the grant."""
+
+
+class JoinRefused(Value, frozen=True):
+    """The answer to a newcomer that it cannot join with its claim for the step `label`.
+
+    It comes from the member that was asked or from the coordinator. The newcomer may read the state
+    of a later step.
+    """
+
+    label: str
+    reason: str
+    generation: Generation = 0
+    """The generation that the coordinator announced with the claim; 0: there is none."""
 
 
 # --- From a leader to the coordinator -------------------------------------------------------------
@@ -152,6 +168,34 @@ class ReplicaLeaving(Value, frozen=True):
     generation: Generation
 
 
+class NewcomerReady(Value, frozen=True):
+    """A member vouches for a newcomer: it has begun the step of `claim`, with an equal digest."""
+
+    replica: ReplicaId
+    generation: Generation
+    step: int
+    """The step that `claim.label` names."""
+    claim: Claim
+
+
+class TurnedAway(Value, frozen=True):
+    """The common plan of `generation` does not admit these newcomers. No generation is needed."""
+
+    replica: ReplicaId
+    generation: Generation
+    newcomers: tuple[ReplicaId, ...]
+    """Ascending. `replica` itself if it is a newcomer that cannot go on without older members."""
+    reason: str
+
+
+class NewcomersProven(Value, frozen=True):
+    """The first step with these newcomers is committed: they are members like any other."""
+
+    replica: ReplicaId
+    generation: Generation
+    newcomers: tuple[ReplicaId, ...]
+
+
 class Named(Value, frozen=True):
     """A replica has ended its attempt to name a checkpoint under the grant `number`."""
 
@@ -204,5 +248,5 @@ class ReplicaFinished(Value, frozen=True):
 
 LeaderMessage = (
     Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaLeaving | ReplicaFailing | Diverged | Miscounted
-    | ReplicaFinished | Named
+    | ReplicaFinished | Named | NewcomerReady | TurnedAway | NewcomersProven
 )  # fmt: skip

@@ -20,6 +20,8 @@ Caller's contract
   - `Close`: the one queued order that never becomes `state.taken`. Look for `Close` at the head of
     the queue before `Take`. The pass ends with the microbatches that are known.
   - `Apply`: the results are the gradient now. Continue with the next step.
+  - `EnterTraining`: begin training at the step, whose state this rank has read; a rank that has
+    begun already continues. Only newcomers are ordered this (`core/joining.py`).
   - `Stop`: end.
 
 * A result counts if and only if it is in `state.held` after `Hold`. Otherwise drop the result.
@@ -64,6 +66,7 @@ from megatron_recover.core.rank_messages import (
     Begun,
     Close,
     CloseAsked,
+    EnterTraining,
     Holds,
     Order,
     PassTimed,
@@ -75,6 +78,7 @@ from megatron_recover.core.rank_messages import (
     RankFinished,
     RankSaving,
     Report,
+    StateDigested,
     Stop,
 )
 from megatron_recover.core.values import BucketId, Generation, Held, Journal, MicrobatchId, ReplicaId, Value, Work
@@ -91,9 +95,9 @@ class RankState(Value, frozen=True):
     """Newest generation that this rank has promised; 0 before the first."""
     step: int = 0
     """The step that this rank has not applied yet."""
-    queue: tuple[Plan | Close | Apply | Stop, ...] = ()
+    queue: tuple[Plan | Close | Apply | Stop | EnterTraining, ...] = ()
     """Orders that the training thread has not taken yet, oldest first."""
-    taken: Plan | Apply | Stop | None = None
+    taken: Plan | Apply | Stop | EnterTraining | None = None
     """The order that the training thread carries out."""
     in_pass: bool = False
     """True while a pass runs: a plan that computes was taken, and no `Close` since."""
@@ -179,12 +183,31 @@ class Save(Value, frozen=True):
     over: bool
 
 
+class Digest(Value, frozen=True):
+    """The rank has digested the state with which the training step `label` begins."""
+
+    label: str
+    digest: int
+
+
 class Finish(Value, frozen=True):
     """The training loop has ended."""
 
 
 Input = (
-    Order | Begin | Take | MicrobatchStarted | MicrobatchFinished | AskClose | TimePass | Hold | Block | Fail | Save | Finish
+    Order
+    | Begin
+    | Take
+    | MicrobatchStarted
+    | MicrobatchFinished
+    | AskClose
+    | TimePass
+    | Hold
+    | Block
+    | Fail
+    | Save
+    | Digest
+    | Finish
 )
 
 
@@ -238,7 +261,7 @@ def _on_promise(state: RankState, order: Promise) -> Step:
     return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation, journal)))
 
 
-def _on_order(state: RankState, order: Plan | Close | Apply) -> Step:
+def _on_order(state: RankState, order: Plan | Close | Apply | EnterTraining) -> Step:
     """Queue the order, unless `Stop` is queued; an `Apply` must name only results that are held."""
     if state.queue and isinstance(state.queue[-1], Stop):
         return state, ()
@@ -292,6 +315,8 @@ def _on_take(state: RankState, _: Take) -> Step:
     state = replace(state, queue=tuple(rest), taken=order)
     if isinstance(order, Apply):
         return replace(state, step=order.record.step + 1, held=(), unreported=(), journal=Journal()), ()
+    if isinstance(order, EnterTraining):
+        return replace(state, step=order.step), ()
     if isinstance(order, Plan):
         state = replace(state, journal=Journal()) if order.voids else state
         replaced = results(order, state.replica)
@@ -369,10 +394,16 @@ def _on_finish(state: RankState, _: Finish) -> Step:
     return state, (ToLeader(RankFinished(state.rank)),)
 
 
+def _on_digest(state: RankState, digest: Digest) -> Step:
+    """Report the digest of this rank's state to the leader."""
+    return state, (ToLeader(StateDigested(state.rank, digest.label, digest.digest)),)
+
+
 TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
     Promise: _on_promise,
     Plan: _on_order,
     Close: _on_order,
+    EnterTraining: _on_order,
     Apply: _on_order,
     Stop: _on_stop,
     Begin: _on_begin,
@@ -386,4 +417,5 @@ TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
     Fail: _on_fail,
     Save: _on_save,
     Finish: _on_finish,
+    Digest: _on_digest,
 }

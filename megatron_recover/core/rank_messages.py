@@ -20,6 +20,7 @@ leave                                                                     `Repli
 save              `saving`            `Save`            `RankSaving`      `ReplicaSaving`
 end of training   `close`             `Finish`          `RankFinished`    `ReplicaFinished`
 promise                               `Promise`         `Promised`        `Entered`
+digest of state                       `Digest`          `StateDigested`   `NewcomerReady`
 ================  ==================  ================  ================  ====================
 """
 
@@ -95,7 +96,13 @@ class Stop(Value, frozen=True):
     reason: str
 
 
-Order = Promise | Plan | Close | Apply | Stop
+class EnterTraining(Value, frozen=True):
+    """Order to a newcomer to begin training at `step`: the plan of its generation admits it."""
+
+    step: int
+
+
+Order = Promise | Plan | Close | Apply | Stop | EnterTraining
 
 
 # --- Reports --------------------------------------------------------------------------------------
@@ -178,6 +185,17 @@ class RankFinished(Value, frozen=True):
     rank: int
 
 
+class StateDigested(Value, frozen=True):
+    """The rank has digested the state with which the training step `label` begins.
+
+    Ranks of a newcomer report this of what they have read, ranks of a member of what they serve.
+    """
+
+    rank: int
+    label: str
+    digest: int
+
+
 class RankSaving(Value, frozen=True):
     """The training thread of rank 0 begins a checkpoint save, or has ended it (`over`)."""
 
@@ -185,4 +203,6 @@ class RankSaving(Value, frozen=True):
     over: bool
 
 
-Report = Begun | CloseAsked | PassTimed | Promised | Holds | RankBlocked | RankFailing | RankFinished | RankSaving
+Report = (
+    Begun | CloseAsked | PassTimed | Promised | Holds | RankBlocked | RankFailing | RankFinished | RankSaving | StateDigested
+)

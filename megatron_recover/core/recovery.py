@@ -16,12 +16,14 @@ from collections.abc import Sequence
 
 from megatron_recover.core import contribution
 from megatron_recover.core.bucket import Decision, decide
+from megatron_recover.core.joining import Admissions, judged
 from megatron_recover.core.leaving import leavers
 from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.quota import ONE_STAGE, deal
 from megatron_recover.core.speed import UNKNOWN, Speeds, learn, paces
 from megatron_recover.core.values import (
     BucketId,
+    Claim,
     Commitment,
     Generation,
     MicrobatchId,
@@ -50,6 +52,8 @@ class Recovery(Value, frozen=True):
     """(member that computes, microbatch, buckets that it goes into), by microbatch."""
     quotas: tuple[int, ...]
     reason: str
+    admissions: Admissions = Admissions()
+    """Which newcomers the plan admits. None of them is dealt a microbatch."""
 
 
 @newest_kept
@@ -60,12 +64,14 @@ def recover(
     speeds: Speeds = UNKNOWN,
     pipeline: Pipeline = ONE_STAGE,
     min_replicas: int = 1,
+    claims: Sequence[Claim] = (),
 ) -> Recovery | Disagreement:
     """Return the common plan of one generation, or the disagreement that its statuses show.
 
-    `statuses` has one of every member. `trusted_from` is that of the generation's announcement.
-    `speeds` must have learned from all steps that this member has committed. `min_replicas` is
-    that of `leavers`. Raises ValueError if the steps of two members differ by more than one.
+    `statuses` has one of every older member, `claims` has those of the newcomers. `trusted_from` is
+    that of the generation's announcement. `speeds` must have learned from all steps that this
+    member has committed. `min_replicas` is that of `leavers`. Raises ValueError if the steps of two
+    members differ by more than one.
     """
     ordered = sorted(statuses, key=lambda status: status.replica)
     step = max(status.step for status in ordered)
@@ -81,8 +87,10 @@ def recover(
     adopt = current[0].committed if behind else None
     reason = f"replicas {behind} adopt step {step - 1}; " if behind else ""
     work = next((status.work for status in current if status.work is not None), None)
+    admissions = judged(claims, current, work)
+    reason += f"{admissions.reason}; " if admissions.reason else ""
     if work is None:
-        return Recovery(step, adopt, None, (), (), (), (), reason + f"nobody has begun step {step}")
+        return Recovery(step, adopt, None, (), (), (), (), reason + f"nobody has begun step {step}", admissions)
     held = {status.replica: status.contributions if status.step == step else () for status in ordered}
     decisions = decide(current, work.buckets, trusted_from)
     decided = {decision.bucket for decision in decisions}
@@ -100,8 +108,9 @@ def recover(
     dealt = tuple((owners[microbatch], microbatch, missing[microbatch]) for microbatch in sorted(missing))
     for microbatch, owner in owners.items():
         loads[owner].add(microbatch)
+    loads |= {replica: set() for replica in admissions.admitted}
     quotas = tuple(len(loads[replica]) for replica in sorted(loads))
     if any(item.version < trusted_from for status in current for item in status.complete):
         reason += f"results older than generation {trusted_from} are withdrawn; "
     reason += f"buckets {sorted(decided)} decided, {list(reduces)} not; microbatches {sorted(missing)} held by no member"
-    return Recovery(step, adopt, work, decisions, reduces, dealt, quotas, reason)
+    return Recovery(step, adopt, work, decisions, reduces, dealt, quotas, reason, admissions)

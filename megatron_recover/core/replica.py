@@ -25,20 +25,26 @@ from msgspec.structs import replace
 
 from megatron_recover.core.bucket import by_version
 from megatron_recover.core.contribution import added
-from megatron_recover.core.digest import commitment, differences, summarize
+from megatron_recover.core.digest import combined, commitment, differences, summarize
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.forwarding import direct_peers, forwarded, heard_from, newest_of_each, waiting_for
+from megatron_recover.core.joining import older, refusal, state_digest, talkers, unproven
 from megatron_recover.core.leaving import leavers
 from megatron_recover.core.membership_messages import (
     AddRequests,
     Diverged,
     Entered,
+    JoinRefused,
     Miscounted,
+    NewcomerReady,
+    NewcomersProven,
     NewGeneration,
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
     ReplicaLeaving,
     ReplicaSaving,
+    TurnedAway,
 )
 from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
@@ -49,6 +55,7 @@ from megatron_recover.core.rank_messages import (
     Begun,
     Close,
     CloseAsked,
+    EnterTraining,
     Holds,
     PassTimed,
     Promise,
@@ -57,10 +64,12 @@ from megatron_recover.core.rank_messages import (
     RankFailing,
     RankFinished,
     RankSaving,
+    StateDigested,
     Stop,
 )
-from megatron_recover.core.recovery import recover
+from megatron_recover.core.recovery import Recovery, recover
 from megatron_recover.core.replica_state import (
+    Admission,
     Committed,
     CoordinatorLost,
     Decided,
@@ -70,6 +79,7 @@ from megatron_recover.core.replica_state import (
     PeerMessage,
     ReplicaPhase,
     ReplicaState,
+    SendClaim,
     ToCoordinator,
     ToPeers,
     ToRanks,
@@ -79,12 +89,12 @@ from megatron_recover.core.replica_state import (
 from megatron_recover.core.request import SAVED, coordinator_lost
 from megatron_recover.core.speed import learn, reported_paces
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.values import Journal, Record, ReplicaId, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import Claim, Journal, Record, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
 
 __all__ = [
-    "Committed", "CoordinatorLost", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState",
-    "ToCoordinator", "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
+    "Admission", "Committed", "CoordinatorLost", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase",
+    "ReplicaState", "SendClaim", "ToCoordinator", "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -109,10 +119,14 @@ def step(state: ReplicaState, message: Input) -> Step:
 def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
     """Leave the older generation for good, and order the ranks to promise the new one.
 
-    Ignore the new one if a vote of this replica has said that it has no coordinator.
+    Ignore the new one if a vote of this replica has said that it has no coordinator. A newcomer
+    ignores one with a claim that it has given up.
     """
     if new.generation <= state.generation or state.replica not in new.roster or state.is_last:
         return state, ()
+    claims = tuple(claim for claim in new.joins if claim.replica == state.replica)
+    if state.phase is ReplicaPhase.JOINING and claims and state.claim not in claims:
+        return state, ()  # it was given up
     begun = state.work is not None
     entered = replace(
         state,
@@ -120,6 +134,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
         waited_for=waiting_for(state) or state.waited_for,
         generation=new.generation,
         roster=new.roster,
+        joins=new.joins,
         requests=unite((state.requests, new.requests)),
         trusted_from=new.trusted_from,
         promised=(),
@@ -156,6 +171,17 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
     if len(state.promised) < state.shape.num_ranks:
         return state, ()
     # Not before: a rank that has not promised could still add an older result (INV-5).
+    entered = Entered(state.replica, state.generation, state.step, state.waited_for)
+    state = replace(state, waited_for=())
+    if state.replica in {claim.replica for claim in state.joins}:
+        state, effects = _newcomer_promised(state)
+    else:
+        state, effects = _send_status(state)
+    return state, (ToCoordinator(entered), *effects)
+
+
+def _send_status(state: ReplicaState) -> Step:
+    """Send this replica's status, and begin to wait for those of the others."""
     status = Status(
         state.replica,
         state.generation,
@@ -165,12 +191,25 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
         by_version(held_complete(state)),
         commitment(state.committed) if state.committed is not None else None,
         state.journal,
+        state_digest(state),
     )
     before = heard_from(state)
-    entered = Entered(state.replica, state.generation, state.step, state.waited_for)
-    state = replace(state, phase=ReplicaPhase.EXCHANGING, statuses=newest_of_each(state.statuses, (status,)), waited_for=())
+    state = replace(state, phase=ReplicaPhase.EXCHANGING, statuses=newest_of_each(state.statuses, (status,)))
+    peers = direct_peers(state)
     state, effects = _exchange(state, before)
-    return state, (ToCoordinator(entered), ToPeers(direct_peers(state), status), *effects)
+    return state, (ToPeers(peers, status), *effects)
+
+
+def _newcomer_promised(state: ReplicaState) -> Step:
+    """Wait for the admission; without older members go on like a member, or report otherwise."""
+    if unproven(state):
+        state = replace(state, phase=ReplicaPhase.EXCHANGING)
+        return _on_admission(state, state.admission) if state.admission is not None else (state, ())
+    if state.is_admitted:
+        return _send_status(replace(state, joins=()))
+    why = f"no member is left, and replica {state.replica} was never admitted"
+    alone = TurnedAway(state.replica, state.generation, (state.replica,), why)
+    return replace(state, phase=ReplicaPhase.EXCHANGING), (ToCoordinator(alone),)
 
 
 def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
@@ -197,7 +236,8 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     if waiting_for(state):
         return state, effects
     recovery = recover(
-        statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline, min_replicas=state.min_replicas
+        statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline, min_replicas=state.min_replicas,
+        claims=state.joins if unproven(state) else (),
     )  # fmt: skip
     if isinstance(recovery, Disagreement):
         return _diverged(state, recovery, effects)
@@ -209,14 +249,119 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
             raise ValueError(f"step {state.step} is committed elsewhere without a record")
         state, more = _commit(state, adopted(state, recovery.adopt), adopted=True)
         effects += more
+    state, turned_away = _without_refused(state, recovery)
+    effects += turned_away
     if recovery.work is not None:
         decided = tuple((item.bucket, item.version, item.source) for item in recovery.decisions)
         effects += (Decided(recovery.step, state.generation, decided, recovery.dealt, recovery.reason),)
         state = replace(state, plan=plan_of(recovery, state.replica, state.generation, state.roster))
+        effects += _admissions(state, recovery)
     else:
         state = replace(state, plan=None)
     state, more = _start(state)
     return state, effects + more
+
+
+def _without_refused(state: ReplicaState, recovery: Recovery) -> Step:
+    """Return the state with the working roster, and report which newcomers are not in it."""
+    out = recovery.admissions.turned_away
+    state = replace(
+        state,
+        roster=tuple(member for member in state.roster if member not in out),
+        joins=tuple(claim for claim in state.joins if claim.replica in recovery.admissions.admitted),
+    )
+    if not out:
+        return state, ()
+    return state, (ToCoordinator(TurnedAway(state.replica, state.generation, out, recovery.admissions.reason)),)
+
+
+def _admissions(state: ReplicaState, recovery: Recovery) -> tuple[Effect, ...]:
+    """Return the messages with which the first of the older members admits newcomers."""
+    if not state.joins or state.replica != older(state.roster, state.joins)[0]:
+        return ()
+    before = replace(state.committed, versions=()) if state.committed is not None else None
+    return tuple(
+        ToPeers(
+            (claim.replica,),
+            Admission(
+                state.replica,
+                state.generation,
+                plan_of(recovery, claim.replica, state.generation, state.roster),
+                before,
+                state.speeds,
+            ),
+        )
+        for claim in state.joins
+    )
+
+
+def _on_admission(state: ReplicaState, admission: Admission) -> Step:
+    """Enter training at the step of the plan. Nothing that this newcomer did before counts.
+
+    Keep an admission that comes before all ranks have promised its generation.
+    """
+    plan = admission.plan
+    is_early = admission.generation > state.generation or state.phase is ReplicaPhase.PROMISING
+    if is_early and admission.generation >= state.generation:
+        return replace(state, admission=admission), ()
+    if admission.generation != state.generation or state.phase is not ReplicaPhase.EXCHANGING:
+        return state, ()
+    if state.is_admitted and plan.step != state.step:
+        raise ValueError(f"newcomer {state.replica} is admitted to step {plan.step}, and is at step {state.step}")
+    committed = admission.committed
+    state = replace(
+        state,
+        phase=ReplicaPhase.IDLE,
+        roster=plan.roster,
+        joins=tuple(claim for claim in state.joins if claim.replica in plan.roster),
+        step=plan.step,
+        plan=plan,
+        contributions=(),
+        held=(),
+        committed=committed,
+        requests=unite((state.requests, committed.requests if committed is not None else ())),
+        speeds=admission.speeds,
+        is_admitted=True,
+        admission=None,
+    )
+    state, effects = _start(state)
+    return state, (ToRanks(EnterTraining(plan.step)), *effects)
+
+
+def _on_state_digested(state: ReplicaState, report: StateDigested) -> Step:
+    """Store the digest of a rank's state, and forget those of another step."""
+    known = dict(state.served) if report.label == state.served_label else {}
+    served = tuple(sorted((known | {report.rank: report.digest}).items()))
+    return replace(state, served_label=report.label, served=served), ()
+
+
+def _on_send_claim(state: ReplicaState, order: SendClaim) -> Step:
+    """Ask a member to vouch for what all ranks of this newcomer have read of one step."""
+    if len(state.served) < state.shape.num_ranks:
+        return state, ()
+    claim = Claim(state.replica, state.served_label, combined([of_rank for _, of_rank in state.served]))
+    return replace(state, claim=claim), (ToPeers((order.member,), claim),)
+
+
+def _on_claim(state: ReplicaState, claim: Claim) -> Step:
+    """Vouch for a newcomer to the coordinator, or refuse."""
+    if why := refusal(state, claim):
+        return state, (ToPeers((claim.replica,), JoinRefused(claim.label, why)),)
+    return state, (ToCoordinator(NewcomerReady(state.replica, state.generation, state.step, claim)),)
+
+
+def _on_join_refused(state: ReplicaState, refused: JoinRefused) -> Step:
+    """Give the claim up, so that a later state is read; end if training has begun already.
+
+    Once the claim is announced, only the coordinator refuses it.
+    """
+    if state.claim is None or refused.label != state.claim.label:
+        return state, ()
+    if refused.generation != (state.generation if state.phase is not ReplicaPhase.JOINING else 0):
+        return state, ()
+    if state.is_admitted:
+        return _on_stop(state, Stop(ExitCode.FAILED, f"this newcomer is turned away: {refused.reason}"))
+    return replace(state, phase=ReplicaPhase.JOINING, claim=None, served=(), served_label="", roster=(), joins=()), ()
 
 
 def _on_begun(state: ReplicaState, report: Begun) -> Step:
@@ -236,7 +381,9 @@ def _on_begun(state: ReplicaState, report: Begun) -> Step:
 
 def _on_close_asked(state: ReplicaState, report: CloseAsked) -> Step:
     """Order `Close`, so that the pass ends at the same place in the orders of all ranks."""
-    return state, (ToRanks(Close(state.step)),) if report.step == state.step else ()
+    if report.step != state.step:
+        return state, ()
+    return replace(state, is_closed=True), (ToRanks(Close(state.step)),)
 
 
 def _on_pass_timed(state: ReplicaState, report: PassTimed) -> Step:
@@ -254,13 +401,15 @@ def _start(state: ReplicaState) -> Step:
     """
     if state.work is None:
         return state, ()
-    out = leavers(state.committed.requests if state.committed is not None else (), state.roster, state.min_replicas)
+    requests = state.committed.requests if state.committed is not None else ()
+    out = leavers(requests, older(state.roster, state.joins), state.min_replicas)
     plan = state.plan or fresh_plan(
         state.replica, state.generation, state.roster, state.step, state.work,
         speeds=state.speeds, pipeline=state.shape.pipeline, leavers=out,
     )  # fmt: skip
     if plan.work != state.work:
-        conflict = Disagreement((), f"replica {state.replica} begins {state.work}, others {plan.work}")
+        outvoted = tuple(replica for replica in unproven(state) if replica == state.replica)
+        conflict = Disagreement(outvoted, f"replica {state.replica} begins {state.work}, others {plan.work}")
         return _diverged(state, conflict)
     plan = replace(plan, voids=state.must_void) if state.must_void else plan
     replaced = results(plan, state.replica)
@@ -332,7 +481,7 @@ def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     If the votes disagree, report that instead.
     """
     effects = forwarded(state, before, Votes(state.replica, state.generation, state.step, state.votes))
-    outcome = tally(state.votes, state.roster)
+    outcome = tally(state.votes, state.roster, unproven(state))
     if outcome is None:
         return state, effects
     if isinstance(outcome, Disagreement):
@@ -344,7 +493,12 @@ def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
 
 
 def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
-    """Commit the step: order `Apply`, learn the paces, and forget all that belonged to it."""
+    """Commit the step: order `Apply`, learn the paces, and forget all that belonged to it.
+
+    A step that is committed by votes has the votes of the newcomers, too: they are proven.
+    """
+    proven = unproven(state) if not adopted else ()
+    told = (ToCoordinator(NewcomersProven(state.replica, state.generation, proven)),) if proven else ()
     state = replace(
         state,
         phase=ReplicaPhase.IDLE,
@@ -361,9 +515,11 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         committed=record,
         speeds=learn(state.speeds, record),
         journal=Journal(),
+        is_closed=False,
+        joins=() if proven else state.joins,
     )
-    apply = Apply(record, state.generation, state.roster)
-    return state, (Committed(record, state.generation, adopted), ToRanks(apply))
+    apply = Apply(record, state.generation, older(state.roster, state.joins))
+    return state, (Committed(record, state.generation, adopted), ToRanks(apply), *told)
 
 
 def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect, ...] = ()) -> Step:
@@ -391,7 +547,7 @@ def _on_blocked(state: ReplicaState, report: RankBlocked) -> Step:
 
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
     """Request a newer generation if the peer is a neighbour: messages on the link may be lost."""
-    if lost.peer not in neighbours(state.roster, state.replica, state.tree_above):
+    if lost.peer not in neighbours(talkers(state), state.replica, state.tree_above):
         return state, ()
     return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
 
@@ -495,6 +651,10 @@ def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
         RankBlocked: Row(_on_blocked, frozenset({phase})),
         RankFinished: Row(_on_finished, frozenset({phase, ReplicaPhase.STOPPED})),
         AddRequests: Row(_on_add_requests, frozenset({phase})),
+        StateDigested: Row(_on_state_digested, frozenset({phase})),
+        Claim: Row(_on_claim, frozenset({phase})),
+        Admission: Row(_on_admission, frozenset({phase})),
+        JoinRefused: Row(_on_join_refused, frozenset({phase, ReplicaPhase.JOINING, ReplicaPhase.STOPPED})),
         CoordinatorLost: Row(_on_coordinator_lost, frozenset({phase, ReplicaPhase.STOPPED})),
         Stop: Row(_on_stop, frozenset({ReplicaPhase.STOPPED})),
     }
@@ -511,6 +671,7 @@ TABLE: Mapping[ReplicaPhase, Mapping[type, Row]] = {
     ReplicaPhase.JOINING: _rows(
         ReplicaPhase.JOINING,
         *_statuses(),
+        (SendClaim, _on_send_claim, ()),
     ),
     ReplicaPhase.PROMISING: _rows(
         ReplicaPhase.PROMISING,
@@ -522,6 +683,7 @@ TABLE: Mapping[ReplicaPhase, Mapping[type, Row]] = {
     ReplicaPhase.EXCHANGING: _rows(
         ReplicaPhase.EXCHANGING,
         *_statuses(_AFTER_EXCHANGE),
+        (Admission, _on_admission, _AFTER_EXCHANGE),
         *_votes(),
         (LinkLost, _on_link_lost, ()),
         (WaitExpired, _on_expired, ()),

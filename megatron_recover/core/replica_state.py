@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 
-from megatron_recover.core.membership_messages import AddRequests, LeaderMessage, NewGeneration, Void
+from megatron_recover.core.membership_messages import AddRequests, JoinRefused, LeaderMessage, NewGeneration, Void
 from megatron_recover.core.rank_messages import Order, Plan, Report, Stop
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import (
     Ballot,
     BucketId,
+    Claim,
     Contribution,
     Generation,
     Held,
@@ -33,11 +34,13 @@ class ReplicaPhase(enum.Enum):
     """The place of a replica in its generation."""
 
     JOINING = "joining"
-    """The replica is in no generation yet."""
+    """The replica is in no generation: yet, or, as a newcomer, again."""
     PROMISING = "promising"
     """The leader waits for all ranks of its replica to promise the generation."""
     EXCHANGING = "exchanging"
-    """The replica has sent its status and waits for the status of every member."""
+    """The replica has sent its status and waits for the status of every older member.
+
+    A newcomer waits for its `Admission` instead."""
     IDLE = "idle"
     """All statuses have arrived; the training loop has not begun the step."""
     WORKING = "working"
@@ -46,6 +49,20 @@ class ReplicaPhase(enum.Enum):
     """All ranks hold all results; the replica waits for the vote of every member."""
     STOPPED = "stopped"
     """The replica was ordered to stop, and ignores every input."""
+
+
+class Admission(Value, frozen=True):
+    """The common plan, from the older member with the lowest id to a newcomer that it admits."""
+
+    replica: ReplicaId
+    """The sender."""
+    generation: Generation
+    plan: Plan
+    """The newcomer's own plan."""
+    committed: Record | None
+    """The record of the step before, with empty `versions`; None before the first."""
+    speeds: Speeds
+    """What all members have learned from the committed records."""
 
 
 class ReplicaState(Value, frozen=True):
@@ -63,6 +80,9 @@ class ReplicaState(Value, frozen=True):
     phase: ReplicaPhase = ReplicaPhase.JOINING
     generation: Generation = 0
     roster: tuple[ReplicaId, ...] = ()
+    """The roster as announced; from the common plan on the working roster (`core/joining.py`)."""
+    joins: tuple[Claim, ...] = ()
+    """Claims of the unproven newcomers in `roster`, by replica."""
     step: int = 0
     """The step that this replica has not committed yet."""
     work: Work | None = None
@@ -116,6 +136,19 @@ class ReplicaState(Value, frozen=True):
     """Speeds that all committed records give."""
     journal: Journal = Journal()
     """Journal of `step`, as rank 0 sent it with its last promise."""
+    served_label: str = ""
+    """Label of the training step that `served` is about; empty before the first digest."""
+    served: tuple[tuple[int, int], ...] = ()
+    """(rank, digest of the state with which the step `served_label` begins), by rank. Digests of
+    what a member serves, and of what a newcomer has read."""
+    is_closed: bool = False
+    """True once `Close` was ordered in `step`: newcomers are too late for it."""
+    claim: Claim | None = None
+    """What this replica claims as a newcomer; None for a member."""
+    is_admitted: bool = False
+    """True once a plan has admitted this replica as a newcomer: its training has begun."""
+    admission: Admission | None = None
+    """The newest `Admission` that came before this replica could use it."""
 
 
 # --- Inputs: NewGeneration, AddRequests, Stop (coordinator), Report, PeerMessage, and: ------------
@@ -142,9 +175,16 @@ class CoordinatorLost(Value, frozen=True):
     """True if the coordinator is heard again, after a silence."""
 
 
+class SendClaim(Value, frozen=True):
+    """The newcomer's driver has it ask a member to vouch for it."""
+
+    member: ReplicaId
+
+
 Input = (
     CoordinatorLost | NewGeneration | AddRequests | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
-)
+    | Claim | JoinRefused | Admission | SendClaim
+)  # fmt: skip
 
 
 # --- Effects --------------------------------------------------------------------------------------
@@ -156,7 +196,7 @@ class ToRanks(Value, frozen=True):
     order: Order
 
 
-PeerMessage = Status | Statuses | Vote | Votes
+PeerMessage = Status | Statuses | Vote | Votes | Claim | JoinRefused | Admission
 """A message between leaders."""
 
 

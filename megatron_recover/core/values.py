@@ -212,6 +212,21 @@ class Status(Value, frozen=True):
     """The record of `step - 1`, for members that have not committed it; None if `step` is 0."""
     journal: Journal = Journal()
     """Journal of `step`, as of the promise of rank 0."""
+    state_digest: int | None = None
+    """Digest of all state of the member as `step` begins; None if it is not known or not begun."""
+
+
+class Claim(Value, frozen=True):
+    """A newcomer's statement that it has read the state with which a training step begins.
+
+    A newcomer is a replica that is formed and not yet in a roster (`core/joining.py`).
+    """
+
+    replica: ReplicaId
+    label: str
+    """Label of the step: state is named by iteration, since a newcomer knows no protocol step."""
+    digest: int
+    """State digest (as `Record.state_digest`) that the newcomer computed from what it has read."""
 
 
 class Statuses(Value, frozen=True):

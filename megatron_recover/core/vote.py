@@ -30,8 +30,12 @@ def unite(requests: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(sorted({request for group in requests for request in group}))
 
 
-def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagreement | None:
+def disagreement(
+    opinions: Mapping[ReplicaId, Hashable], subject: str, unproven: Collection[ReplicaId] = ()
+) -> Disagreement | None:
     """Return None if all opinions are equal, else who is outvoted (if anyone), and a reason.
+
+    Those of `unproven`, which are not all, count in no majority.
 
     The reason says that replicas disagree on `subject`. It also names the fields in which the first
     two sides differ, if their opinions have fields.
@@ -46,8 +50,9 @@ def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagr
     sides = " against ".join(str(group) for group in groups.values())
     if found := list(_differences("", one, other)):
         sides += f"; replicas {mine[0]} and {theirs[0]} differ in {', '.join(found)}"
-    largest = max(groups.values(), key=len)
-    if 2 * len(largest) <= len(opinions):
+    counted = [[each for each in group if each not in unproven] for group in groups.values()]
+    largest, size = max(zip(groups.values(), map(len, counted), strict=True), key=lambda group: group[1])
+    if 2 * size <= sum(map(len, counted)):
         return Disagreement((), f"replicas disagree on {subject}, and no majority says who is right: {sides}")
     minority = tuple(replica for replica in sorted(opinions) if replica not in largest)
     return Disagreement(minority, f"replicas disagree on {subject}: {sides}")
@@ -109,18 +114,21 @@ def voters_of(ballots: Sequence[Ballot]) -> frozenset[ReplicaId]:
 
 
 @newest_kept
-def tally(ballots: Sequence[Ballot], roster: Sequence[ReplicaId]) -> Ballot | Disagreement | None:
+def tally(
+    ballots: Sequence[Ballot], roster: Sequence[ReplicaId], unproven: Sequence[ReplicaId] = ()
+) -> Ballot | Disagreement | None:
     """Return the ballot of all members, a disagreement, or None while a member's vote is missing.
 
-    `ballots` are the votes of one step and generation (`gather`). The returned ballot has the
-    requests and paces of the voters.
+    `unproven` are the newcomers in `roster` that count in no majority. `ballots` are the votes of
+    one step and generation (`gather`). The returned ballot has the requests and paces of the
+    voters.
     """
     members = frozenset(roster)
     if not members <= voters_of(ballots):
         return None
     cast = [ballot for ballot in ballots if not members.isdisjoint(ballot.voters)]
     opinions = {voter: ballot.digest for ballot in cast for voter in ballot.voters if voter in members}
-    conflict = disagreement(opinions, "the result of the step")
+    conflict = disagreement(opinions, "the result of the step", unproven)
     if conflict is not None:
         return conflict
     return _united([(ballot, ballot.voters) for ballot in cast])

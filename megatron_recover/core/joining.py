@@ -1,0 +1,125 @@
+"""Decides which newcomers enter the roster: nobody waits for one, and no member takes its word.
+
+A *newcomer* is a replica that is formed while the others train, under an id that was never used. It
+is *unproven* from the announcement of its first generation until a step is committed with its own
+vote. The *older members* of a generation are those that are not unproven. All functions are pure.
+
+Note [Joining]
+    1. The newcomer reads the state with which a training step begins, from live members, while they
+       compute that step. Each of its ranks digests what it has read (`StateDigested`). Its leader
+       combines the digests to a `Claim`, which names the step by its label.
+    2. The leader sends the claim to a member. That member vouches for it (`NewcomerReady`) only
+       while its own replica computes the step of the claim, and only if its own digest of that
+       state is equal. Otherwise it refuses (`JoinRefused`), and the newcomer reads a later state.
+    3. The coordinator makes a generation with all newcomers for which a member has vouched
+       (`NewGeneration.joins`), if nothing speaks against it (`why_not_now`). A join begins in a
+       later step than the join before; after a newcomer was removed, several steps later.
+    4. Only the older members exchange statuses. They all make the same plan, which admits a
+       newcomer or turns it away (`judged`). A newcomer is admitted only if its claim is about the
+       step of the plan, some member has begun that step, and nobody holds a result of it. At least
+       one older member has to give its digest, and all that are given must equal the claim's. The
+       older member with the lowest id sends the plan to each newcomer that it admits (`Admission`).
+    5. The **working roster** is the announced one without the newcomers that were turned away.
+       Votes, sums and plans use it. The coordinator learns it from `TurnedAway`, without a
+       generation.
+    6. In its first step the newcomer has the quota 0. It takes part in the sums with nothing, and
+       votes. Then it is proven (`NewcomersProven`).
+
+    Until then the claim stands in for its status. Each newer generation repeats the claim and
+    judges it anew: what the newcomer holds, and whether it has committed, counts for nothing. If
+    older members disagree with it, it is the minority, and it is part of no majority. A member that
+    waits in vain gets a generation without the unproven ones, which are fenced: the wait is no
+    evidence against a member. A newcomer that was admitted once and is then turned away ends, since
+    its training has begun. One that was never admitted may try again.
+
+    If no older member is left, each newcomer that was ever admitted sends its own status, and they
+    go on as members. One that was never admitted cannot go on, and reports that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from megatron_recover.core.digest import combined
+from megatron_recover.core.label import label_of
+from megatron_recover.core.replica_state import ReplicaPhase, ReplicaState
+from megatron_recover.core.request import RequestKind, details
+from megatron_recover.core.values import Claim, ReplicaId, Status, Value, Work
+
+
+class Admissions(Value, frozen=True):
+    """The judgement of the claims of a generation."""
+
+    admitted: tuple[ReplicaId, ...] = ()
+    turned_away: tuple[ReplicaId, ...] = ()
+    """Both ascending."""
+    reason: str = ""
+    """Why newcomers are turned away; empty if none is."""
+
+
+def judged(claims: Sequence[Claim], statuses: Sequence[Status], work: Work | None) -> Admissions:
+    """Return which newcomers a common plan admits (Note [Joining], 4).
+
+    `statuses` are those of all older members that are at the plan's step, of which `work` is the
+    work; None if nobody has begun the step.
+    """
+    admitted, reasons = [], []
+    known = {status.state_digest for status in statuses if status.state_digest is not None}
+    for claim in claims:
+        if work is None or work.label != claim.label:
+            why = f"the step is {work.label if work is not None else 'not begun'}, not {claim.label}"
+        elif any(status.complete for status in statuses):
+            why = f"{claim.label} is reduced already"
+        elif known != {claim.digest}:
+            why = f"its state digest is {claim.digest}, that of members {sorted(known)}"
+        else:
+            admitted.append(claim.replica)
+            continue
+        reasons.append(f"replica {claim.replica} is turned away: {why}")
+    turned_away = tuple(claim.replica for claim in claims if claim.replica not in admitted)
+    return Admissions(tuple(admitted), turned_away, "; ".join(reasons))
+
+
+def older(roster: Sequence[ReplicaId], joins: Collection[Claim]) -> tuple[ReplicaId, ...]:
+    """Return the older members of a roster, or all of it if nobody is an older member."""
+    newcomers = {claim.replica for claim in joins}
+    return tuple(replica for replica in roster if replica not in newcomers) or tuple(roster)
+
+
+def unproven(state: ReplicaState) -> tuple[ReplicaId, ...]:
+    """Return the newcomers of the state's roster that are unproven; none without older members."""
+    return tuple(replica for replica in state.roster if replica not in older(state.roster, state.joins))
+
+
+def talkers(state: ReplicaState) -> tuple[ReplicaId, ...]:
+    """Return those that exchange messages now: for statuses the older members, else the roster."""
+    exchanges = state.phase in (ReplicaPhase.PROMISING, ReplicaPhase.EXCHANGING)
+    return older(state.roster, state.joins) if exchanges else state.roster
+
+
+def state_digest(state: ReplicaState) -> int | None:
+    """Return the digest of the state that the step begins with; None if it is not known."""
+    if state.work is None:
+        return None
+    for label, digests in ((state.work.label, state.digests), (state.served_label, state.served)):
+        if label == state.work.label and len(digests) == state.shape.num_ranks:
+            return combined([of_rank for _, of_rank in digests])
+    return None
+
+
+def refusal(state: ReplicaState, claim: Claim) -> str:
+    """Return why this member does not vouch for a claim, or an empty string if it does."""
+    if state.work is None or state.phase is not ReplicaPhase.WORKING or state.work.label != claim.label:
+        return f"replica {state.replica} does not compute {claim.label}"
+    if not label_of(claim.label).is_training:
+        return f"{claim.label} is no training step"
+    if state.joins or state.is_alone or state.blocked:
+        return f"replica {state.replica} is in no position to vouch for a newcomer"
+    if state.is_closed:
+        return f"it is too late in {claim.label}"
+    if details(state.requests, RequestKind.EXIT):
+        return "the job is about to end"
+    digest = state_digest(state)
+    if digest is None:
+        return f"replica {state.replica} does not know its digest of the state with which {claim.label} begins"
+    return "" if digest == claim.digest else f"the digest of replica {state.replica} for {claim.label} is {digest}"

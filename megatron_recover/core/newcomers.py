@@ -1,0 +1,136 @@
+"""The coordinator's side of joining: forms newcomers, announces them, and removes the unproven.
+
+These are handlers of the machine of membership (`core/coordinator.py`). `core/joining.py` has the
+rules, and the side of the replicas.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from megatron_recover.core import generations
+from megatron_recover.core.alike import described, differences
+from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse
+from megatron_recover.core.excuses import without_evidence
+from megatron_recover.core.generations import Step
+from megatron_recover.core.membership_messages import (
+    Hello,
+    JoinRefused,
+    Loss,
+    LossKind,
+    NewcomerReady,
+    NewcomersProven,
+    TurnedAway,
+)
+from megatron_recover.core.request import RequestKind, details
+
+
+def on_form_asked(state: CoordinatorState, asked: FormAsked) -> Step:
+    """Give each newcomer an id that was never used. There are none before generation 1."""
+    if not state.generation or asked.num_newcomers < 1:
+        return state, ()
+    first = state.policy.num_replicas + state.num_newcomers
+    ids = tuple(range(first, first + asked.num_newcomers))
+    state = replace(state, num_newcomers=state.num_newcomers + asked.num_newcomers, forming=(*state.forming, *ids))
+    return state, tuple(Form(replica) for replica in ids)
+
+
+def on_hello(state: CoordinatorState, hello: Hello) -> Step:
+    """Record a newcomer that is formed. Remove one that does not start like the members."""
+    if hello.replica not in state.forming or hello.replica in {item.replica for item in state.hellos}:
+        return state, ()
+    first = state.hellos[0]
+    if hello.fingerprint != first.fingerprint:
+        found = differences(first.parts, hello.parts) or [("the fingerprint", first.fingerprint, hello.fingerprint)]
+        detail = f"does not start like replica {first.replica}: {described(first.replica, hello.replica, found)}"
+        return generations.remove(state, (Loss(hello.replica, LossKind.ENDED_EARLY, detail),), detail)
+    return replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica))), ()
+
+
+def on_ready(state: CoordinatorState, ready: NewcomerReady) -> Step:
+    """Keep a claim for which a member vouches until `gather` runs out; refuse it if it cannot join.
+
+    The report of a generation that is over counts for nothing, and its newcomer is refused, too.
+    """
+    claim = ready.claim
+    if claim.replica not in state.forming or claim.replica in {each.replica for each in state.ready}:
+        return state, ()
+    why = why_not_now(state, ready)
+    if why:
+        return state, (Refuse(claim.replica, JoinRefused(claim.label, why)),)
+    armed = () if state.ready else (Arm(f"gather {state.generation}", "gather_s"),)
+    return replace(state, ready=tuple(sorted((*state.ready, claim), key=lambda each: each.replica))), armed
+
+
+def why_not_now(state: CoordinatorState, ready: NewcomerReady) -> str:
+    """Return why no generation with a newcomer is made now; empty if one may be made."""
+    if ready.generation != state.generation or ready.replica not in generations.members(state):
+        return f"generation {ready.generation} is over, or replica {ready.replica} is no member of it"
+    if state.joins:
+        return "other newcomers are in their first step"
+    if ready.step < state.joins_from:
+        return f"the next join may begin in step {state.joins_from}, and this is step {ready.step}"
+    if any(claim.label != ready.claim.label for claim in state.ready):
+        return "a newcomer for another step is about to join"
+    if state.saves or state.finished:
+        return "a save is in progress" if state.saves else "training ends"
+    if state.reason or state.trouble or state.fruitless or state.evidence.pairs:
+        return "the members have trouble in this step"
+    if details(state.requests, RequestKind.EXIT) or details(state.requests, RequestKind.LEAVE):
+        return "the job, or a member, was asked to end"
+    return ""
+
+
+def gathered(state: CoordinatorState) -> Step:
+    """Make a generation with all newcomers that are ready. Nothing else may have happened since."""
+    if state.saves or state.finished or state.reason:
+        return generations.refuse_ready(state, "a save, the end, or a request came in between")
+    newcomers = {claim.replica for claim in state.ready}
+    state = replace(
+        state,
+        roster=(*state.roster, *sorted(newcomers)),
+        forming=tuple(replica for replica in state.forming if replica not in newcomers),
+        joins=state.ready,
+        ready=(),
+    )
+    return generations.announce(state, (), f"replicas {', '.join(map(str, sorted(newcomers)))} join")
+
+
+def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
+    """Drop newcomers that the common plan has not admitted, without a generation.
+
+    One that reports itself cannot go on without the older members: then it is lost, and the others
+    get a generation.
+    """
+    out = {*told.newcomers} & {claim.replica for claim in state.joins}
+    if told.generation != state.generation or not out:
+        return state, ()
+    if out == {told.replica}:
+        return generations.remove(state, (Loss(told.replica, LossKind.SUSPECTED, told.reason),), told.reason)
+    if told.replica not in generations.members(state):
+        return state, ()
+    refused = tuple(claim for claim in state.joins if claim.replica in out)
+    state = replace(
+        generations.without(state, out),
+        forming=tuple(sorted({*state.forming, *out})),
+        entered=tuple(replica for replica in state.entered if replica not in out),
+    )
+    return state, tuple(Refuse(claim.replica, JoinRefused(claim.label, told.reason, told.generation)) for claim in refused)
+
+
+def on_proven(state: CoordinatorState, told: NewcomersProven) -> Step:
+    """Take newcomers with whose votes a step was committed for members like any other."""
+    if told.generation != state.generation or told.replica not in state.roster:
+        return state, ()
+    joins = tuple(claim for claim in state.joins if claim.replica not in told.newcomers)
+    return replace(state, joins=joins, num_setbacks=state.num_setbacks if joins else 0), ()
+
+
+def without_unproven(state: CoordinatorState) -> Step:
+    """Make a generation without the unproven newcomers, for one of which members may wait in vain.
+
+    They are fenced: they may have begun to train. The wait is no evidence against a member.
+    """
+    why = f"replica {state.joins[0].replica} was new, and the members did not get on: {state.reason}"
+    losses = tuple(Loss(claim.replica, LossKind.SUSPECTED, why) for claim in state.joins)
+    return generations.remove(replace(without_evidence(state), reason=""), losses, why)
