@@ -103,7 +103,7 @@ def announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, lef
 
 def refuse_ready(state: CoordinatorState, reason: str) -> Step:
     """Refuse all claims that wait: their newcomers may claim a later state."""
-    refusals = tuple(Refuse(claim.replica, JoinRefused(claim.label, reason)) for claim in state.ready)
+    refusals = tuple(Refuse(claim.replica, JoinRefused(claim.replica, claim.label, reason)) for claim in state.ready)
     return replace(state, ready=()), refusals
 
 
@@ -200,7 +200,7 @@ def without(state: CoordinatorState, out: Collection[ReplicaId]) -> CoordinatorS
 
 def give_next(state: CoordinatorState, ledger: grants.Ledger) -> Step:
     """Give the writer the next grant if none is open in `ledger`, which the state stores."""
-    after = grants.given(ledger, state.generation, state.roster)
+    after = grants.given(ledger, state.generation, members(state))  # an unproven newcomer may never train
     given = (Give(after.open),) if after.open is not None and after.num_given != ledger.num_given else ()
     return replace(state, grants=after), given
 

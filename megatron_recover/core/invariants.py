@@ -24,9 +24,12 @@ in both. Facts come in an order in which they can have happened: cause before ef
 - INV-5 fencing: a replica plans, holds results, votes and commits only in the newest generation
   that it entered, and enters only newer ones.
 - INV-6 single history: generations are consecutive, with one roster each, and no replica comes
-  back. A replica leaves only if a committed record asks for it, and at least `min_replicas` and one
-  member stay. Only members enter a generation. A commit by votes in the newest generation has the
-  equal votes of all members.
+  back. A roster grows only by newcomers. All members plan with the same working roster: the
+  announced one, without newcomers that are turned away. A replica leaves only if a committed
+  record asks for it, and at least `min_replicas` and one member stay. Only members enter a
+  generation. A commit by votes in the newest generation has the equal votes of its working roster.
+- INV-2 for a newcomer: the plan that admits it is of a step of which its state, and that of at
+  least one older member, is known, and is equal.
 - INV-7 least work: no microbatch is dealt for a bucket if a member was dealt it for that bucket.
   None is dealt to a replica that a committed record asks to leave, while enough members stay. A
   replica leaves with nothing that was dealt to it in a step that nobody has committed.
@@ -80,6 +83,8 @@ class Formed(Value, frozen=True):
     once."""
     left: tuple[ReplicaId, ...] = ()
     """`NewGeneration.left`."""
+    newcomers: tuple[ReplicaId, ...] = ()
+    """Replicas of `NewGeneration.joins`: those of the roster that are unproven."""
 
 
 class Planned(Value, frozen=True):
@@ -125,6 +130,19 @@ class Digested(Value, frozen=True):
     digest: int
 
 
+class StateKnown(Value, frozen=True):
+    """The true digest of the state with which a rank is to begin a step.
+
+    It is a fact of each rank of a newcomer that has read it, and of each rank of a member that has
+    digested it for newcomers.
+    """
+
+    replica: ReplicaId
+    rank: int
+    step: int
+    digest: int
+
+
 class Voted(Value, frozen=True):
     """A leader voted."""
 
@@ -158,10 +176,11 @@ class Applied(Value, frozen=True):
 def formed(new: NewGeneration) -> Formed:
     """Return the fact that an announcement makes."""
     outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
-    return Formed(new.generation, new.roster, outvoted, new.void, new.left)
+    newcomers = tuple(claim.replica for claim in new.joins)
+    return Formed(new.generation, new.roster, outvoted, new.void, new.left, newcomers)
 
 
-Fact = Formed | Entered | Planned | Read | Held | Digested | Voted | Committed | Applied
+Fact = Formed | Entered | Planned | Read | Held | Digested | StateKnown | Voted | Committed | Applied
 
 
 # --- What has to be remembered --------------------------------------------------------------------
@@ -188,6 +207,8 @@ class StepHistory(Value, frozen=True):
     """(rank, parameter digest)."""
     states: frozenset[tuple[ReplicaId, int, int]] = frozenset()
     """(replica, rank, digest of all its state as the step began)."""
+    known: frozenset[tuple[ReplicaId, int, int]] = frozenset()
+    """The same of newcomers and of members that serve their state (`StateKnown`)."""
 
 
 class History(Value, frozen=True):
@@ -196,6 +217,12 @@ class History(Value, frozen=True):
     shape: Shape
     rosters: tuple[tuple[ReplicaId, ...], ...] = ()
     """The roster of generation g is `rosters[g - 1]`."""
+    announced: tuple[tuple[ReplicaId, ...], ...] = ()
+    """The newcomers of generation g are `announced[g - 1]`."""
+    newcomers: tuple[ReplicaId, ...] = ()
+    """The unproven replicas of the newest roster, if it has others."""
+    working: tuple[tuple[Generation, tuple[ReplicaId, ...]], ...] = ()
+    """(generation, its working roster) of each generation in which a member has planned."""
     outvoted: tuple[tuple[ReplicaId, Generation], ...] = ()
     """(outvoted replica, first generation without it)."""
     void: Void | None = None
@@ -235,10 +262,10 @@ def observe(history: History, fact: Fact) -> History:
 def _on_formed(history: History, fact: Formed) -> History:
     if fact.generation != len(history.rosters) + 1:
         raise InvariantViolation(6, f"generation {fact.generation} follows generation {len(history.rosters)}")
-    if history.rosters and not set(fact.roster) <= set(history.rosters[-1]):
-        raise InvariantViolation(6, f"roster {fact.roster} has a replica that {history.rosters[-1]} had not")
+    _grow(history, fact)
     _leave(history, fact)
-    members = set(fact.roster)
+    # What an unproven newcomer did before counts for nothing.
+    members = set(fact.roster) - set(fact.newcomers) or set(fact.roster)
     steps = {
         number: replace(
             step,
@@ -256,7 +283,26 @@ def _on_formed(history: History, fact: Formed) -> History:
         raise InvariantViolation(4, f"generation {fact.generation} makes step {void.step} void, which is committed")
     if void is not None and void.gives_up and (history.void is None or history.void.step != void.step):
         raise InvariantViolation(9, f"generation {fact.generation} gives step {void.step} up, which was not computed anew")
-    return replace(history, rosters=(*history.rosters, fact.roster), outvoted=outvoted, steps=tuple(steps.items()), void=void)
+    history = replace(history, announced=(*history.announced, fact.newcomers))
+    newcomers = fact.newcomers if len(fact.newcomers) < len(fact.roster) else ()
+    return replace(
+        history, rosters=(*history.rosters, fact.roster), newcomers=newcomers, outvoted=outvoted, steps=tuple(steps.items()),
+        void=void,
+    )  # fmt: skip
+
+
+def _grow(history: History, fact: Formed) -> None:
+    """Raise InvariantViolation if the roster has a replica that is neither old nor a newcomer.
+
+    A newcomer that was in a working roster and then in no roster does not come back.
+    """
+    fresh = set(fact.roster) - set(history.rosters[-1] if history.rosters else fact.roster)
+    if strangers := sorted(fresh - set(fact.newcomers)):
+        raise InvariantViolation(6, f"roster {fact.roster} has replicas {strangers}, which {history.rosters[-1]} had not")
+    used = {member for _, roster in history.working for member in roster}
+    used |= {member for roster in history.rosters[:1] for member in roster}
+    if back := sorted(fresh & used):
+        raise InvariantViolation(6, f"replicas {back} come back in roster {fact.roster}")
 
 
 def _leave(history: History, fact: Formed) -> None:
@@ -292,6 +338,7 @@ def _on_entered(history: History, fact: Entered) -> History:
 def _on_planned(history: History, fact: Planned) -> History:
     plan, replica = fact.plan, fact.replica
     _fence(history, replica, plan.generation, "plans")
+    history = _admitted(history, fact)
     if replica not in history.rosters[-1]:
         return history  # the work of a lost replica is lost, and wastes nothing of the members
     step = _step(history, plan.step)
@@ -308,6 +355,8 @@ def _on_planned(history: History, fact: Planned) -> History:
     out = {member for member, since in history.leaving if since < plan.step}
     if fresh and replica in out and len(set(plan.roster) - out) >= max(1, history.min_replicas):
         raise InvariantViolation(7, f"replica {replica} computes in step {plan.step}, and was to leave after an earlier step")
+    if fresh and replica in history.newcomers:
+        raise InvariantViolation(7, f"replica {replica} computes in step {plan.step}, where it is new and older members live")
     holders = {(bucket, i): member for member, bucket, i in step.dealt if member in plan.roster}
     for _, bucket, i in sorted(fresh):
         if (bucket, i) in holders:
@@ -319,6 +368,39 @@ def _on_planned(history: History, fact: Planned) -> History:
     replaced = results(plan, replica)
     held = frozenset(item for item in step.held if item[0] != replica or item[2] not in replaced)
     return _at(history, plan.step, replace(step, dealt=step.dealt | fresh, held=held))
+
+
+def _admitted(history: History, fact: Planned) -> History:
+    """Return the history with the working roster of the plan, and a newcomer's first step.
+
+    Raise InvariantViolation if members plan with unlike rosters, without an older member or with a
+    replica that was not announced, or if a newcomer's state is not that of the members (INV-2).
+    """
+    plan, generation = fact.plan, fact.plan.generation
+    who = f"replica {fact.replica} plans step {plan.step} of generation {generation} with {plan.roster}"
+    roster, working = _roster(history, generation), dict(history.working)
+    if fact.replica not in history.rosters[0] and fact.replica not in dict(history.committed):
+        was_admitted = any(fact.replica in members for number, members in history.working if number <= generation)
+        if fact.replica not in history.announced[generation - 1] and not was_admitted:
+            raise InvariantViolation(6, f"{who}, and was never admitted")
+        # It has read what the steps before this one have made.
+        history = replace(history, committed=_with(history.committed, fact.replica, plan.step))
+    if working.setdefault(generation, plan.roster) != plan.roster:
+        raise InvariantViolation(6, f"{who}, others with {working[generation]}")
+    if generation < len(history.rosters):
+        return replace(history, working=tuple(sorted(working.items())))
+    older = set(roster) - set(history.newcomers)
+    if not older <= set(plan.roster) <= set(roster):
+        raise InvariantViolation(6, f"{who}, where {roster} was announced with the newcomers {history.newcomers}")
+    step = _step(history, plan.step)
+    states = {(member, rank): digest for member, rank, digest in step.states | step.known}
+    ranks = range(history.shape.num_ranks)
+    for newcomer in set(history.newcomers) & set(plan.roster):
+        mine = [states.get((newcomer, rank)) for rank in ranks]
+        theirs = [each for member in sorted(older) if None not in (each := [states.get((member, rank)) for rank in ranks])]
+        if None in mine or mine not in theirs or any(each != mine for each in theirs):
+            raise InvariantViolation(2, f"{who}: newcomer {newcomer} has the state {mine}, older members have {theirs}")
+    return replace(history, working=tuple(sorted(working.items())))
 
 
 def _on_read(history: History, fact: Read) -> History:
@@ -394,7 +476,8 @@ def _on_committed(history: History, fact: Committed) -> History:
     if fact.adopted and step.record is None:
         raise InvariantViolation(2, f"{who} by adopting a record that nobody committed")
     if not fact.adopted and fact.generation == len(history.rosters):
-        missing = [r for r in _roster(history, fact.generation) if (r, fact.generation, record) not in step.votes]
+        voters = dict(history.working).get(fact.generation, ())
+        missing = [r for r in voters if (r, fact.generation, record) not in step.votes]
         if missing:
             raise InvariantViolation(6, f"{who} without the votes of replicas {missing}")
     if other := next((item for item in step.paces if item[1] != paces), None) if fact.replica in history.rosters[-1] else None:
@@ -403,7 +486,10 @@ def _on_committed(history: History, fact: Committed) -> History:
     asked = {int(number): record.step for number in details(fact.record.requests, RequestKind.LEAVE)}
     history = replace(history, committed=committed, leaving=tuple(sorted((asked | dict(history.leaving)).items())))
     step = replace(step, record=record, paces=step.paces | _current(history, fact.replica, {(fact.replica, paces)}))
-    if all(dict(committed).get(replica, 0) > record.step for replica in history.rosters[-1]):
+    members = dict(history.working).get(len(history.rosters), history.rosters[-1])
+    if not fact.adopted and fact.generation == len(history.rosters):  # with the votes of all in `members`: they are proven
+        history = replace(history, newcomers=tuple(each for each in history.newcomers if each not in members))
+    if all(dict(committed).get(replica, 0) > record.step for replica in members):
         # From here on only a lost replica can still commit the step. Ranks of members may apply it.
         step = StepHistory(record=record, digests=step.digests)
     return _at(history, record.step, step)
@@ -445,9 +531,11 @@ def _fence(history: History, replica: ReplicaId, generation: Generation, deed: s
 def _current[T](history: History, replica: ReplicaId, items: Iterable[T]) -> frozenset[T]:
     """Return the items if the replica is in the newest roster, else nothing.
 
-    `_on_formed` removes such facts of lost replicas, so none may be added afterwards.
+    `_on_formed` removes such facts of lost replicas, so none may be added afterwards. The same
+    holds for a newcomer that has not entered the newest generation.
     """
-    return frozenset(items) if replica in history.rosters[-1] else frozenset()
+    is_late = replica in history.newcomers and dict(history.entered).get(replica, 0) < len(history.rosters)
+    return frozenset(items) if replica in history.rosters[-1] and not is_late else frozenset()
 
 
 def _step(history: History, number: int) -> StepHistory:
@@ -462,6 +550,13 @@ def _at(history: History, number: int, step: StepHistory) -> History:
     return replace(history, steps=_with(history.steps, number, step))
 
 
+def _on_state_known(history: History, fact: StateKnown) -> History:
+    step = _step(history, fact.step)
+    mine = (fact.replica, fact.rank)
+    known = frozenset(item for item in step.known if item[:2] != mine) | {(*mine, fact.digest)}
+    return _at(history, fact.step, replace(step, known=known))
+
+
 RULES: Mapping[type, Callable[[History, Any], History]] = {
     Formed: _on_formed,
     Entered: _on_entered,
@@ -469,6 +564,7 @@ RULES: Mapping[type, Callable[[History, Any], History]] = {
     Read: _on_read,
     Held: _on_held,
     Digested: _on_digested,
+    StateKnown: _on_state_known,
     Voted: _on_voted,
     Committed: _on_committed,
     Applied: _on_applied,

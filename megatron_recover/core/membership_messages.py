@@ -108,6 +108,7 @@ class JoinRefused(Value, frozen=True):
     of a later step.
     """
 
+    newcomer: ReplicaId
     label: str
     reason: str
     generation: Generation = 0
@@ -184,7 +185,7 @@ class TurnedAway(Value, frozen=True):
     replica: ReplicaId
     generation: Generation
     newcomers: tuple[ReplicaId, ...]
-    """Ascending. `replica` itself if it is a newcomer that cannot go on without older members."""
+    """Ascending; `replica` itself if it is a newcomer that cannot enter the generation."""
     reason: str
 
 

@@ -47,19 +47,20 @@ def on_hello(state: CoordinatorState, hello: Hello) -> Step:
     return replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica))), ()
 
 
-def on_ready(state: CoordinatorState, ready: NewcomerReady) -> Step:
+def on_ready(state: CoordinatorState, told: NewcomerReady) -> Step:
     """Keep a claim for which a member vouches until `gather` runs out; refuse it if it cannot join.
 
     The report of a generation that is over counts for nothing, and its newcomer is refused, too.
     """
-    claim = ready.claim
+    claim = told.claim
     if claim.replica not in state.forming or claim.replica in {each.replica for each in state.ready}:
         return state, ()
-    why = why_not_now(state, ready)
-    if why:
-        return state, (Refuse(claim.replica, JoinRefused(claim.label, why)),)
+    if why := why_not_now(state, told):
+        return state, (Refuse(claim.replica, JoinRefused(claim.replica, claim.label, why)),)
     armed = () if state.ready else (Arm(f"gather {state.generation}", "gather_s"),)
-    return replace(state, ready=tuple(sorted((*state.ready, claim), key=lambda each: each.replica))), armed
+    ready = tuple(sorted((*state.ready, claim), key=lambda each: each.replica))
+    # One try a step: between two joins a step is committed.
+    return replace(state, ready=ready, joins_from=max(state.joins_from, told.step + 1)), armed
 
 
 def why_not_now(state: CoordinatorState, ready: NewcomerReady) -> str:
@@ -68,7 +69,7 @@ def why_not_now(state: CoordinatorState, ready: NewcomerReady) -> str:
         return f"generation {ready.generation} is over, or replica {ready.replica} is no member of it"
     if state.joins:
         return "other newcomers are in their first step"
-    if ready.step < state.joins_from:
+    if not state.ready and ready.step < state.joins_from:
         return f"the next join may begin in step {state.joins_from}, and this is step {ready.step}"
     if any(claim.label != ready.claim.label for claim in state.ready):
         return "a newcomer for another step is about to join"
@@ -88,7 +89,7 @@ def gathered(state: CoordinatorState) -> Step:
     newcomers = {claim.replica for claim in state.ready}
     state = replace(
         state,
-        roster=(*state.roster, *sorted(newcomers)),
+        roster=tuple(sorted({*state.roster, *newcomers})),
         forming=tuple(replica for replica in state.forming if replica not in newcomers),
         joins=state.ready,
         ready=(),
@@ -99,8 +100,8 @@ def gathered(state: CoordinatorState) -> Step:
 def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
     """Drop newcomers that the common plan has not admitted, without a generation.
 
-    One that reports itself cannot go on without the older members: then it is lost, and the others
-    get a generation.
+    One that reports itself cannot enter the generation: then it is lost, and the others get one
+    without it.
     """
     out = {*told.newcomers} & {claim.replica for claim in state.joins}
     if told.generation != state.generation or not out:
@@ -115,7 +116,10 @@ def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
         forming=tuple(sorted({*state.forming, *out})),
         entered=tuple(replica for replica in state.entered if replica not in out),
     )
-    return state, tuple(Refuse(claim.replica, JoinRefused(claim.label, told.reason, told.generation)) for claim in refused)
+    if {item.replica for item in state.finished} >= set(state.roster):
+        return generations.finish(state)
+    answers = (JoinRefused(claim.replica, claim.label, told.reason, told.generation) for claim in refused)
+    return state, tuple(Refuse(answer.newcomer, answer) for answer in answers)
 
 
 def on_proven(state: CoordinatorState, told: NewcomersProven) -> Step:

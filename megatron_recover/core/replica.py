@@ -120,13 +120,15 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
     """Leave the older generation for good, and order the ranks to promise the new one.
 
     Ignore the new one if a vote of this replica has said that it has no coordinator. A newcomer
-    ignores one with a claim that it has given up.
+    does not enter one with a claim that it has given up, and reports that.
     """
     if new.generation <= state.generation or state.replica not in new.roster or state.is_last:
         return state, ()
     claims = tuple(claim for claim in new.joins if claim.replica == state.replica)
     if state.phase is ReplicaPhase.JOINING and claims and state.claim not in claims:
-        return state, ()  # it was given up
+        why = f"replica {state.replica} has given up the state that it had read for this"
+        told = TurnedAway(state.replica, new.generation, (state.replica,), why)
+        return replace(state, generation=new.generation), (ToCoordinator(told),)
     begun = state.work is not None
     entered = replace(
         state,
@@ -301,10 +303,13 @@ def _on_admission(state: ReplicaState, admission: Admission) -> Step:
     Keep an admission that comes before all ranks have promised its generation.
     """
     plan = admission.plan
+    if state.claim is None or state.replica not in plan.roster:
+        return state, ()
     is_early = admission.generation > state.generation or state.phase is ReplicaPhase.PROMISING
     if is_early and admission.generation >= state.generation:
         return replace(state, admission=admission), ()
-    if admission.generation != state.generation or state.phase is not ReplicaPhase.EXCHANGING:
+    is_meant = admission.generation == state.generation and state.replica in unproven(state)
+    if not is_meant or state.phase is not ReplicaPhase.EXCHANGING:
         return state, ()
     if state.is_admitted and plan.step != state.step:
         raise ValueError(f"newcomer {state.replica} is admitted to step {plan.step}, and is at step {state.step}")
@@ -346,7 +351,7 @@ def _on_send_claim(state: ReplicaState, order: SendClaim) -> Step:
 def _on_claim(state: ReplicaState, claim: Claim) -> Step:
     """Vouch for a newcomer to the coordinator, or refuse."""
     if why := refusal(state, claim):
-        return state, (ToPeers((claim.replica,), JoinRefused(claim.label, why)),)
+        return state, (ToPeers((claim.replica,), JoinRefused(claim.replica, claim.label, why)),)
     return state, (ToCoordinator(NewcomerReady(state.replica, state.generation, state.step, claim)),)
 
 
@@ -355,7 +360,7 @@ def _on_join_refused(state: ReplicaState, refused: JoinRefused) -> Step:
 
     Once the claim is announced, only the coordinator refuses it.
     """
-    if state.claim is None or refused.label != state.claim.label:
+    if state.claim is None or (refused.newcomer, refused.label) != (state.replica, state.claim.label):
         return state, ()
     if refused.generation != (state.generation if state.phase is not ReplicaPhase.JOINING else 0):
         return state, ()

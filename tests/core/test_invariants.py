@@ -95,7 +95,7 @@ enter_2 = (Formed(2, (0, 1)), Entered(0, 2, 0), Entered(1, 2, 0))
         (5, "plans", insert(Planned, *enter_2, plan(0, 1, ()))),
         (5, "after a newer one", insert(Planned, *enter_2, Entered(0, 1, 0))),
         (6, "generation 3 follows generation 1", swap(Formed(2, (0,)), Formed(3, (0,)))),
-        (6, "has a replica that", lambda facts: [*facts, Formed(3, (0, 1))]),
+        (6, "has replicas", lambda facts: [*facts, Formed(3, (0, 1))]),
         (6, "whose member it is not", lambda facts: [*facts, Entered(1, 2, 1)]),
         (6, "never made", lambda facts: [*facts, Entered(0, 3, 1)]),
         (6, "without the votes of replicas [1]", drop(Voted(1, 1, RECORD))),

@@ -41,7 +41,8 @@ def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after:
     if not losses and after.step == before.step:
         _is_not_excused(world, after)
         return world
-    suspected = [loss.replica for loss in losses if loss.kind is LossKind.SUSPECTED]
+    newcomers = {claim.replica for claim in before.joins}  # nobody has to prove that one is at fault
+    suspected = [loss.replica for loss in losses if loss.kind is LossKind.SUSPECTED and loss.replica not in newcomers]
     if suspected and isinstance(cause, TimerFired):
         if not after.roster:
             raise InvariantViolation(9, f"a timeout removed the last members: {losses[-1].detail}")

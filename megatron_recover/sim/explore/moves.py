@@ -44,7 +44,19 @@ from megatron_recover.sim import channels
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.judging import LASTS
 from megatron_recover.sim.explore.network import JobState
-from megatron_recover.sim.explore.node import CarryOut, Complete, Drift, DriftState, Fail, Miscount, Stall, Stimulus, pending
+from megatron_recover.sim.explore.node import (
+    CarryOut,
+    Complete,
+    Drift,
+    DriftState,
+    Fail,
+    Miscount,
+    ReadState,
+    Serve,
+    Stall,
+    Stimulus,
+    pending,
+)
 from megatron_recover.sim.explore.space import Attempt, Space
 
 _PATIENCE = 2
@@ -79,6 +91,7 @@ class Moves(Space):
             yield "the coordinator continues", self.continued(world)
             return
         yield from self.times(world)
+        yield from self.joining(world)
         state = self.coordinators[world.coordinator]
         for save in state.saves:
             yield f"the save of replica {save.replica} is over", self.coordinate(world, ReplicaSaving(save.replica, True))
@@ -89,6 +102,33 @@ class Moves(Space):
             left = tuple(late for late in world.late_saves if late != (number, since))
             over = self.coordinate(world._replace(late_saves=left), ReplicaSaving(number, True))
             yield f"the overdue save of replica {number} is over", over
+
+    def joining(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
+        """Yield the steps of newcomers: they read from a member, and ask a member to vouch."""
+        state = self.coordinators[world.coordinator]
+        if state.ready:
+            yield "all newcomers are gathered", self.fired(world, f"gather {state.generation}")
+        for newcomer in state.forming:
+            node = self.nodes[world.nodes[newcomer]] if world.nodes[newcomer] else None
+            if node is None or not node.may_read():
+                continue
+            for member in state.roster:
+                source = self.nodes[world.nodes[member]] if world.nodes[member] else None
+                if source is None or source.is_newcomer and not source.trains():
+                    continue
+                if node.has_read():
+                    after = self.stimulate(world, newcomer, replica.SendClaim(member))
+                    yield f"newcomer {newcomer} asks for a member to vouch", after
+                    break  # any member may get the message
+                step = source.serves()
+                if step is not None and step > node.read and self.may_join(step):
+                    served = self.stimulate(world, member, Serve())
+                    read = ReadState(step, source.drifted, source.state_drifted)
+                    yield f"newcomer {newcomer} reads step {step} of {member}", self.stimulate(served, newcomer, read)
+
+    def may_join(self, step: int) -> bool:
+        """Return whether a step trains, so that a newcomer may join in it."""
+        return step < self.scenario.steps and step not in self.scenario.of_last_bucket
 
     def without_coordinator(self, world: JobState, *, is_stuck: bool) -> Iterator[tuple[Attempt, JobState]]:
         """Yield the steps of replicas that learn of the coordinator's death, or give up.
@@ -171,7 +211,10 @@ class Moves(Space):
     def faults(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
         """Yield every fault that may still happen, with the world after it."""
         state, left = self.coordinators[world.coordinator], world.faults
-        for number in state.roster:
+        if left.newcomers:
+            less = world._replace(faults=left._replace(newcomers=left.newcomers - 1))
+            yield "a newcomer is formed", self.coordinate(less, coordinator.FormAsked(1))
+        for number in (*state.roster, *state.forming):
             lost = coordinator.ReplicaLost(Loss(number, LossKind.PROCESS_ENDED))
             if left.crashes:
                 nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
@@ -184,6 +227,8 @@ class Moves(Space):
             if left.suspicions:
                 fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
                 yield f"replica {number} is fenced, but lives", fenced
+            if number not in state.roster:
+                continue
             if left.leaves:
                 less = world._replace(faults=left._replace(leaves=left.leaves - 1))
                 after = self.coordinate(less, coordinator.LeaveAsked((number,), "drain"))
@@ -353,7 +398,7 @@ class Moves(Space):
             return None
         calm = not (
             self.may_fail(world) or state.saves or world.stopped or self.takes_time or self.differs(world)
-            or asked(state.requests, state.roster)
+            or asked(state.requests, state.roster) or state.forming or state.joins or state.ready
         )  # fmt: skip
         for number, name in enumerate(world.nodes):
             if not name:

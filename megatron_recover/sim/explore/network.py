@@ -7,9 +7,11 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_recover.core import replica
-from megatron_recover.core.membership_messages import AddRequests, NewGeneration
+from megatron_recover.core.joining import talkers
+from megatron_recover.core.membership_messages import AddRequests, JoinRefused, NewGeneration
+from megatron_recover.core.replica_state import Admission
 from megatron_recover.core.tree import forward_to
-from megatron_recover.core.values import ReplicaId, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import Claim, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.explore.node import Addend, Copy, Message, Node
 
@@ -36,6 +38,8 @@ class Faults(NamedTuple):
     """Times that members may still give up waiting for a replica that reads."""
     leaves: int = 0
     """Times that a member may still be asked to leave."""
+    newcomers: int = 0
+    """Newcomers that may still be formed."""
 
 
 class JobState(NamedTuple):
@@ -139,7 +143,12 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     leader = node.leader
     if isinstance(message, AddRequests):
         return member
+    if isinstance(message, Claim | JoinRefused):
+        return _matters(message, node, member=member)
     newer = message.generation > leader.generation
+    if isinstance(message, Admission):
+        waits = leader.phase in (replica.ReplicaPhase.PROMISING, replica.ReplicaPhase.EXCHANGING)
+        return leader.replica in message.plan.roster and leader.claim is not None and (newer and member or waits)
     if isinstance(message, NewGeneration):
         return newer and member
     if isinstance(message, Addend | Copy):
@@ -151,6 +160,15 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     if isinstance(message, Vote | Votes):
         return message.step >= leader.step
     return leader.phase in (replica.ReplicaPhase.JOINING, replica.ReplicaPhase.PROMISING, replica.ReplicaPhase.EXCHANGING)
+
+
+def _matters(message: Claim | JoinRefused, node: Node, *, member: bool) -> bool:
+    """Return whether a claim or its refusal can still affect a node."""
+    leader = node.leader
+    if isinstance(message, JoinRefused):
+        return leader.claim is not None and (message.newcomer, message.label) == (leader.replica, leader.claim.label)
+    step = next(number for number, work in enumerate(node.work) if work.label == message.label)
+    return member and not node.is_newcomer and leader.step <= step
 
 
 def reaches(message: Message, leader: replica.ReplicaState) -> bool:
@@ -170,7 +188,7 @@ def _goes_to(message: Status | Statuses | Vote | Votes, leader: replica.ReplicaS
     """
     if isinstance(message, Status | Vote):
         return message.replica != leader.replica
-    return leader.replica in forward_to(leader.roster, message.replica, _says(message), leader.tree_above)
+    return leader.replica in forward_to(talkers(leader), message.replica, _says(message), leader.tree_above)
 
 
 def _says(message: Status | Statuses | Vote | Votes) -> frozenset[ReplicaId]:
@@ -197,5 +215,5 @@ def only_stored(leader: replica.ReplicaState, message: Message) -> bool:
         return False
     if not fits or not _goes_to(message, leader):
         return False
-    said, missing = _says(message), set(leader.roster) - here - {leader.replica}
+    said, missing = _says(message), set(talkers(leader)) - here - {leader.replica}
     return not said.isdisjoint(missing) and not missing <= said

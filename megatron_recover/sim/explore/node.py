@@ -28,12 +28,13 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from megatron_recover.core import invariants, rank, replica
-from megatron_recover.core.membership_messages import AddRequests, Entered, LeaderMessage, NewGeneration
+from megatron_recover.core.membership_messages import AddRequests, Entered, JoinRefused, LeaderMessage, NewGeneration
 from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.rank_messages import Apply, Close, Order, Plan, Promise
 from megatron_recover.core.values import (
     BucketId,
+    Claim,
     Compute,
     Generation,
     Held,
@@ -73,7 +74,9 @@ class Copy(Value, frozen=True):
     counts: Multiset
 
 
-Message = NewGeneration | AddRequests | Status | Statuses | Vote | Votes | Addend | Copy
+Message = (
+    NewGeneration | AddRequests | Status | Statuses | Vote | Votes | Claim | JoinRefused | replica.Admission | Addend | Copy
+)
 
 
 class Rank(Value, frozen=True):
@@ -113,6 +116,9 @@ class Node(Value, frozen=True):
     """True if it counts microbatch 0 once too often, until the step is applied or becomes void."""
     state_drifted: bool = False
     """True if other state differs, such as a moment of the optimizer. No sum depends on it yet."""
+    is_newcomer: bool = False
+    read: int = -1
+    """Newest step whose state this newcomer has read; -1: none."""
 
     def may_miscount(self) -> bool:
         """Return whether the node may miscount: in the step that it is in, or in its next one."""
@@ -122,8 +128,26 @@ class Node(Value, frozen=True):
     def may_begin(self) -> bool:
         """Return whether rank 0 can begin its next step, or end."""
         leader = self.leader
-        free = leader.phase is not replica.ReplicaPhase.JOINING and leader.work is None and not leader.ended
+        free = self.trains() and leader.work is None and not leader.ended
         return free and self.has_applied(0)
+
+    def trains(self) -> bool:
+        """Return whether the training loop runs: it does in a generation, once admitted."""
+        leader = self.leader
+        return leader.phase is not replica.ReplicaPhase.JOINING and (leader.claim is None or leader.is_admitted)
+
+    def may_read(self) -> bool:
+        """Return whether a newcomer has yet to read a state, or to read another one."""
+        return self.is_newcomer and self.leader.phase is replica.ReplicaPhase.JOINING and self.leader.claim is None
+
+    def has_read(self) -> bool:
+        """Return whether a newcomer may ask a member to vouch for what it has read."""
+        return self.may_read() and len(self.leader.served) == len(self.ranks)
+
+    def serves(self) -> int | None:
+        """Return the step with whose state all ranks are to begin or have begun, or None."""
+        step = self.leader.step
+        return step if all(self.has_applied(rank) for rank in range(len(self.ranks))) and step < len(self.work) else None
 
     def has_applied(self, rank: int) -> bool:
         """Return whether a rank has applied all that is committed."""
@@ -132,7 +156,7 @@ class Node(Value, frozen=True):
     def to_arrive(self) -> list[int]:
         """Return the followers that have yet to begin the next step with a digest, or to end."""
         leader, at_end = self.leader, self.leader.step == len(self.work)
-        if leader.phase is replica.ReplicaPhase.JOINING or not (leader.ended if at_end else self.work[leader.step].digests):
+        if not self.trains() or not (leader.ended if at_end else self.work[leader.step].digests):
             return []
         followers = range(1, len(self.ranks))
         return [rank for rank in followers if self.has_applied(rank) and self.ranks[rank].begun < leader.step]
@@ -203,6 +227,19 @@ class Stall(Value, frozen=True):
     accused: tuple[ReplicaId, ...]
 
 
+class Serve(Value, frozen=True):
+    """The ranks digest the state that they serve to newcomers."""
+
+
+class ReadState(Value, frozen=True):
+    """The ranks of a newcomer read the state with which a member begins a step."""
+
+    step: int
+    drifted: bool
+    state_drifted: bool
+    """Both as those of the member that is read from."""
+
+
 class Drift(Value, frozen=True):
     """The parameters change, between two steps only: a step takes their checksum when it begins."""
 
@@ -213,6 +250,7 @@ class DriftState(Value, frozen=True):
 
 Stimulus = (
     NewGeneration | AddRequests | Status | Statuses | Vote | Votes | replica.LinkLost | replica.CoordinatorLost
+    | replica.SendClaim | Serve | ReadState | Claim | JoinRefused | replica.Admission
     | BeginStep | Arrive | CarryOut | TakeUp | AskClose | Complete | Fail | Stall | Drift | DriftState | Miscount
 )  # fmt: skip
 
@@ -227,15 +265,18 @@ class Outcome(Value, frozen=True):
     facts: tuple[invariants.Fact, ...]
 
 
-def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: int, min_replicas: int = 1) -> Node:
-    """Return a replica that has joined and knows no generation."""
+def new_node(
+    number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: int, min_replicas: int = 1, *, is_newcomer: bool = False
+) -> Node:
+    """Return a replica that knows no generation."""
     zeros = (0,) * work[0].num_microbatches
     ranks = []
     for position in range(shape.num_ranks):
         buckets = tuple(bucket for bucket, holders in enumerate(shape.bucket_ranks) if position in holders)
         machine = rank.RankState(number, position, buckets)
         ranks.append(Rank(machine, (zeros,) * len(buckets), ((),) * len(buckets)))
-    return Node(replica.ReplicaState(number, shape, tree_above, min_replicas), tuple(ranks), tuple(work))
+    leader = replica.ReplicaState(number, shape, tree_above, min_replicas)
+    return Node(leader, tuple(ranks), tuple(work), is_newcomer=is_newcomer)
 
 
 class Threads:
@@ -262,6 +303,11 @@ class Threads:
             run.flawed = True
         elif isinstance(stimulus, DriftState):
             run.state_drifted = True
+        elif isinstance(stimulus, Serve):
+            run.digest(run.leader.step)
+        elif isinstance(stimulus, ReadState):
+            run.drifted, run.state_drifted, run.read = stimulus.drifted, stimulus.state_drifted, stimulus.step
+            run.digest(stimulus.step)
         elif isinstance(stimulus, BeginStep):
             run.begin()
         elif isinstance(stimulus, Arrive):
@@ -283,9 +329,13 @@ class Threads:
         run.settle()
         after = replace(
             node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted, state_drifted=run.state_drifted,
-            flawed=run.flawed, work=run.work,
+            flawed=run.flawed, work=run.work, read=run.read,
         )  # fmt: skip
         return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
+
+    def digest(self, step: int, position: int, *, drifted: bool) -> int:
+        """Return what a rank takes for the digest of the state with which a step begins."""
+        return state_digest(step, position, drifted=drifted)
 
     def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
         """Return the local gradient after a reduction brought `result`: unchanged (INV-3)."""
@@ -321,7 +371,7 @@ class _Run:
         self.leader = node.leader
         self.ranks = list(node.ranks)
         self.drifted, self.state_drifted = node.drifted, node.state_drifted
-        self.flawed = node.flawed
+        self.flawed, self.read = node.flawed, node.read
         self.out: list[tuple[Message, tuple[ReplicaId, ...]]] = []
         self.up: list[LeaderMessage] = []
         self.facts: list[invariants.Fact] = []
@@ -388,6 +438,15 @@ class _Run:
             digest = state_digest(step, position, drifted=self.drifted or self.state_drifted)
             self.facts.append(invariants.Digested(self.number, position, step, digest))
         self.feed(position, rank.Begin(work, (), digest))
+
+    def digest(self, step: int) -> None:
+        """Let every rank digest the state with which `step` begins."""
+        for position in range(len(self.ranks)):
+            drifted = self.drifted or self.state_drifted
+            known = state_digest(step, position, drifted=drifted)
+            self.facts.append(invariants.StateKnown(self.number, position, step, known))
+            said = self.threads.digest(step, position, drifted=drifted)
+            self.feed(position, rank.Digest(self.work[step].label, said))
 
     def carry_out(self, position: int) -> None:
         order, *rest = self.ranks[position].orders

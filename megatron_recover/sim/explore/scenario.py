@@ -81,6 +81,9 @@ class Scenario(Value, frozen=True):
     passes."""
     leaves: int = 0
     """Times that a member is asked to leave."""
+    newcomers: int = 0
+    """Newcomers that are formed, read a state and ask to join. Each may join in any later step, and
+    dies and is fenced like a member."""
     min_replicas: int = 1
     """Least number of members that stay where others leave; with fewer the job ends."""
     digested: tuple[int, ...] = ()

@@ -20,7 +20,16 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.core.membership_messages import AddRequests, Entered, Hello, LeaderMessage, ReplicaLeaving, Void
+from megatron_recover.core.membership_messages import (
+    AddRequests,
+    Entered,
+    Hello,
+    LeaderMessage,
+    NewcomersProven,
+    ReplicaLeaving,
+    TurnedAway,
+    Void,
+)
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.replica_state import ReplicaPhase
 from megatron_recover.core.values import Generation, ReplicaId, Shape, Work
@@ -44,6 +53,10 @@ from megatron_recover.sim.explore.node import (
 )
 from megatron_recover.sim.explore.scenario import Scenario
 from megatron_recover.sim.multiset import Multiset, add
+
+_LATE = ReplicaLeaving | TurnedAway | NewcomersProven
+"""Reports that reach the coordinator at any later time. They have no effect in a newer
+generation."""
 
 Links = tuple[tuple[int, int, tuple[int, ...]], ...]
 """Links as in `JobState.links`."""
@@ -113,6 +126,8 @@ class Space:
         self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], list[int]] = {}
         """Numbers of the announcements, by the fields that matter here. Those of one entry differ
         only in requests to leave."""
+        self.formed: dict[ReplicaId, int] = {}
+        """Numbers of the nodes of newcomers, as they are formed."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
         self.attempt: Attempt = "the job starts"
@@ -136,10 +151,14 @@ class Space:
             self.nodes.number(new_node(number, self.shape, work, scenario.tree_above, least))
             for number in range(scenario.replicas)
         )
+        self.formed = {
+            number: self.nodes.number(new_node(number, self.shape, work, scenario.tree_above, least, is_newcomer=True))
+            for number in range(scenario.replicas, scenario.replicas + scenario.newcomers)
+        }
         state = coordinator.CoordinatorState(coordinator.MembershipSettings(scenario.replicas, least))
         world = JobState(
             self.coordinators.number(state),
-            nodes,
+            (*nodes, *(0 for _ in self.formed)),
             0,
             self.histories.number(invariants.History(self.shape, min_replicas=least)),
             Faults(
@@ -155,6 +174,7 @@ class Space:
                 scenario.readers,
                 scenario.waits,
                 scenario.leaves,
+                scenario.newcomers,
             ),
         )
         for number in range(scenario.replicas):
@@ -199,6 +219,12 @@ class Space:
                     world = world._replace(messages=messages, links=links)
                 elif world.nodes[effect.replica]:
                     world = self.stimulate(world, effect.replica, AddRequests(effect.requests))
+            elif isinstance(effect, coordinator.Form):
+                nodes = (*world.nodes[: effect.replica], self.formed[effect.replica], *world.nodes[effect.replica + 1 :])
+                world = self.coordinate(world._replace(nodes=nodes), Hello(effect.replica, "same"))
+            elif isinstance(effect, coordinator.Refuse):
+                messages, links = self.post(world, -1, ((self.messages.number(effect.refused), (effect.replica,)),))
+                world = world._replace(messages=messages, links=links)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
                 if self.takes_time:
                     world = world._replace(grace=effect.timer)
@@ -249,6 +275,7 @@ class Space:
                 outcome.facts,
             )
         messages, links = self.post(world, number, effect.messages) if effect.messages else (world.messages, world.links)
+        start = world
         same = effect.node == world.nodes[number] and (messages, links) == (world.messages, world.links)
         if same and not effect.reports:
             return world
@@ -257,15 +284,15 @@ class Space:
         history = self.observe(world.history, effect.facts)
         world = world._replace(nodes=nodes, messages=messages, history=history, links=links)
         for report in effect.reports:
-            if isinstance(report, ReplicaLeaving):  # what comes with it may have an effect before it leads to a generation
+            if isinstance(report, _LATE):  # what comes with it may have an effect before it leads to a generation
                 world = world._replace(leaving=tuple(sorted({*world.leaving, self.inputs.number(report)})))
                 continue
-            for before in world.leaving:
+            for before in world.leaving:  # a link keeps the order
                 sent = self.inputs[before]
-                if isinstance(sent, ReplicaLeaving) and sent.replica == number:
+                if isinstance(sent, _LATE) and sent.replica == number:
                     world = self.reported(world, before)
             world = self.coordinate(world, self.blameless(report))
-        return world
+        return start if same and world == start else world  # a repeated report may change nothing
 
     def reported(self, world: JobState, leaving: int) -> JobState:
         """Return the world after a report `ReplicaLeaving` has reached the coordinator."""
@@ -320,8 +347,8 @@ class Space:
         after = self.stimulate(world, number, stimulus)
         if after is not world:
             return after
-        if isinstance(stimulus, int):
-            name = world.nodes[number]
+        name = world.nodes[number]
+        if isinstance(stimulus, int) and not self.effects[name, stimulus].reports:  # a later report may have an effect
             self.void[name] = self.void.get(name, 0) | 1 << stimulus
         return None
 
