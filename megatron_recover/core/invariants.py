@@ -222,7 +222,7 @@ class History(Value, frozen=True):
     newcomers: tuple[ReplicaId, ...] = ()
     """The unproven replicas of the newest roster, if it has others."""
     working: tuple[tuple[Generation, tuple[ReplicaId, ...]], ...] = ()
-    """(generation, its working roster) of each generation in which a member has planned."""
+    """(generation, its working roster) of each generation with newcomers that was planned in."""
     outvoted: tuple[tuple[ReplicaId, Generation], ...] = ()
     """(outvoted replica, first generation without it)."""
     void: Void | None = None
@@ -300,7 +300,8 @@ def _grow(history: History, fact: Formed) -> None:
     if strangers := sorted(fresh - set(fact.newcomers)):
         raise InvariantViolation(6, f"roster {fact.roster} has replicas {strangers}, which {history.rosters[-1]} had not")
     used = {member for _, roster in history.working for member in roster}
-    used |= {member for roster in history.rosters[:1] for member in roster}
+    for roster, newcomers in zip(history.rosters, history.announced, strict=True):
+        used |= set(roster) - set(newcomers)
     if back := sorted(fresh & used):
         raise InvariantViolation(6, f"replicas {back} come back in roster {fact.roster}")
 
@@ -385,10 +386,14 @@ def _admitted(history: History, fact: Planned) -> History:
             raise InvariantViolation(6, f"{who}, and was never admitted")
         # It has read what the steps before this one have made.
         history = replace(history, committed=_with(history.committed, fact.replica, plan.step))
-    if working.setdefault(generation, plan.roster) != plan.roster:
-        raise InvariantViolation(6, f"{who}, others with {working[generation]}")
+    expected = working.get(generation, plan.roster if history.announced[generation - 1] else roster)
+    if expected != plan.roster:
+        raise InvariantViolation(6, f"{who}, others with {expected}")
+    if not history.announced[generation - 1]:
+        return history
+    history = replace(history, working=tuple(sorted((working | {generation: plan.roster}).items())))
     if generation < len(history.rosters):
-        return replace(history, working=tuple(sorted(working.items())))
+        return history
     older = set(roster) - set(history.newcomers)
     if not older <= set(plan.roster) <= set(roster):
         raise InvariantViolation(6, f"{who}, where {roster} was announced with the newcomers {history.newcomers}")
@@ -400,7 +405,7 @@ def _admitted(history: History, fact: Planned) -> History:
         theirs = [each for member in sorted(older) if None not in (each := [states.get((member, rank)) for rank in ranks])]
         if None in mine or mine not in theirs or any(each != mine for each in theirs):
             raise InvariantViolation(2, f"{who}: newcomer {newcomer} has the state {mine}, older members have {theirs}")
-    return replace(history, working=tuple(sorted(working.items())))
+    return history
 
 
 def _on_read(history: History, fact: Read) -> History:
@@ -476,7 +481,7 @@ def _on_committed(history: History, fact: Committed) -> History:
     if fact.adopted and step.record is None:
         raise InvariantViolation(2, f"{who} by adopting a record that nobody committed")
     if not fact.adopted and fact.generation == len(history.rosters):
-        voters = dict(history.working).get(fact.generation, ())
+        voters = dict(history.working).get(fact.generation, history.rosters[-1])
         missing = [r for r in voters if (r, fact.generation, record) not in step.votes]
         if missing:
             raise InvariantViolation(6, f"{who} without the votes of replicas {missing}")

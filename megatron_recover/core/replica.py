@@ -193,7 +193,7 @@ def _send_status(state: ReplicaState) -> Step:
         by_version(held_complete(state)),
         commitment(state.committed) if state.committed is not None else None,
         state.journal,
-        state_digest(state),
+        state_digest(state) if state.joins else None,
     )
     before = heard_from(state)
     state = replace(state, phase=ReplicaPhase.EXCHANGING, statuses=newest_of_each(state.statuses, (status,)))

@@ -213,7 +213,8 @@ class Status(Value, frozen=True):
     journal: Journal = Journal()
     """Journal of `step`, as of the promise of rank 0."""
     state_digest: int | None = None
-    """Digest of all state of the member as `step` begins; None if it is not known or not begun."""
+    """Digest of all state of the member as `step` begins, for newcomers of the generation; None if
+    there are none, or if the digest is not known."""
 
 
 class Claim(Value, frozen=True):

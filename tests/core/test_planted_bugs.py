@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_replica_that_commits_without_votes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "tally", lambda votes, roster: next(iter(votes)))
+    monkeypatch.setattr(replica, "tally", lambda votes, roster, unproven: next(iter(votes)))
     caught(explore(crashes=1), 6)
 
 
@@ -480,8 +480,8 @@ def test_not_waiting_for_all_below_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 def test_taking_the_votes_of_those_below_as_those_of_all_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = replica.tally
 
-    def hasty(votes: tuple[Ballot, ...], roster: tuple[int, ...]) -> Any:
-        return original(votes, tuple(number for number in roster if number in voters_of(votes)))
+    def hasty(votes: tuple[Ballot, ...], roster: tuple[int, ...], unproven: tuple[int, ...]) -> Any:
+        return original(votes, tuple(number for number in roster if number in voters_of(votes)), unproven)
 
     monkeypatch.setattr(replica, "tally", hasty)
     caught(explore(**IN_A_ROW), 6)

@@ -106,7 +106,7 @@ def test_counting_a_replica_that_has_left_is_caught(monkeypatch: pytest.MonkeyPa
         kept = [replace(ballot, voters=gone) for ballot in state.votes if (gone := tuple({*ballot.voters} & {*new.left}))]
         return replace(after, votes=tuple(kept)), effects
 
-    def heads(votes: tuple[Ballot, ...], roster: tuple[int, ...]) -> Any:
+    def heads(votes: tuple[Ballot, ...], roster: tuple[int, ...], unproven: tuple[int, ...]) -> Any:
         return votes[0] if len(voters_of(votes)) >= len(roster) else None
 
     handle(monkeypatch, replica.NewGeneration, keep_vote)

@@ -70,7 +70,7 @@ def _with_memory(kind: type[Counts]) -> Callable[[int], RandomJob]:
 
 
 def test_committing_without_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "tally", lambda votes, roster: next(iter(votes)))
+    monkeypatch.setattr(replica, "tally", lambda votes, roster, unproven: next(iter(votes)))
     assert "INV-6" in str(_first_failure().problem)
 
 
