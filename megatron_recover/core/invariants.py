@@ -264,8 +264,7 @@ def _on_formed(history: History, fact: Formed) -> History:
         raise InvariantViolation(6, f"generation {fact.generation} follows generation {len(history.rosters)}")
     _grow(history, fact)
     _leave(history, fact)
-    # What an unproven newcomer did before counts for nothing.
-    members = set(fact.roster) - set(fact.newcomers) or set(fact.roster)
+    members = set(fact.roster)
     steps = {
         number: replace(
             step,
@@ -327,6 +326,11 @@ def _on_entered(history: History, fact: Entered) -> History:
         raise InvariantViolation(6, f"replica {fact.replica} enters generation {fact.generation}, whose member it is not")
     before = dict(history.entered).get(fact.replica, 0)
     history = replace(history, entered=_with(history.entered, fact.replica, fact.generation))
+    if fact.replica in _unproven(
+        history, fact.generation
+    ):  # what it held counts for nothing
+        steps = ((n, replace(step, held=frozenset(i for i in step.held if i[0] != fact.replica))) for n, step in history.steps)
+        history = replace(history, steps=tuple(steps))
     void = history.void
     if void is None or not before < void.since <= fact.generation:
         return history
@@ -345,7 +349,7 @@ def _on_planned(history: History, fact: Planned) -> History:
     step = _step(history, plan.step)
     for bucket in plan.reduces:
         ranks = set(history.shape.bucket_ranks[bucket])
-        for member in plan.roster:
+        for member in set(plan.roster) - set(_unproven(history, plan.generation)):
             for version in {item[3] for item in step.held if item[0] == member and item[2] == bucket}:
                 here = {rank for holder, rank, b, v in step.held if (holder, b, v) == (member, bucket, version)}
                 withdrawn = _outvoted(history, plan.generation, version)
@@ -522,6 +526,14 @@ def _roster(history: History, generation: Generation) -> tuple[ReplicaId, ...]:
     return history.rosters[generation - 1]
 
 
+def _unproven(history: History, generation: Generation) -> tuple[ReplicaId, ...]:
+    """Return the newcomers that are unproven in a generation with older members."""
+    if generation == len(history.rosters):
+        return history.newcomers
+    newcomers = history.announced[generation - 1]
+    return newcomers if len(newcomers) < len(history.rosters[generation - 1]) else ()
+
+
 def _outvoted(history: History, generation: Generation, version: Version) -> list[ReplicaId]:
     """Return the members of a version's generation that were outvoted up to `generation`."""
     return [r for r, since in history.outvoted if since <= generation and r in _roster(history, version)]
@@ -536,11 +548,9 @@ def _fence(history: History, replica: ReplicaId, generation: Generation, deed: s
 def _current[T](history: History, replica: ReplicaId, items: Iterable[T]) -> frozenset[T]:
     """Return the items if the replica is in the newest roster, else nothing.
 
-    `_on_formed` removes such facts of lost replicas, so none may be added afterwards. The same
-    holds for a newcomer that has not entered the newest generation.
+    `_on_formed` removes such facts of lost replicas, so none may be added afterwards.
     """
-    is_late = replica in history.newcomers and dict(history.entered).get(replica, 0) < len(history.rosters)
-    return frozenset(items) if replica in history.rosters[-1] and not is_late else frozenset()
+    return frozenset(items) if replica in history.rosters[-1] else frozenset()
 
 
 def _step(history: History, number: int) -> StepHistory:

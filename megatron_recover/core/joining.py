@@ -32,8 +32,9 @@ Note [Joining]
     evidence against a member. A newcomer that was admitted once and is then turned away ends, since
     its training has begun. One that was never admitted may try again.
 
-    If no older member is left, each newcomer that was ever admitted sends its own status, and they
-    go on as members. One that was never admitted cannot go on, and reports that.
+    If no older member is left, each newcomer that was admitted in the generation just before sends
+    its own status, and they go on as members: nobody can have committed anything without them. Any
+    other newcomer cannot go on, and reports that.
 """
 
 from __future__ import annotations

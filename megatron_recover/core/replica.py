@@ -89,7 +89,7 @@ from megatron_recover.core.replica_state import (
 from megatron_recover.core.request import SAVED, coordinator_lost
 from megatron_recover.core.speed import learn, reported_paces
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.values import Claim, Journal, Record, ReplicaId, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import Claim, Commitment, Journal, Record, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
 
 __all__ = [
@@ -191,7 +191,7 @@ def _send_status(state: ReplicaState) -> Step:
         state.work,
         state.contributions,
         by_version(held_complete(state)),
-        commitment(state.committed) if state.committed is not None else None,
+        _commitment(state),
         state.journal,
         state_digest(state) if state.joins else None,
     )
@@ -202,14 +202,22 @@ def _send_status(state: ReplicaState) -> Step:
     return state, (ToPeers(peers, status), *effects)
 
 
+def _commitment(state: ReplicaState) -> Commitment | None:
+    """Return the record of the step before as a status and an admission carry it."""
+    if state.committed is None:
+        return None
+    return Commitment(state.committed, state.committed_digest) if state.committed_digest else commitment(state.committed)
+
+
 def _newcomer_promised(state: ReplicaState) -> Step:
     """Wait for the admission; without older members go on like a member, or report otherwise."""
     if unproven(state):
         state = replace(state, phase=ReplicaPhase.EXCHANGING)
         return _on_admission(state, state.admission) if state.admission is not None else (state, ())
-    if state.is_admitted:
-        return _send_status(replace(state, joins=()))
-    why = f"no member is left, and replica {state.replica} was never admitted"
+    # In any other generation since, an older member may have gone on without this newcomer.
+    if state.admitted_in and state.admitted_in == state.generation - 1:
+        return _send_status(replace(state, joins=(), admitted_in=state.generation))
+    why = f"no member is left, and replica {state.replica} was not admitted in generation {state.generation - 1}"
     alone = TurnedAway(state.replica, state.generation, (state.replica,), why)
     return replace(state, phase=ReplicaPhase.EXCHANGING), (ToCoordinator(alone),)
 
@@ -281,7 +289,6 @@ def _admissions(state: ReplicaState, recovery: Recovery) -> tuple[Effect, ...]:
     """Return the messages with which the first of the older members admits newcomers."""
     if not state.joins or state.replica != older(state.roster, state.joins)[0]:
         return ()
-    before = replace(state.committed, versions=()) if state.committed is not None else None
     return tuple(
         ToPeers(
             (claim.replica,),
@@ -289,7 +296,7 @@ def _admissions(state: ReplicaState, recovery: Recovery) -> tuple[Effect, ...]:
                 state.replica,
                 state.generation,
                 plan_of(recovery, claim.replica, state.generation, state.roster),
-                before,
+                _commitment(state),
                 state.speeds,
             ),
         )
@@ -311,9 +318,9 @@ def _on_admission(state: ReplicaState, admission: Admission) -> Step:
     is_meant = admission.generation == state.generation and state.replica in unproven(state)
     if not is_meant or state.phase is not ReplicaPhase.EXCHANGING:
         return state, ()
-    if state.is_admitted and plan.step != state.step:
+    if state.admitted_in and plan.step != state.step:
         raise ValueError(f"newcomer {state.replica} is admitted to step {plan.step}, and is at step {state.step}")
-    committed = admission.committed
+    committed = admission.committed.record if admission.committed is not None else None
     state = replace(
         state,
         phase=ReplicaPhase.IDLE,
@@ -324,9 +331,10 @@ def _on_admission(state: ReplicaState, admission: Admission) -> Step:
         contributions=(),
         held=(),
         committed=committed,
+        committed_digest=admission.committed.digest if admission.committed is not None else b"",
         requests=unite((state.requests, committed.requests if committed is not None else ())),
         speeds=admission.speeds,
-        is_admitted=True,
+        admitted_in=state.generation,
         admission=None,
     )
     state, effects = _start(state)
@@ -364,7 +372,7 @@ def _on_join_refused(state: ReplicaState, refused: JoinRefused) -> Step:
         return state, ()
     if refused.generation != (state.generation if state.phase is not ReplicaPhase.JOINING else 0):
         return state, ()
-    if state.is_admitted:
+    if state.admitted_in:
         return _on_stop(state, Stop(ExitCode.FAILED, f"this newcomer is turned away: {refused.reason}"))
     return replace(state, phase=ReplicaPhase.JOINING, claim=None, served=(), served_label="", roster=(), joins=()), ()
 
@@ -518,6 +526,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         # The last record decides how the job ends, and the replica that asked may be lost by then.
         requests=unite((state.requests, record.requests)),
         committed=record,
+        committed_digest=b"",
         speeds=learn(state.speeds, record),
         journal=Journal(),
         is_closed=False,

@@ -12,6 +12,7 @@ from megatron_recover.core.values import (
     Ballot,
     BucketId,
     Claim,
+    Commitment,
     Contribution,
     Generation,
     Held,
@@ -59,8 +60,8 @@ class Admission(Value, frozen=True):
     generation: Generation
     plan: Plan
     """The newcomer's own plan."""
-    committed: Record | None
-    """The record of the step before, with empty `versions`; None before the first."""
+    committed: Commitment | None
+    """The record of the step before; None before the first."""
     speeds: Speeds
     """What all members have learned from the committed records."""
 
@@ -112,6 +113,8 @@ class ReplicaState(Value, frozen=True):
     """Votes for `step` in `generation`, equal votes in one ballot."""
     committed: Record | None = None
     """Record of `step - 1`; None before the first commit."""
+    committed_digest: bytes = b""
+    """Digest of that record, for a newcomer that has it without its versions; else empty."""
     blocked: bool = False
     """True once this replica has requested a newer generation, or reported what leads to one, in
     `generation`."""
@@ -145,8 +148,9 @@ class ReplicaState(Value, frozen=True):
     """True once `Close` was ordered in `step`: newcomers are too late for it."""
     claim: Claim | None = None
     """What this replica claims as a newcomer; None for a member."""
-    is_admitted: bool = False
-    """True once a plan has admitted this replica as a newcomer: its training has begun."""
+    admitted_in: Generation = 0
+    """Newest generation in which this replica, as a newcomer, was admitted or went on without older
+    members; 0: none, so its training has not begun."""
     admission: Admission | None = None
     """The newest `Admission` that came before this replica could use it."""
 

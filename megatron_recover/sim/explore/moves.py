@@ -146,9 +146,13 @@ class Moves(Space):
         scenario, left = self.scenario, world.faults
         if not is_stuck or unaware:
             return
-        if (left.crashes, left.suspicions, left.alarms) == (scenario.crashes, scenario.suspicions, scenario.alarms):
+        outside = [number for number in living if not self.nodes[world.nodes[number]].trains()]  # newcomers
+        # A coordinator that is lost while a newcomer joins leaves members in two generations.
+        if (left.crashes, left.suspicions, left.alarms, left.newcomers) == (
+            scenario.crashes, scenario.suspicions, scenario.alarms, scenario.newcomers
+        ):  # fmt: skip
             raise InvariantViolation(9, "a replica gives up, and only the coordinator is lost")
-        for number in living:
+        for number in outside or living:
             nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
             yield f"replica {number} gives up", world._replace(nodes=nodes)
 

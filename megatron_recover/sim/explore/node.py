@@ -134,7 +134,7 @@ class Node(Value, frozen=True):
     def trains(self) -> bool:
         """Return whether the training loop runs: it does in a generation, once admitted."""
         leader = self.leader
-        return leader.phase is not replica.ReplicaPhase.JOINING and (leader.claim is None or leader.is_admitted)
+        return leader.phase is not replica.ReplicaPhase.JOINING and (leader.claim is None or leader.admitted_in > 0)
 
     def may_read(self) -> bool:
         """Return whether a newcomer has yet to read a state, or to read another one."""

@@ -84,6 +84,8 @@ class Scenario(Value, frozen=True):
     newcomers: int = 0
     """Newcomers that are formed, read a state and ask to join. Each may join in any later step, and
     dies and is fenced like a member."""
+    waits_for_newcomers: bool = False
+    """Let the job continue with fewer than `min_replicas` members while a newcomer forms."""
     min_replicas: int = 1
     """Least number of members that stay where others leave; with fewer the job ends."""
     digested: tuple[int, ...] = ()

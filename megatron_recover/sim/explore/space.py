@@ -155,7 +155,9 @@ class Space:
             number: self.nodes.number(new_node(number, self.shape, work, scenario.tree_above, least, is_newcomer=True))
             for number in range(scenario.replicas, scenario.replicas + scenario.newcomers)
         }
-        state = coordinator.CoordinatorState(coordinator.MembershipSettings(scenario.replicas, least))
+        state = coordinator.CoordinatorState(
+            coordinator.MembershipSettings(scenario.replicas, least, waits_for_newcomers=scenario.waits_for_newcomers)
+        )
         world = JobState(
             self.coordinators.number(state),
             (*nodes, *(0 for _ in self.formed)),
