@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import Value
 from megatron_recover.sim.channels import Channels, card, link
@@ -98,6 +100,10 @@ class Scenario(Value, frozen=True):
 ONE_RANK_TWO_BUCKETS = ((0,), (0,))
 TWO_RANKS_ONE_BUCKET = ((0, 1),)
 TWO_STAGES = ((0,), (1,))
+
+NEWCOMER: dict[str, Any] = {"replicas": 1, "microbatches": 1, "newcomers": 1, "passes_last": True}
+NEWCOMERS: dict[str, Any] = {**NEWCOMER, "steps": 1, "newcomers": 2}
+BESIDE_TWO: dict[str, Any] = {**NEWCOMER, "replicas": 2, "steps": 1}
 
 CONFIGS: dict[str, tuple[Scenario, ...]] = {
     "ci": (
@@ -225,6 +231,31 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         ),
         Scenario("unlike speeds, and a leave", microbatches=4, steps=3, leaves=1, paces=(1000, 3000, 1000)),
         Scenario("a leave, and parameters that drift", microbatches=2, leaves=1, drifts=1),
+        # A member vouches for a newcomer only during a pass, so passes have to last.
+        Scenario("1 replica, a newcomer, and a crash", **NEWCOMER, crashes=1),
+        Scenario("1 replica, a newcomer, 2 failed operations or lost messages", **NEWCOMER, alarms=2),
+        Scenario("1 replica, a newcomer, and a false suspicion", **NEWCOMER, suspicions=1),
+        Scenario("1 replica, 2 newcomers, and a failed operation or lost message", **NEWCOMERS, alarms=1),
+        Scenario("1 replica, 2 newcomers, and a crash", **NEWCOMERS, crashes=1),
+        Scenario("2 ranks share a bucket, a newcomer, and a crash",
+                 **NEWCOMER, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, crashes=1),
+        Scenario("1 replica, a newcomer of another speed", **{**NEWCOMER, "steps": 3}, paces=(1000, 3000)),
+        Scenario("1 replica, a newcomer, and a miscount", **NEWCOMER, miscounts=1),
+        Scenario("1 replica, a newcomer, and a leave", **NEWCOMER, leaves=1),
+        Scenario("1 replica, a newcomer, and a save", **NEWCOMER, saves=1),
+        Scenario("1 replica, a newcomer, and an evaluation",
+                 **{**NEWCOMER, "steps": 3}, bucket_ranks=ONE_RANK_TWO_BUCKETS, of_last_bucket=(1,)),
+        Scenario("1 replica, a newcomer, and state that drifts", **NEWCOMER, state_drifts=1),
+        Scenario("1 replica, a newcomer, a digest in the last step, and state that drifts",
+                 **NEWCOMER, digested=(1,), state_drifts=1),
+        Scenario("1 replica, a newcomer, and parameters that drift", **NEWCOMER, drifts=1),
+        Scenario("1 replica, a newcomer, and a coordinator that dies", **NEWCOMER, coordinator_dies=True),
+        Scenario("1 replica, a newcomer, a late reader, and a crash",
+                 **{**NEWCOMER, "steps": 1}, readers=1, waits=1, crashes=1),
+        Scenario("1 replica, a newcomer, late members, and a crash", **NEWCOMER, late=1, crashes=1),
+        Scenario("2 replicas, links, a newcomer, and a crash", **BESIDE_TWO, links=True, crashes=1),
+        Scenario("2 replicas, a newcomer, and links that break", **BESIDE_TWO, links=True, alarms=1),
+        Scenario("a row of 2 replicas, and a newcomer", **{**BESIDE_TWO, "microbatches": 2}, tree_above=1),
     ),
     "full": (
         # The longest first: the last of several processes to end determines the total time.
@@ -312,5 +343,20 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             replicas=2, microbatches=2, leaves=1, saves=1, alarms=1,
         ),
         Scenario("2 ranks share a bucket, and a leave", num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, leaves=1),
+        Scenario("2 replicas, and a newcomer in any of 2 steps", **{**BESIDE_TWO, "steps": 2}),
+        Scenario("2 replicas, a newcomer, and 3 crashes", **BESIDE_TWO, crashes=3),
+        Scenario("2 replicas, a newcomer, and a false suspicion", **{**BESIDE_TWO, "microbatches": 2}, suspicions=1),
+        Scenario("2 replicas, a newcomer, a failed operation or lost message", **{**BESIDE_TWO, "microbatches": 2}, alarms=1),
+        Scenario("2 replicas, a newcomer, links that break, and a crash", **BESIDE_TWO, links=True, alarms=1, crashes=1),
+        Scenario("2 replicas, a newcomer, and a leave", **{**BESIDE_TWO, "microbatches": 2}, leaves=1),
+        Scenario("2 replicas, a newcomer, and a save", **{**BESIDE_TWO, "microbatches": 2}, saves=1),
+        Scenario("a tree that a newcomer makes necessary, and a crash",
+                 **{**BESIDE_TWO, "microbatches": 2}, tree_above=2, crashes=1),
+        Scenario("2 replicas that both are needed, a newcomer, and a crash",
+                 **{**BESIDE_TWO, "steps": 2}, links=True, min_replicas=2, crashes=1),
+        Scenario("2 replicas that both are needed, a newcomer for which they wait, and a crash",
+                 **{**BESIDE_TWO, "steps": 2}, links=True, min_replicas=2, waits_for_newcomers=True, crashes=1),
+        Scenario("1 replica, 2 newcomers, and 2 crashes", **NEWCOMERS, crashes=2),
+        Scenario("1 replica, 2 newcomers in any of 2 steps", **{**NEWCOMERS, "steps": 2}),
     ),
 }  # fmt: skip
