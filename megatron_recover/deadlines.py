@@ -410,6 +410,7 @@ ORDER = (
     Below("introduction_s", "leader_s", "an honest peer whose connection was closed unproven has time to dial again"),
     Below("beat_s", "silence_s", "a beat or two may be late before anyone is called silent"),
     Below("grace_s", "follow_s", "the agent reports a death before a member is judged late for the next generation"),
+    Below("gather_s", "grace_s", "newcomers that gather are announced before a request of the same moment"),
     Below("reset_s", "grace_s", "the loss of a node whose link was reset explains what members report of it"),
     Below("name_s", "grace_s", "the death of a rank that waits for a name still explains the requests of others"),
     Below("words_s", "follow_s", "a rank's last messages leave before anyone kills the rest of its replica"),

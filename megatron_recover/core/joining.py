@@ -55,7 +55,7 @@ class Admissions(Value, frozen=True):
     turned_away: tuple[ReplicaId, ...] = ()
     """Both ascending."""
     reason: str = ""
-    """Why newcomers are turned away; empty if none is."""
+    """The reason for each newcomer that is turned away; empty if none is."""
 
 
 def judged(claims: Sequence[Claim], statuses: Sequence[Status], work: Work | None) -> Admissions:

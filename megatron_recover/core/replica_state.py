@@ -63,7 +63,7 @@ class Admission(Value, frozen=True):
     committed: Commitment | None
     """The record of the step before; None before the first."""
     speeds: Speeds
-    """What all members have learned from the committed records."""
+    """The speeds that all members have learned from the committed records."""
 
 
 class ReplicaState(Value, frozen=True):
@@ -147,7 +147,7 @@ class ReplicaState(Value, frozen=True):
     is_closed: bool = False
     """True once `Close` was ordered in `step`: newcomers are too late for it."""
     claim: Claim | None = None
-    """What this replica claims as a newcomer; None for a member."""
+    """The newest claim of this replica; None if it never was a newcomer, or gave the claim up."""
     admitted_in: Generation = 0
     """Newest generation in which this replica, as a newcomer, was admitted or went on without older
     members; 0: none, so its training has not begun."""
