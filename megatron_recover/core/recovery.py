@@ -53,7 +53,7 @@ class Recovery(Value, frozen=True):
     quotas: tuple[int, ...]
     reason: str
     admissions: Admissions = Admissions()
-    """Which newcomers the plan admits. None of them is dealt a microbatch."""
+    """The newcomers that the plan admits. None of them is dealt a microbatch."""
 
 
 @newest_kept
