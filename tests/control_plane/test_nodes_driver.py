@@ -36,9 +36,11 @@ from megatron_recover.control_plane.node_messages import (
     NodeReady,
     NodeShares,
     NodesShared,
+    NodeSuspects,
     OtherJob,
     ReplicaGone,
     Roster,
+    TellKnown,
     TraceDone,
     TraceEnds,
     TraceNext,
@@ -52,6 +54,7 @@ from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import Hello, Loss, LossKind
+from megatron_recover.core.verdict import Known
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
 from megatron_recover.trace.node_clock import NodeClock
@@ -413,7 +416,36 @@ def test_links_that_are_reset_at_once_cost_no_node_and_leave_the_job_without_a_c
     [left] = town.of(trace.CoordinatorLeft)
     assert f"{3 if is_own else 2} of 3 nodes were reset at once" in left.reason
     assert [each.reason for each in agents[0].of(GivesUp)] == [left.reason] * (not is_own)
+    town.until(lambda: all(agent.of(GivesUp) for agent in back))
     assert not any(agent.of(FenceReplica) for agent in back)
+
+
+def test_half_of_the_links_or_links_that_are_reset_one_after_the_other_cost_their_nodes(make_town: Make) -> None:
+    town = make_town(least=4, most=4)
+    agents = town.start([[0], [1], [2], [3]], 4)
+    for number in (2, 3):
+        agents[number].reset()
+    town.run(0.2, *agents[:2])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2, 3] and not town.of(trace.CoordinatorLeft)
+    town = make_town(least=4, most=4)
+    agents = town.start([[0], [1], [2], [3]], 4)
+    for number in (1, 2, 3):
+        agents[number].reset()
+        town.run(0.3, agents[0], *agents[number + 1 :])
+    assert [event.node for event in town.of(trace.NodeLost)] == [1, 2, 3] and not town.of(trace.CoordinatorLeft)
+
+
+def test_a_node_whose_new_link_ends_before_the_reset_of_the_old_one_is_judged_may_come_back_again(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[1].reset()
+    back = Agent(town, 1)
+    town.until(lambda: town.nodes._held)
+    back.hang_up()
+    town.until(lambda: not town.nodes._held)
+    town.until(lambda: town.of(trace.NodeLost))
+    again = Agent(town, 1)
+    town.until(lambda: again.of(FenceReplica))
 
 
 def test_a_machine_that_resets_each_link_when_it_carries_the_next_beat_does_not_cost_all_nodes(make_town: Make) -> None:
@@ -868,6 +900,37 @@ def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_tow
     town.run(1.0, agents[0])
     assert [event.node for event in town.of(trace.NodeLost)] == [2, 1]
     assert town.announced(0)[-1].new.roster == (0,)
+
+
+def test_a_node_that_falls_silent_when_all_have_started_their_ranks_is_lost_after_its_own_time(make_town: Make) -> None:
+    town = make_town()
+    agents = town.ready([[0], [1], [2]])
+    for agent in agents:
+        agent.say(NodeLaunched())
+    town.run(0.1, *agents)
+    town.run(0.7, *agents[:2])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2], "and not after six times as long"
+
+
+def test_a_node_that_fails_before_training_begins_ends_the_job_on_all_nodes(make_town: Make) -> None:
+    town = make_town()
+    agents = town.ready([[0], [1], [2]])
+    agents[1].say(NodeFailed(ExitCode.FAILED, "no process can be started"))
+    town.until(lambda: all(agent.of(JobEnds) for agent in agents))
+    assert {agent.of(JobEnds)[0].reason for agent in agents} == {"n1: no process can be started"}
+
+
+def test_an_agent_may_condemn_its_replica_while_another_member_lives(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[1].say(NodeSuspects(1, (1,), (1,)))
+    town.until(lambda: agents[1].of(TellKnown))
+    assert agents[1].of(TellKnown) == [TellKnown(1, Known(1, (), may_condemn=True))]
+    for number in (0, 2):
+        agents[number].say(NodeSuspects(1, (number,), ()))
+    agents[1].say(NodeSuspects(2, (1,), (1,)))
+    town.until(lambda: len(agents[1].of(TellKnown)) == 2)
+    assert not agents[1].of(TellKnown)[1].known.may_condemn, "all are silent"
 
 
 def test_the_waits_for_ranks_begin_also_if_the_last_node_that_starts_some_dies(
