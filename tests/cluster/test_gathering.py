@@ -128,6 +128,25 @@ def test_a_trace_that_does_not_come_is_named_after_a_short_wait(tmp_path: Path, 
     assert not list(pair.run_dir.rglob("*.gathering")), "no half of a file is left"
 
 
+def test_a_trace_whose_parts_keep_coming_is_waited_for_longer(tmp_path: Path) -> None:
+    class Slow(Pair):
+        def _to_0(self, message: Message) -> None:
+            time.sleep(0.4)  # as a slow line does
+            super()._to_0(message)
+
+    pair = Slow(tmp_path / "a", tmp_path / "b", replace(DEADLINES, traces_s=1.5))
+    write(pair.folder)
+    began = time.monotonic()
+    assert pair.finish() == [] and time.monotonic() - began > 1.5
+
+
+def test_a_node_that_was_lost_behind_the_end_of_its_trace_is_not_named(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, tmp_path)
+    write(pair.folder)
+    pair.collector.handle(NodeGone(1, "the node was lost: it is silent"))
+    assert pair.collector.finish(lambda: False) == []
+
+
 def test_a_node_that_was_lost_is_named_and_not_waited_for_but_welcome_if_it_comes_back(tmp_path: Path) -> None:
     pair = Pair(tmp_path / "a", tmp_path / "b", replace(DEADLINES, traces_s=60.0))
     pair.collector.handle(NodeGone(1, "the node was lost: it is silent"))

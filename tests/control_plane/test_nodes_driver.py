@@ -275,6 +275,17 @@ def test_a_short_silence_costs_nothing(make_town: Make) -> None:
     assert phases == [(2, "began"), (2, "over")] and not town.of(trace.NodeLost)
 
 
+def test_a_silence_is_recorded_in_less_than_two_beats_whenever_it_begins(make_town: Make) -> None:
+    """A quarter of a beat is left for the recorder: a silence is to be on the console in less than two beats."""
+    town = make_town(node_silence_s=20.0)
+    agents = town.start([[0], [1], [2]])
+    for phase in range(8):
+        town.run(0.02 + 0.01 * phase, *agents)
+        town.run(0.15, *agents[:2])
+    began = [event.seconds / DEADLINES.beat_s for event in town.of(trace.NodeSilent) if event.phase == "began"]
+    assert len(began) == 8 and max(began) <= 1.75 + 0.2, f"a turn of the test is a fifth of a beat: {began}"
+
+
 def test_a_coordinator_that_hears_fewer_than_half_removes_nobody(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
@@ -437,7 +448,7 @@ def test_half_of_the_links_or_links_that_are_reset_one_after_the_other_cost_thei
 
 def test_a_node_whose_new_link_ends_before_the_reset_of_the_old_one_is_judged_may_come_back_again(make_town: Make) -> None:
     town = make_town()
-    agents = town.start([[0], [1], [2]])
+    town.start([[0], [1], [2]])
     back = Agent(town, 1)
     town.until(lambda: town.nodes._held)
     back.hang_up()
@@ -519,6 +530,18 @@ def test_a_reset_while_others_are_silent_is_judged_like_their_silence(make_town:
     town.run(0.5, agents[1])
     assert not town.of(trace.NodeLost) and not town.nodes.is_done
     town.run(5.5, agents[0], agents[1])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2]
+
+
+def test_a_node_whose_link_was_reset_is_not_one_of_those_that_are_heard(make_town: Make) -> None:
+    """It was heard just now, and would make three of five. So the coordinator may remove nobody, not even that node."""
+    town = make_town(least=5, most=5, node_silence_s=5.0)
+    agents = town.start([[0], [1], [2], [3], [4]], 5)
+    town.run(0.5, *agents[:3])
+    agents[2].reset()
+    town.run(0.06, *agents[:2])
+    assert not town.of(trace.NodeLost)
+    town.run(0.3, *agents[:2], *agents[3:])
     assert [event.node for event in town.of(trace.NodeLost)] == [2]
 
 
