@@ -74,6 +74,7 @@ def test_each_bad_script_has_its_one_finding(name: str, capsys: pytest.CaptureFi
         ("/opt/venv/bin/python", "bash -o pipefail -lc 'exec \"$@\"' agent /opt/venv/bin/python"),
         ("wait\n", "wait\nsrun --overlap -n1 /opt/venv/bin/python -P -m megatron_recover verdict RUN\nsrun nvidia-smi\n"),
         ("wait\n", "cat <<EOF\nsrun torchrun\nEOF\nwait  # srun torchrun doesn't count here\n"),
+        ("wait\n", "wait\necho srun torchrun\n"),
         ("srun --no-kill", 'flags=(--no-kill\n  --mpi=none)\n  srun "${flags[@]}"'),
         ("#SBATCH --open-mode=append", "#SBATCH --no-requeue"),
         ("wait\n", "while squeue -h -j $SLURM_JOB_ID -s | grep -q .; do sleep 10; done\n"),

@@ -225,7 +225,7 @@ def _segments(code: str) -> Iterator[tuple[list[str], str]]:
         return
 
 
-def _started(words: Sequence[str]) -> Sequence[str]:
+def _started(words: list[str]) -> list[str]:
     """Return a command from `srun` on if that is what it starts, by its path or another program."""
     for position, word in enumerate(words):
         if os.path.basename(word) == "srun":
