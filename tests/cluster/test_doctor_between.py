@@ -27,6 +27,7 @@ from megatron_recover.cluster.doctor.probing import ALL_PAIRS, MAX_PORTS, Answer
 from megatron_recover.cluster.doctor.service import Service
 from megatron_recover.cluster.doctor.session import Opened, Session
 from tests.cluster.doctor_node import KEY
+from tests.nodes.nodes import build_clock
 
 HERE = "127.0.0.1"
 _PATIENCE_S = 30.0
@@ -432,13 +433,11 @@ def test_a_node_that_cannot_listen_is_reported_and_holds_nobody(tmp_path: Path) 
     ]  # fmt: skip
 
 
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-
-
 def test_run_is_refused_on_all_nodes_with_the_lines_of_all_before_any_of_them_imports(network: Network, tmp_path: Path) -> None:
     """Node 1 has a local --save, few open files, and a clock that is 75 s ahead."""
-    if not FAKETIME.exists():
-        pytest.skip("there is no libfaketime, which gives a process another clock")
+    clock = tmp_path / "clock.so"
+    if not build_clock(clock):
+        pytest.skip("no C compiler: a node cannot have a clock of its own (tests/nodes/clock.c)")
     (tmp_path / "save").mkdir()
     (tmp_path / "train.py").write_text(f"open('{tmp_path}/started', 'w')")
     flags = "--num-layers 2 --num-attention-heads 2 --hidden-size 8 --micro-batch-size 1 --global-batch-size 40 --train-iters 1"
@@ -446,7 +445,7 @@ def test_run_is_refused_on_all_nodes_with_the_lines_of_all_before_any_of_them_im
     line = f"--nnodes 2 --nproc-per-node 20 --master-addr 10.99.0.1 --master-port 29400 --run-dir {tmp_path}/run --node-rank"
     words = [sys.executable, "-m", "megatron_recover", "run", *line.split()]
     environment = os.environ | {"MEGATRON_RECOVER_KEY": KEY.hex()}
-    ahead = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+75s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    ahead = {"LD_PRELOAD": str(clock), "CLOCK_OFFSET_MS": "75000"}
     script = [str(tmp_path / "train.py"), *flags.split()]
     nodes = [
         network.run(0, [*words, "0", *script], environment),
@@ -463,4 +462,5 @@ def test_run_is_refused_on_all_nodes_with_the_lines_of_all_before_any_of_them_im
         failed = [each for each in lines if each.startswith("fail")]
         assert process.returncode == 2 and len(failed) == len(expected), text
         assert all(one.startswith(two) for one, two in zip(failed, expected, strict=True)), text
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["save", "train.py"] and not [*(tmp_path / "save").iterdir()]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["clock.so", "save", "train.py"]
+    assert not [*(tmp_path / "save").iterdir()]
