@@ -41,8 +41,8 @@ MAX_UNPROVEN = 256
 """Connections kept at most that have not proven themselves, unless the listener expects more peers.
 One more closes the oldest."""
 ACCEPTED_AT_ONCE = 64
-"""Connections that a single turn accepts at most while the listener expects a peer, at all addresses
-together. A handshake takes three turns, and `MAX_UNPROVEN` is four times as many."""
+"""Connections that a single turn accepts at most while the listener expects a peer, at all
+addresses together. A handshake takes three turns, and `MAX_UNPROVEN` is four times as many."""
 UNEXPECTED_AT_ONCE = 16
 """Connections that a single turn accepts at most while the listener expects nobody. See
 Note [Whom a listener expects]."""

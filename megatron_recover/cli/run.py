@@ -36,6 +36,7 @@ from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import misplaced, split, value_of
+from megatron_recover.host.descriptor_limit import raise_descriptor_limit
 from megatron_recover.host.in_use import InUse
 from megatron_recover.host.reachable import NoAnswer
 from megatron_recover.megatron.launch.arguments import recover_flags
@@ -71,6 +72,7 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
     if found := misplaced(ours, [*FLAGS, *recover_flags()]):
         parser.error("\n".join(found))
     arguments = parser.parse_args(ours)
+    raise_descriptor_limit()  # before nodes meet: the coordinator has two connections for each node, or more
     existed = run_dirs.exists(arguments.run_dir)
     wanted, job, chaos_text, joined = _described(parser, arguments, command)
     with contextlib.ExitStack() as held:

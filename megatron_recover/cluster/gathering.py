@@ -2,8 +2,8 @@
 
 Each other node offers its trace once that is whole. Node 0 looks for it in the run directory. Where
 the folder is not shared, node 0 asks for the files part by part, so one part of a node is on its
-way at a time, and of all nodes `_AT_ONCE`. The coordinator carries the messages. Disks are read and written by threads of this
-module, never by the thread of the launcher.
+way at a time, and of all nodes `_AT_ONCE`. The coordinator carries the messages. Disks are read and
+written by threads of this module, never by the thread of the launcher.
 """
 
 from __future__ import annotations

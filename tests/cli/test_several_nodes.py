@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -482,3 +483,25 @@ def test_an_error_that_names_no_file_is_told_as_it_is() -> None:
     assert several_nodes.mistake_of(error) == str(error)
     named = several_nodes.mistake_of(PermissionError(errno.EACCES, "Permission denied", "a.py"))
     assert named == "a.py cannot be read (Permission denied); make it readable, or name another"
+
+
+def test_the_coordinator_may_open_as_many_files_as_the_hard_limit_allows(nodes: Nodes) -> None:
+    """The soft limit of most systems is 1024. The coordinator has a connection for each node and one for each replica."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        command = [
+            sys.executable, "-m", "megatron_recover", "run", "--nnodes", "2", "--nproc-per-node", "1", *nodes.where(0),
+            "--key-file", str(nodes.key), "--run-dir", str(nodes.run_dir), str(nodes.script), *FLAGS,
+        ]  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    nodes.launchers = [process]
+    nodes.until(lambda: psutil.Process(process.pid).children())
+    [coordinator] = psutil.Process(process.pid).children()
+    nodes.until(lambda: coordinator.name() == "coordinator")
+    assert coordinator.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+    process.terminate()
+    assert process.wait(60.0) == ExitCode.INTERRUPTED
+    nodes.assert_nothing_left()

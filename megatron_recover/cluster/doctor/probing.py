@@ -102,7 +102,7 @@ def sample(first: int, last: int) -> list[int]:
 
 
 def tried(node: int, peer: Peer) -> tuple[int, ...]:
-    """Return the ports of `peer` that this node tries: all, or its share of those of a crowded node.
+    """Return the ports of `peer` that this node tries: all, or some of those of a crowded node.
 
     Nodes with successive numbers try successive ports.
     """
