@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 
 from megatron_recover.authentication import admission
-from megatron_recover.cluster.doctor import conversation, sharing
+from megatron_recover.cluster.doctor import conversation, probing, sharing
 from megatron_recover.cluster.doctor import service as service_module
 from megatron_recover.cluster.doctor.between import Report, judged, lines
 from megatron_recover.cluster.doctor.findings import Check, Folder, Need, warn
@@ -215,6 +216,24 @@ def test_many_nodes_with_a_range_of_ports_do_not_keep_each_other_from_node_0(mon
     assert [*tried(1, msgspec.structs.replace(peer, ports=(1, 2)))] == [1, 2]
 
 
+def test_a_lack_of_descriptors_on_this_node_is_no_port_that_is_closed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 nodes with 64 ports each are more than 1024 connections at a time."""
+    dial, num_failures = probing._Probe._dial, 3
+
+    def short(probe: probing._Probe, port: int) -> Any:
+        nonlocal num_failures
+        num_failures -= 1
+        if num_failures >= 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return dial(probe, port)
+
+    monkeypatch.setattr(probing._Probe, "_dial", short)
+    [answer] = probe(0, [Peer(1, HERE, service.ports)], KEY)
+    assert answer.unreached == () and answer.has_echo
+
+
 def test_ports_of_other_programs_are_left_out_and_named() -> None:
     with socket.create_server((HERE, 0)) as other:
         taken = other.getsockname()[1]
@@ -237,8 +256,6 @@ def test_datagrams_of_strangers_are_not_answered_and_bad_requests_end_the_connec
             stranger.recv(2000)
     ended = conversation.REQUEST.pack(conversation.Kind.ECHO, conversation.MAX_ECHO_BYTES + 1), conversation.REQUEST.pack(77, 0)
     for request in ended:
-        from megatron_recover.cluster.doctor import probing
-
         connection, _ = probing._Probe(0, Peer(1, HERE, service.ports[:1]), KEY, time.time_ns)._connect()
         assert connection is not None
         connection.sock.settimeout(_PATIENCE_S)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from megatron_recover.authentication.admission import out_of_descriptors
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector
 from megatron_recover.cluster.doctor import conversation
 from megatron_recover.cluster.doctor.conversation import DATAGRAMS, REQUEST, TIMES, TOKEN_BYTES, Kind
@@ -146,24 +147,27 @@ class _Probe:
 
         The others are closed at once: the peer has room for a limited number, and nodes that each
         kept some would wait for each other. A connection that ends before it is proven is dialled
-        again: other nodes may have crowded it out (`admission.MAX_UNPROVEN`).
+        again: other nodes may have crowded it out (`admission.MAX_UNPROVEN`). So is a port for
+        whose connection this process had no descriptor.
         """
         unreached: dict[int, str] = {}
         pending: dict[int, tuple[int, Connection]] = {}
         first: Connection | None = None
         to_dial, until = [*tried(self._node, self._peer)], time.monotonic() + _CONNECT_S
         while (to_dial or pending) and (left_s := until - time.monotonic()) > 0:
-            for port in to_dial:
+            dialled, to_dial = to_dial, []
+            for port in dialled:
                 try:
                     connection = self._dial(port)
                     pending[connection.sock.fileno()] = port, connection
                 except OSError as error:
                     unreached[port] = error.strerror or str(error)
-            to_dial = []
+                    if out_of_descriptors(error):
+                        to_dial.append(port)
             poll = select.poll()
             for _, connection in pending.values():
                 poll.register(connection.sock, connection.poll_mask(sending=False, receiving=True))
-            for number, _ in poll.poll(1000 * left_s):
+            for number, _ in poll.poll(1000 * (0.0 if to_dial else left_s)):
                 port, connection = pending[number]
                 try:
                     if not connection.handshake():
