@@ -38,7 +38,7 @@ Note [Figures of one node]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from msgspec.structs import replace
@@ -162,13 +162,13 @@ def step(state: CondemningState, event: Input) -> tuple[CondemningState, tuple[E
     return _advance(state)
 
 
-def _living(state: CondemningState, condemned: Set[ReplicaId]) -> set[ReplicaId]:
+def _living(state: CondemningState, condemned: set[ReplicaId]) -> set[ReplicaId]:
     """Return the members that are heard, not silent, and not being condemned."""
     out = condemned.union(*(report.silent for report in state.reports.values()))
     return {each for each in state.roster if each not in out and state.hosts[each].isdisjoint(state.deaf)}
 
 
-def another_lives(living: Set[ReplicaId], replica: ReplicaId) -> bool:
+def another_lives(living: Collection[ReplicaId], replica: ReplicaId) -> bool:
     """Return whether a member besides `replica` lives."""
     return len(living) > (replica in living)
 
