@@ -189,7 +189,8 @@ def _leave_mark(command: Sequence[str], exit_code: int, reason: str, run_dir: Pa
 def _locked_save(job: Job, joined: Joined | None) -> SaveLock | None:
     """Lock the folder of `--save`, if there is one, so that no second job saves there.
 
-    The node of the coordinator does so for all nodes.
+    The node of the coordinator does so for all nodes. Its signs of life go on meanwhile: a look at a
+    job of another host takes 15 s, and a slow disk longer.
 
     Raises ValueError with the remedy.
     """
@@ -197,7 +198,8 @@ def _locked_save(job: Job, joined: Joined | None) -> SaveLock | None:
         return None
     coordinator = joined.coordinator if joined is not None and len(job.nodes) > 1 else None
     try:
-        return SaveLock(job.save, job.run_dir, coordinator.process.pid if coordinator is not None else None)
+        with contextlib.nullcontext() if joined is None else joined.membership.kept():
+            return SaveLock(job.save, job.run_dir, coordinator.process.pid if coordinator is not None else None)
     except OSError as error:
         raise ValueError(f"--save {job.save} cannot be locked ({error.strerror}); give another folder") from error
 
