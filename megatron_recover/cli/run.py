@@ -189,8 +189,8 @@ def _leave_mark(command: Sequence[str], exit_code: int, reason: str, run_dir: Pa
 def _locked_save(job: Job, joined: Joined | None) -> SaveLock | None:
     """Lock the folder of `--save`, if there is one, so that no second job saves there.
 
-    The node of the coordinator does so for all nodes. Its signs of life go on meanwhile: a look at a
-    job of another host takes 15 s, and a slow disk longer.
+    The node of the coordinator does so for all nodes. Its signs of life go on meanwhile: a look at
+    a job of another host takes 15 s, and a slow disk longer.
 
     Raises ValueError with the remedy.
     """
