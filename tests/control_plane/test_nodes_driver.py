@@ -53,7 +53,7 @@ from megatron_recover.control_plane.wire import Announcement, LeaderHello, Messa
 from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.core.membership_messages import Hello, Loss, LossKind
+from megatron_recover.core.membership_messages import Hello, Loss, LossKind, ReplicaFinished
 from megatron_recover.core.verdict import Known
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
@@ -102,6 +102,8 @@ class Town:
         """Time of the loop's clock, which goes on by turns of the test and not by itself."""
         self.loop = Loop(clock=lambda: self.now, cpu_clock=lambda: 0.0)
         self.events: list[trace.Event] = []
+        self.links: dict[int, OutgoingLink] = {}
+        """Of the leaders, by their replicas."""
         listener = listen("127.0.0.1:0")
         self.address = address_of(listener)
         given = {"join_s": 20.0, "last_call_s": 0.2, "node_silence_s": 0.5, **settings}
@@ -163,7 +165,8 @@ class Town:
 
     def _lead(self, replica: int) -> None:
         link = call(self.address, Party(Role.LEADER, replica), Party(Role.COORDINATOR))
-        heard = self.leaders[replica] = []
+        heard, self.links[replica] = list[Message](), link
+        self.leaders[replica] = heard
         self.loop.watch(link, lambda link, message: heard.append(message), lambda link, why: None)
         self.loop.send(link, LeaderHello(Hello(replica, "f"), Peer(replica, f"a:{replica}", ("b",))))
 
@@ -834,6 +837,20 @@ def test_the_coordinator_is_done_when_all_have_hung_up(make_town: Make) -> None:
         agent.hang_up()
         town.run(0.05)
     assert town.nodes.is_done
+
+
+def test_a_coordinator_that_was_stopped_until_all_had_finished_and_left_calls_nobody_lost(make_town: Make) -> None:
+    """Other nodes end by themselves then. All that happened waits in its sockets, in no order."""
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    for agent in agents[1:]:
+        agent.hang_up()
+    for replica, link in town.links.items():
+        town.loop.send(link, ReplicaFinished(replica, 0))
+    town.until(lambda: town.nodes.has_ended)
+    assert not town.of(trace.NodeLost) and len(town.of(trace.Generation)) == 1
+    town.until(lambda: agents[0].of(JobEnds))
+    assert agents[0].of(JobEnds)[0].exit_code == ExitCode.OK
 
 
 def test_a_removed_node_whose_link_had_only_broken_comes_back_to_be_fenced(make_town: Make) -> None:
