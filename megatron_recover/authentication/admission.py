@@ -41,7 +41,8 @@ MAX_UNPROVEN = 256
 """Connections kept at most that have not proven themselves, unless the listener expects more peers.
 One more closes the oldest."""
 ACCEPTED_AT_ONCE = 64
-"""Connections that a single turn accepts at most while the listener expects a peer."""
+"""Connections that a single turn accepts at most while the listener expects a peer, at all
+addresses together. A handshake takes three turns, and `MAX_UNPROVEN` is four times as many."""
 UNEXPECTED_AT_ONCE = 16
 """Connections that a single turn accepts at most while the listener expects nobody. See
 Note [Whom a listener expects]."""
@@ -266,8 +267,10 @@ class Admission:
             self._watch_listener(bool(expects))
             if accepts:
                 at_most, most_unproven = ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE, max(MAX_UNPROVEN, expects)
-                for listener in (each for each in self._listeners if each.fileno() in arrived):
-                    self._accept(listener, admits, at_most, most_unproven)
+                # A turn that closes what it has just accepted would keep peers out.
+                ready = [each for each in self._listeners if each.fileno() in arrived]
+                for listener in ready:
+                    self._accept(listener, admits, -(-at_most // len(ready)), most_unproven)
         while self.unproven and (oldest := next(iter(self.unproven.values()))).until <= now:
             self.let_go(oldest)
         if self._tell_at is not None and now >= self._tell_at:

@@ -36,6 +36,7 @@ from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import misplaced, split, value_of
+from megatron_recover.host.descriptor_limit import raise_descriptor_limit
 from megatron_recover.host.in_use import InUse
 from megatron_recover.host.reachable import NoAnswer
 from megatron_recover.megatron.launch.arguments import recover_flags
@@ -71,6 +72,7 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
     if found := misplaced(ours, [*FLAGS, *recover_flags()]):
         parser.error("\n".join(found))
     arguments = parser.parse_args(ours)
+    raise_descriptor_limit()  # before nodes meet: the coordinator has two connections for each node, or more
     existed = run_dirs.exists(arguments.run_dir)
     wanted, job, chaos_text, joined = _described(parser, arguments, command)
     with contextlib.ExitStack() as held:
@@ -187,7 +189,8 @@ def _leave_mark(command: Sequence[str], exit_code: int, reason: str, run_dir: Pa
 def _locked_save(job: Job, joined: Joined | None) -> SaveLock | None:
     """Lock the folder of `--save`, if there is one, so that no second job saves there.
 
-    The node of the coordinator does so for all nodes.
+    The node of the coordinator does so for all nodes. Its signs of life go on meanwhile: a look at
+    a job of another host takes 15 s, and a slow disk longer.
 
     Raises ValueError with the remedy.
     """
@@ -195,7 +198,8 @@ def _locked_save(job: Job, joined: Joined | None) -> SaveLock | None:
         return None
     coordinator = joined.coordinator if joined is not None and len(job.nodes) > 1 else None
     try:
-        return SaveLock(job.save, job.run_dir, coordinator.process.pid if coordinator is not None else None)
+        with contextlib.nullcontext() if joined is None else joined.membership.kept():
+            return SaveLock(job.save, job.run_dir, coordinator.process.pid if coordinator is not None else None)
     except OSError as error:
         raise ValueError(f"--save {job.save} cannot be locked ({error.strerror}); give another folder") from error
 

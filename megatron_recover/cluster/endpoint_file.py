@@ -8,6 +8,7 @@ one. A job that finds the owner's file of another job waits in vain, and names i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -37,18 +38,25 @@ def owner_file(file: Path) -> Path:
 def claim(file: Path) -> bool:
     """Return whether this node owns the endpoint from now on. Raises ValueError with the remedy."""
     owner = owner_file(file)
+    is_mine = False
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        is_mine = True
+        try:
+            os.write(descriptor, host_name().encode())
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if isinstance(error, FileExistsError) and os.path.lexists(owner):
             return False
+        if is_mine:  # a full disk: others would wait for this node
+            with contextlib.suppress(OSError):
+                owner.unlink()
         raise ValueError(
-            f"--rdzv-endpoint file:{file}: {error.filename} cannot be made on node {host_name()} ({error.strerror}); name a "
-            "file in a folder that all nodes see and may write"
+            f"--rdzv-endpoint file:{file}: {error.filename or owner} cannot be made on node {host_name()} ({error.strerror}); "
+            "name a file in a folder that all nodes see and may write"
         ) from error
-    os.write(descriptor, host_name().encode())
-    os.close(descriptor)
     return True
 
 

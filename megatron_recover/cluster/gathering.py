@@ -2,14 +2,16 @@
 
 Each other node offers its trace once that is whole. Node 0 looks for it in the run directory. Where
 the folder is not shared, node 0 asks for the files part by part, so one part of a node is on its
-way at a time. The coordinator carries the messages. Disks are read and written by threads of this
-module, never by the thread of the launcher.
+way at a time, and of all nodes `_AT_ONCE`. The coordinator carries the messages. Disks are read and
+written by threads of this module, never by the thread of the launcher.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from megatron_recover.cluster.job import Job
@@ -31,6 +33,12 @@ from megatron_recover.trace.merging import folder_of
 
 _LOOK_S = 0.1
 """Seconds between two looks at the folders of other nodes, and at signals."""
+_AT_ONCE = 32
+"""Parts of all nodes that are on their way at a time, at most.
+
+The parts of hundreds of nodes would be more than the coordinator keeps for node 0
+(`wire.MAX_QUEUED_BYTES`). It would then end the link to node 0, and no trace would come.
+"""
 
 
 class Collector:
@@ -44,6 +52,10 @@ class Collector:
         self._missing: dict[int, str] = {}
         """Node -> why its trace is missing or has no end."""
         self._gatherers: dict[int, Gatherer] = {}
+        self._turns: deque[int] = deque()
+        """Nodes of which a part is to be asked for, in this order."""
+        self._asked: dict[int, float] = {}
+        """Node whose next part is on its way -> time until which no other node gets its place."""
         self._num_parts = 0
         self._is_over = False
 
@@ -85,6 +97,7 @@ class Collector:
             except queue.Empty:
                 for node in list(self._awaited - self._gatherers.keys()):
                     self._look(node)
+                self._ask()
                 continue
             assert isinstance(message, TraceOffer | TracePart | TraceEnds | NodeGone)
             try:
@@ -92,11 +105,14 @@ class Collector:
             except (OSError, ValueError) as error:
                 self._give_up(message.node, str(error))
                 self._answer(TraceDone(message.node))
+            self._ask()
         for gatherer in self._gatherers.values():
             gatherer.close()
 
     def _take(self, message: TraceOffer | TracePart | TraceEnds | NodeGone) -> None:
         node = message.node
+        if not isinstance(message, TraceOffer):
+            self._asked.pop(node, None)
         match message:
             case TraceOffer() if node in self._gatherers:
                 pass  # offered twice
@@ -106,13 +122,13 @@ class Collector:
                 self._awaited.add(node)  # also the trace of one that was lost and came back
                 self._missing.pop(node, None)
                 self._gatherers[node] = Gatherer(self._job.run_dir, node)
-                self._answer(TraceNext(node))
+                self._turns.append(node)
             case TraceOffer():
                 self._answer(TraceDone(node))  # the folder is shared, and its end will be seen soon
             case TracePart() if node in self._gatherers:
                 self._gatherers[node].take(FilePart(message.name, message.size, message.offset, message.data))
                 self._num_parts += 1
-                self._answer(TraceNext(node))
+                self._turns.append(node)
             case TraceEnds() if (gatherer := self._gatherers.pop(node, None)) is not None:
                 gatherer.close()
                 if not self._look(node):
@@ -120,6 +136,15 @@ class Collector:
                 self._answer(TraceDone(node))
             case NodeGone(_, why) if node in self._awaited and not self._look(node):
                 self._give_up(node, why)  # without an answer: a node that comes back may still offer its trace
+
+    def _ask(self) -> None:
+        """Ask for the next parts, as far as `_AT_ONCE` allows; a node that is late gives way."""
+        now = time.monotonic()
+        while self._turns and sum(until > now for until in self._asked.values()) < _AT_ONCE:
+            node = self._turns.popleft()
+            if node in self._gatherers:
+                self._asked[node] = now + self._deadlines.traces_s / 4
+                self._answer(TraceNext(node))
 
     def _look(self, node: int) -> bool:
         """Return whether the trace of a node has its end in the run directory."""

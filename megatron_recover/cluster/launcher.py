@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import time
 
 from megatron_recover import config as settings
@@ -66,6 +65,7 @@ from megatron_recover.control_plane.wire import Message
 from megatron_recover.core import policy
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.descriptor_limit import raise_descriptor_limit
 from megatron_recover.host.reachable import interface_of, interfaces
 from megatron_recover.observe.files import LOGS
 from megatron_recover.trace import node_clock
@@ -523,9 +523,3 @@ class Launcher:
         said = self._starting.outputs[end.replica, end.rank].end
         loss, failing = self._ranks.loss(end, started=self._generation > 0, said=said)
         self._send(ReplicaGone(loss, failing))
-
-
-def raise_descriptor_limit() -> None:
-    """Raise the limit of open descriptors, for this process and its children, to the maximum."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -31,6 +31,8 @@ from megatron_recover.observe.follow.progress import RunProgress
 
 HOLD_S = 0.5
 """Seconds that each line is kept (Note [Order of lines])."""
+_MOST_SILENT = 8
+"""Silent nodes, and silent leaders, of which each has a line; one more line tells of all others."""
 _WORTH_SHOWING = re.compile(
     r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint|nothing was left to train"
 )
@@ -41,6 +43,33 @@ class _Teed(NamedTuple):
 
     line: str
     is_error: bool
+
+
+class _Silence:
+    """The lines about peers that are silent: a few of many, since one cut may silence hundreds."""
+
+    def __init__(self, more: str) -> None:
+        """`more`: the line that is shown in place of further ones."""
+        self._more = more
+        self._told: set[int] = set()
+        self._untold: set[int] = set()
+
+    def began(self, number: int, text: str) -> Iterable[str]:
+        """Yield the line to show for the silence of peer `number`, if any."""
+        if len(self._told) < _MOST_SILENT:
+            self._told.add(number)
+            yield text
+            return
+        if not self._untold:
+            yield self._more
+        self._untold.add(number)
+
+    def is_over(self, number: int) -> bool:
+        """Forget a peer that is heard again, or lost; return whether that is to be shown."""
+        is_untold = number in self._untold
+        self._told.discard(number)
+        self._untold.discard(number)
+        return not is_untold
 
 
 class Narrator:
@@ -85,6 +114,8 @@ class Narrator:
         self._repairing = 0
         """The newest generation, if it lost a replica and no step is committed since; else 0."""
         self._labels: dict[int, str] = {}
+        self._nodes = _Silence("more nodes are silent: `megatron-recover status` with the run directory names all")
+        self._leaders = _Silence("the leaders of more replicas have not answered")
 
     def says(self, text: str, seconds: float) -> None:
         """Add one line of launcher or recorder, made `seconds` after the start of the run."""
@@ -177,6 +208,8 @@ class Narrator:
     def _event(self, event: trace.AnyEvent) -> Iterable[str]:
         match event:
             case trace.Generation():
+                for loss in event.losses:
+                    self._leaders.is_over(loss.replica)
                 self._repairing = event.generation if event.losses else 0
                 if event.request is not None:
                     return
@@ -191,13 +224,20 @@ class Narrator:
                 for one in event.refused:
                     yield f"WARNING: replica {one.replica} does not leave, asked by {event.reason}: {one.why}"
             case trace.LeaderSilent(phase="began"):
-                yield f"the leader of replica {event.member} has not answered for {event.seconds:.0f} s"
+                text = f"the leader of replica {event.member} has not answered for {event.seconds:.0f} s"
+                yield from self._leaders.began(event.member, text)
+            case trace.LeaderSilent():
+                self._leaders.is_over(event.member)
+            case trace.NodeLost():
+                self._nodes.is_over(event.node)
             case trace.NodeSilent() if not self._of_several:
                 pass  # the launcher tells of a standstill of its own
             case trace.NodeSilent(phase="began"):
-                yield f"node {event.name} is silent: nothing was heard of it for {event.seconds:.1f} s"
+                text = f"node {event.name} is silent: nothing was heard of it for {event.seconds:.1f} s"
+                yield from self._nodes.began(event.node, text)
             case trace.NodeSilent():
-                yield f"node {event.name} is heard again, after {event.seconds:.1f} s"
+                if self._nodes.is_over(event.node):
+                    yield f"node {event.name} is heard again, after {event.seconds:.1f} s"
             case trace.Plan():
                 self._labels[event.step] = event.label
                 self._labels.pop(event.step - 2, None)  # members are at most one step apart

@@ -97,9 +97,11 @@ class JobStart:
         others = [agent.hello for agent in self._agents if agent is not newcomer]
         if mistake := mistake_of(newcomer.hello, others, owner=self._settings.owner):
             self._refuse(newcomer, mistake)
-        elif len(self._agents) >= self._settings.most or self._is_last_call_over:
+            return
+        number = len(self._agents)
+        if number >= self._settings.most or (self._is_last_call_over and number >= self._settings.least):
             self._meet_if_owner_is_here()
-        elif len(self._agents) == self._settings.least:
+        elif number == self._settings.least:
             self._loop.after(self._settings.last_call_s, self._last_call)
 
     def is_of_other_job(self, hello: NodeHello) -> bool:

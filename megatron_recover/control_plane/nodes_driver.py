@@ -263,9 +263,16 @@ class NodesDriver:
         self._serve(agent)
 
     def _serve(self, agent: Agent) -> None:
-        self._loop.watch(
-            agent.link, lambda link, message: self._from_agent(agent, message), lambda link, why: self._link_ended(agent, why)
-        )
+        """Serve the link of an agent.
+
+        Its end counts after what has come over other links by then: this process may have been
+        stopped until all replicas had finished, and the agents had left.
+        """
+
+        def ended(link: Link, why: str) -> None:
+            self._loop.post(lambda: self._link_ended(agent, why) if agent.link is link else None)
+
+        self._loop.watch(agent.link, lambda link, message: self._from_agent(agent, message), ended)
 
     def _hold(self, link: Link, hello: NodeHello) -> None:
         """Keep the new link of an agent until the reset of the old one is judged."""

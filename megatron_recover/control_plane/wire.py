@@ -79,7 +79,7 @@ from megatron_recover.core.rank_messages import (
 )
 from megatron_recover.core.replica_state import Admission
 from megatron_recover.core.values import Claim, Commitment, Generation, ReplicaId, Shape, Status, Statuses, Value, Vote, Votes
-from megatron_recover.host.addresses import Ports, bind_free, family_of, parse_address, prepare
+from megatron_recover.host.addresses import Ports, bind_free, family_of, outlast_cuts, parse_address, prepare
 from megatron_recover.trace.node_clock import NodeClock
 
 FORMAT_VERSION = 2
@@ -344,6 +344,7 @@ class Link:
 
     def _take_keys(self, keys: SessionKeys) -> None:
         self._sending, self._receiving = _Direction(keys.sending), _Direction(keys.receiving)
+        outlast_cuts(self._socket)
 
     def fileno(self) -> int:
         return self._socket.fileno()

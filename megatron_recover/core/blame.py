@@ -30,6 +30,7 @@ Note [Rule]
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Iterable, Sequence
 
 from megatron_recover.core.values import ReplicaId, Value
@@ -58,8 +59,10 @@ class Evidence(Value, frozen=True):
 
 def with_report(evidence: Evidence, accuser: ReplicaId, accused: Iterable[ReplicaId]) -> Evidence:
     """Return the evidence with a report of `accuser` that it is stuck; `accused` may be empty."""
-    pairs = {*evidence.pairs, *((accuser, each) for each in accused)}
-    return Evidence(tuple(sorted(pairs)), tuple(sorted({*evidence.stuck, accuser})))
+    pairs = evidence.pairs  # those of one accuser are together: few of many are compared
+    begin, end = bisect.bisect_left(pairs, (accuser,)), bisect.bisect_left(pairs, (accuser + 1,))
+    own = sorted({*pairs[begin:end], *((accuser, each) for each in accused)})
+    return Evidence((*pairs[:begin], *own, *pairs[end:]), tuple(sorted({*evidence.stuck, accuser})))
 
 
 def with_missed_deadline(evidence: Evidence, replica: ReplicaId) -> Evidence:
@@ -83,8 +86,19 @@ def culprit(evidence: Evidence, roster: Sequence[ReplicaId]) -> ReplicaId | None
     if len(roster) <= 2:
         return min(silent, default=None)
     candidates = {member for cover in _smallest_covers(_counted(pairs)) for member in cover}
-    named = [member for member in candidates if not _only_waits(member, pairs, silent)]
-    return max(named, key=lambda member: _weight(member, pairs, silent), default=None)
+    accused_by, accusers_of = _by_member(pairs), _by_member((accused, accuser) for accuser, accused in pairs)
+
+    def weight(member: ReplicaId) -> tuple[bool, int, int, ReplicaId]:
+        """Return the weight of the evidence against a member (Note [Rule], 3)."""
+        accusers = accusers_of.get(member, set())
+        return member in silent, len(accusers | accused_by.get(member, set())), len(accusers), member
+
+    def only_waits(member: ReplicaId) -> bool:
+        """Return whether nobody accuses the member, and it accuses several members, all silent."""
+        accused = accused_by.get(member, set())
+        return len(accused) > 1 and accused <= silent and member not in accusers_of
+
+    return max((member for member in candidates if not only_waits(member)), key=weight, default=None)
 
 
 def on_its_nodes(
@@ -105,7 +119,8 @@ def on_its_nodes(
 
 def _among(evidence: Evidence, roster: Sequence[ReplicaId]) -> set[Pair]:
     """Return the pairs of members."""
-    return {pair for pair in evidence.pairs if pair[0] in roster and pair[1] in roster}
+    members = frozenset(roster)
+    return {pair for pair in evidence.pairs if pair[0] in members and pair[1] in members}
 
 
 def _late(pairs: Collection[Pair]) -> set[ReplicaId]:
@@ -119,20 +134,17 @@ def _counted(pairs: Collection[Pair]) -> Collection[Pair]:
     return {pair for pair in pairs if pair[::-1] in pairs or pair[1] not in accusers} or pairs
 
 
-def _only_waits(member: ReplicaId, pairs: Collection[Pair], silent: Collection[ReplicaId]) -> bool:
-    """Return whether nobody accuses the member, and it accuses several members, all silent."""
-    accused = [other for accuser, other in pairs if accuser == member]
-    return len(accused) > 1 and set(accused) <= set(silent) and all(other != member for _, other in pairs)
+def _by_member(pairs: Iterable[Pair]) -> dict[ReplicaId, set[ReplicaId]]:
+    """Return the second members of the pairs, by the first."""
+    found: dict[ReplicaId, set[ReplicaId]] = {}
+    for one, other in pairs:
+        found.setdefault(one, set()).add(other)
+    return found
 
 
 def _degree(member: ReplicaId, pairs: Collection[Pair]) -> int:
     """Return the number of other members that share a pair with this one."""
     return len({(min(pair), max(pair)) for pair in pairs if member in pair})
-
-
-def _weight(member: ReplicaId, pairs: Collection[Pair], silent: Collection[ReplicaId]) -> tuple[bool, int, int, ReplicaId]:
-    """Return the weight of the evidence against a member, for comparison (Note [Rule], 3)."""
-    return member in silent, _degree(member, pairs), sum(accused == member for _, accused in pairs), member
 
 
 def _smallest_covers(pairs: Iterable[Pair]) -> list[frozenset[ReplicaId]]:
@@ -141,15 +153,20 @@ def _smallest_covers(pairs: Iterable[Pair]) -> list[frozenset[ReplicaId]]:
     Large means more than `_EXACT_SIZE` members. The one small set is built greedily.
     """
     edges = sorted({(min(pair), max(pair)) for pair in pairs})
+    others = _by_member((one, other) for edge in edges for one, other in (edge, edge[::-1]))
+    most = max(map(len, others.values()), default=0)
     for size in range(_EXACT_SIZE + 1):
-        found = _covers(edges, size)
+        found = _covers(edges, size) if len(edges) <= size * most else set()
         if found:
             return sorted(found, key=sorted)
     chosen: set[ReplicaId] = set()
-    while edges:
-        ends = [end for edge in edges for end in edge]
-        chosen.add(max(set(ends), key=lambda end: (ends.count(end), end)))
-        edges = [edge for edge in edges if not chosen.intersection(edge)]
+    while others:
+        member = max(others, key=lambda end: (len(others[end]), end))
+        chosen.add(member)
+        for other in others.pop(member):
+            others[other].discard(member)
+            if not others[other]:
+                del others[other]
     return [frozenset(chosen)]
 
 

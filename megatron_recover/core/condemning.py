@@ -38,7 +38,7 @@ Note [Figures of one node]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from msgspec.structs import replace
@@ -162,43 +162,50 @@ def step(state: CondemningState, event: Input) -> tuple[CondemningState, tuple[E
     return _advance(state)
 
 
-def another_lives(state: CondemningState, replica: ReplicaId) -> bool:
-    """Return whether a member besides `replica` is heard, not silent, and not being condemned."""
-    silent = {each for report in state.reports.values() for each in report.silent}
-    return any(
-        other not in silent | _condemned(state) | {replica} and not state.hosts[other] & state.deaf for other in state.roster
-    )
+def _living(state: CondemningState, condemned: set[ReplicaId]) -> set[ReplicaId]:
+    """Return the members that are heard, not silent, and not being condemned."""
+    out = condemned.union(*(report.silent for report in state.reports.values()))
+    return {each for each in state.roster if each not in out and state.hosts[each].isdisjoint(state.deaf)}
 
 
-def _condemned(state: CondemningState) -> frozenset[ReplicaId]:
+def another_lives(living: Collection[ReplicaId], replica: ReplicaId) -> bool:
+    """Return whether a member besides `replica` lives."""
+    return len(living) > (replica in living)
+
+
+def _condemned(state: CondemningState) -> set[ReplicaId]:
     """Return the replicas that a node was permitted to condemn, and has not withdrawn."""
-    return frozenset(replica for (_, replica), may_condemn in state.told.items() if may_condemn)
+    return {replica for (_, replica), may_condemn in state.told.items() if may_condemn}
 
 
 def _advance(state: CondemningState) -> tuple[CondemningState, tuple[Effect, ...]]:
     """Ask what is not known of the accused, and tell what is.
 
     An accusation that was answered while nobody else lived is answered once more when somebody
-    does, by a new question.
+    does, by a new question. All nodes may accuse at once, so the effort for each input grows with
+    the number of nodes, and not with its square.
     """
+    if not any(report.accused for report in state.reports.values()):
+        return state, ()
     effects: list[Effect] = []
+    condemned, roster, asked = _condemned(state), set(state.roster), state.asked
+    living, questions, told = _living(state, condemned), dict(state.questions), dict(state.told)
     for node, report in sorted(state.reports.items()):
-        for replica in sorted(report.accused & set(state.roster)):
-            key, lives = (node, replica), another_lives(state, replica)
-            if state.hosts[replica] & state.deaf or replica in _condemned(state) or (key in state.told and not lives):
-                state = _without_question(state, key)  # what was answered may be old when it is needed
+        for replica in sorted(report.accused & roster):
+            key, lives = (node, replica), another_lives(living, replica)
+            if not state.hosts[replica].isdisjoint(state.deaf) or replica in condemned or (key in told and not lives):
+                questions.pop(key, None)  # what was answered may be old when it is needed
                 continue
-            question = state.questions.get(key)
+            question = questions.get(key)
             if question is None:
-                others = state.hosts[replica] - {node}
-                question = Question(state.asked + 1, others)
-                state = replace(state, asked=question.number, questions={**state.questions, key: question})
-                effects += [Ask(other, question.number, replica) for other in sorted(others)]
+                asked += 1
+                question = questions[key] = Question(asked, state.hosts[replica] - {node})
+                effects += [Ask(other, question.number, replica) for other in sorted(question.missing)]
             if not question.missing:
-                state = replace(_without_question(state, key), told={**state.told, key: lives})
+                del questions[key]
+                told[key] = lives
                 effects.append(Tell(node, report.number, Known(replica, question.parts, lives)))
-    return state, tuple(effects)
-
-
-def _without_question(state: CondemningState, key: Accusation) -> CondemningState:
-    return replace(state, questions={other: each for other, each in state.questions.items() if other != key})
+                if lives:
+                    condemned.add(replica)
+                    living.discard(replica)
+    return replace(state, questions=questions, told=told, asked=asked), tuple(effects)

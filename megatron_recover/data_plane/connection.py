@@ -19,7 +19,7 @@ from collections import deque
 
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply, Role
 from megatron_recover.data_plane.transport import PeerAhead, PeerLost
-from megatron_recover.host.addresses import family_of, parse_address, prepare
+from megatron_recover.host.addresses import family_of, outlast_cuts, parse_address, prepare
 
 WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
@@ -41,6 +41,8 @@ class Connection:
         self.peer = peer
         self.sock = sock
         self.ready = connector is None
+        if self.ready:
+            outlast_cuts(sock)
         self.interest = 0
         self._connector = connector
         self._to_say = connector.opening if connector is not None else b""
@@ -79,6 +81,7 @@ class Connection:
         match connector.verdict:
             case Reply.WELCOME:
                 self.ready = True
+                outlast_cuts(self.sock)
             case Reply.OLDER:
                 raise PeerAhead(self.peer, connector.generation)
             case Reply.NO_ROOM:

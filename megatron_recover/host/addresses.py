@@ -8,6 +8,7 @@ several.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import socket
@@ -39,6 +40,39 @@ def prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEPT_ALIVE_S)
+
+
+RETRIED_S = 1
+"""Seconds between two tries of the kernel, at most, to send what another host has not acknowledged.
+
+Linux waits twice as long after each try. Without this limit a cut of 7 s would last for 12.6 s, and
+cost a node that is removed after 10 s of silence.
+"""
+GIVEN_UP_S = 3600
+"""Seconds without an acknowledgement after which the kernel ends such a connection.
+
+By default the kernel gives up after 15 tries. That takes 15 minutes, and 14 s with `RETRIED_S`.
+"""
+TCP_RTO_MAX_MS = 44
+"""The option of Linux 6.15 and later for the first of these, in milliseconds."""
+
+
+def outlast_cuts(connection: socket.socket) -> bool:
+    """Have an established TCP connection to another host go on soon after a cut in the network.
+
+    Return False where nothing is changed: both ends are on this host, or the kernel is older.
+    """
+    try:
+        if connection.family == socket.AF_UNIX or connection.getpeername()[0] == connection.getsockname()[0]:
+            return False
+        # This comes first, since the other option alone would have the kernel give up early.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * GIVEN_UP_S)
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000 * RETRIED_S)
+    except OSError:  # the other end is gone, or the option is unknown
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+        return False
+    return True
 
 
 def host_name() -> str:

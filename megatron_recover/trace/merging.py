@@ -91,6 +91,9 @@ class _Node:
         if started is None:
             self.trouble = self.trouble or f"lacks its beginning: there is no node_started in {self._folder}"
             return
+        if started.node != self.number:  # somebody has copied it here; its events are there twice, or take those of this node
+            self.trouble = f"is absent: the trace in {self._folder} is that of node {started.node} ({started.name})"
+            return
         self.base, self.trouble = started.clock, ""
         leads_s = (milliseconds(self.base + event.h) / 1e3 - event.t for event in beginning if event.h is not msgspec.UNSET)
         self.leads_s = max(leads_s, default=0.0)

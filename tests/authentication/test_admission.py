@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_recover.authentication import admission
-from megatron_recover.authentication.admission import UNEXPECTED_AT_ONCE
+from megatron_recover.authentication.admission import ACCEPTED_AT_ONCE, UNEXPECTED_AT_ONCE
 from megatron_recover.authentication.handshake import KEY_BYTES, Connector, Party, Role
 from megatron_recover.control_plane import wire
 from megatron_recover.control_plane.calling import OutgoingLink
@@ -99,6 +99,20 @@ def test_messages_then_the_end_and_the_link_is_forgotten(house: House) -> None:
     house.loop.send(client, PeerHello(4))
     house.until(lambda: len(house.seen) == 2)
     assert house.seen == [PeerHello(3), "closed"] and [peer for _, peer in house.links] == [PEER]
+
+
+def test_crowds_at_several_addresses_do_not_push_out_a_peer_that_came_before_them() -> None:
+    house = House(*(f"127.0.0.{number}" for number in range(2, 7)))
+    _, port = parse_address(house.address)
+    with contextlib.ExitStack() as crowd:
+        for number in range(1, 7):
+            for _ in range(2 * ACCEPTED_AT_ONCE):
+                crowd.enter_context(socket.create_connection((f"127.0.0.{number}", port)))
+        turned = house.gate.admission
+        for turn in range(1, 4):
+            assert not turned.turn(lambda peer, wanted: True, expects=1)
+            assert len(turned.unproven) <= turn * (ACCEPTED_AT_ONCE + 6)
+    house.close()
 
 
 def test_a_gate_at_several_addresses_admits_who_comes_to_any_and_closes_all() -> None:

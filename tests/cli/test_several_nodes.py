@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -21,7 +23,7 @@ import psutil
 import pytest
 
 from megatron_recover.authentication.key import key_of_several
-from megatron_recover.cli import run_dirs, several_nodes
+from megatron_recover.cli import run, run_dirs, several_nodes
 from megatron_recover.cluster import joining
 from megatron_recover.cluster.meeting import MISSING_JOBS, Meeting
 from megatron_recover.cluster.signals import EndRequest
@@ -482,3 +484,44 @@ def test_an_error_that_names_no_file_is_told_as_it_is() -> None:
     assert several_nodes.mistake_of(error) == str(error)
     named = several_nodes.mistake_of(PermissionError(errno.EACCES, "Permission denied", "a.py"))
     assert named == "a.py cannot be read (Permission denied); make it readable, or name another"
+
+
+def test_the_coordinator_may_open_as_many_files_as_the_hard_limit_allows(nodes: Nodes) -> None:
+    """The soft limit of most systems is 1024. The coordinator has a connection for each node and one for each replica."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        command = [
+            sys.executable, "-m", "megatron_recover", "run", "--nnodes", "2", "--nproc-per-node", "1", *nodes.where(0),
+            "--key-file", str(nodes.key), "--run-dir", str(nodes.run_dir), str(nodes.script), *FLAGS,
+        ]  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    nodes.launchers = [process]
+    nodes.until(lambda: psutil.Process(process.pid).children())
+    [coordinator] = psutil.Process(process.pid).children()
+    nodes.until(lambda: coordinator.name() == "coordinator")
+    assert coordinator.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+    process.terminate()
+    assert process.wait(60.0) == ExitCode.INTERRUPTED
+    nodes.assert_nothing_left()
+
+
+def test_node_0_is_heard_while_it_looks_whether_the_last_job_on_the_save_folder_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the lock is free and names a job of another host, that takes 15 s. All consoles told that node 0 was silent."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def kept() -> Iterator[None]:
+        events.append("begins")
+        yield
+        events.append("ends")
+
+    joined: Any = SimpleNamespace(coordinator=None, membership=SimpleNamespace(kept=kept))
+    job: Any = SimpleNamespace(save=Path("save"), run_dir=Path("run"), node=0, nodes=())
+    monkeypatch.setattr(run, "SaveLock", lambda *given: events.append("looks"))
+    run._locked_save(job, joined)
+    assert events == ["begins", "looks", "ends"]
+    run._locked_save(job, None)
+    assert events[3:] == ["looks"], "a job of one node has nobody to tell"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -19,14 +20,25 @@ import msgspec
 import pytest
 
 from megatron_recover.authentication import admission
-from megatron_recover.cluster.doctor import conversation, sharing
+from megatron_recover.cluster.doctor import conversation, probing, sharing
 from megatron_recover.cluster.doctor import service as service_module
 from megatron_recover.cluster.doctor.between import Report, judged, lines
 from megatron_recover.cluster.doctor.findings import Check, Folder, Need, warn
-from megatron_recover.cluster.doctor.probing import ALL_PAIRS, MAX_PORTS, Answer, Peer, peers_of, probe, sample
+from megatron_recover.cluster.doctor.probing import (
+    ALL_PAIRS,
+    CROWDED_PORTS,
+    MAX_PORTS,
+    Answer,
+    Peer,
+    peers_of,
+    probe,
+    sample,
+    tried,
+)
 from megatron_recover.cluster.doctor.service import Service
 from megatron_recover.cluster.doctor.session import Opened, Session
 from tests.cluster.doctor_node import KEY
+from tests.nodes.nodes import build_clock
 
 HERE = "127.0.0.1"
 _PATIENCE_S = 30.0
@@ -190,6 +202,39 @@ def test_nodes_that_crowd_each_other_out_try_again(service: Service, monkeypatch
     assert all(each.ahead_s is not None and each.has_echo is None and not each.packet_bytes for each in answers)
 
 
+def test_many_nodes_with_a_range_of_ports_do_not_keep_each_other_from_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would keep the connections that it has, and wait for the rest: node 0 has room for a limited number."""
+    service = Service(HERE, KEY, 0, [0] * MAX_PORTS)
+    peer = Peer(0, HERE, service.ports, is_crowded=True)
+    monkeypatch.setattr(service_module, "_MAX_CONVERSATIONS", 40)
+    with ThreadPoolExecutor(64) as pool:
+        answers = [*pool.map(lambda node: probe(node, [peer], KEY)[0], range(1, 65))]
+        answers += pool.map(lambda node: probe(node, [msgspec.structs.replace(peer, is_crowded=False)], KEY)[0], range(1, 3))
+    service.close()
+    assert [each.unreached for each in answers] == [()] * 66
+    shares = [tried(node, peer) for node in range(1, 65)]
+    assert {port for share in shares for port in share} == {*service.ports} and {*map(len, shares)} == {CROWDED_PORTS}
+    assert [*tried(1, msgspec.structs.replace(peer, ports=(1, 2)))] == [1, 2]
+
+
+def test_a_lack_of_descriptors_on_this_node_is_no_port_that_is_closed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 nodes with 64 ports each are more than 1024 connections at a time."""
+    dial, num_failures = probing._Probe._dial, 3
+
+    def short(probe: probing._Probe, port: int) -> Any:
+        nonlocal num_failures
+        num_failures -= 1
+        if num_failures >= 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return dial(probe, port)
+
+    monkeypatch.setattr(probing._Probe, "_dial", short)
+    [answer] = probe(0, [Peer(1, HERE, service.ports)], KEY)
+    assert answer.unreached == () and answer.has_echo
+
+
 def test_ports_of_other_programs_are_left_out_and_named() -> None:
     with socket.create_server((HERE, 0)) as other:
         taken = other.getsockname()[1]
@@ -212,9 +257,8 @@ def test_datagrams_of_strangers_are_not_answered_and_bad_requests_end_the_connec
             stranger.recv(2000)
     ended = conversation.REQUEST.pack(conversation.Kind.ECHO, conversation.MAX_ECHO_BYTES + 1), conversation.REQUEST.pack(77, 0)
     for request in ended:
-        from megatron_recover.cluster.doctor import probing
-
-        [connection], _ = probing._Probe(0, Peer(1, HERE, service.ports[:1]), KEY, time.time_ns)._connect()
+        connection, _ = probing._Probe(0, Peer(1, HERE, service.ports[:1]), KEY, time.time_ns)._connect()
+        assert connection is not None
         connection.sock.settimeout(_PATIENCE_S)
         connection.sock.sendall(request)
         assert connection.sock.recv(1) == b""
@@ -432,13 +476,11 @@ def test_a_node_that_cannot_listen_is_reported_and_holds_nobody(tmp_path: Path) 
     ]  # fmt: skip
 
 
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-
-
 def test_run_is_refused_on_all_nodes_with_the_lines_of_all_before_any_of_them_imports(network: Network, tmp_path: Path) -> None:
     """Node 1 has a local --save, few open files, and a clock that is 75 s ahead."""
-    if not FAKETIME.exists():
-        pytest.skip("there is no libfaketime, which gives a process another clock")
+    clock = tmp_path / "clock.so"
+    if not build_clock(clock):
+        pytest.skip("no C compiler: a node cannot have a clock of its own (tests/nodes/clock.c)")
     (tmp_path / "save").mkdir()
     (tmp_path / "train.py").write_text(f"open('{tmp_path}/started', 'w')")
     flags = "--num-layers 2 --num-attention-heads 2 --hidden-size 8 --micro-batch-size 1 --global-batch-size 40 --train-iters 1"
@@ -446,7 +488,7 @@ def test_run_is_refused_on_all_nodes_with_the_lines_of_all_before_any_of_them_im
     line = f"--nnodes 2 --nproc-per-node 20 --master-addr 10.99.0.1 --master-port 29400 --run-dir {tmp_path}/run --node-rank"
     words = [sys.executable, "-m", "megatron_recover", "run", *line.split()]
     environment = os.environ | {"MEGATRON_RECOVER_KEY": KEY.hex()}
-    ahead = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+75s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    ahead = {"LD_PRELOAD": str(clock), "CLOCK_OFFSET_MS": "75000"}
     script = [str(tmp_path / "train.py"), *flags.split()]
     nodes = [
         network.run(0, [*words, "0", *script], environment),
@@ -463,4 +505,5 @@ def test_run_is_refused_on_all_nodes_with_the_lines_of_all_before_any_of_them_im
         failed = [each for each in lines if each.startswith("fail")]
         assert process.returncode == 2 and len(failed) == len(expected), text
         assert all(one.startswith(two) for one, two in zip(failed, expected, strict=True)), text
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["save", "train.py"] and not [*(tmp_path / "save").iterdir()]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["clock.so", "save", "train.py"]
+    assert not [*(tmp_path / "save").iterdir()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +45,20 @@ def test_an_owner_that_cannot_start_a_coordinator_ends_the_wait_of_the_others_at
         refuse(file, "no port is free")
         with pytest.raises(ValueError, match=f"no job begins here, as {host_name()}: no port is free"):
             waiting.result(10.0)
+
+
+def test_a_node_that_finds_no_room_there_does_not_own_the_endpoint_of_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = tmp_path / "endpoint"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(ValueError, match=r"No space left on device\); name a file in a folder that all nodes see"):
+            claim(file)
+    assert claim(file)
 
 
 def test_a_folder_in_which_no_file_can_be_made_is_refused(tmp_path: Path) -> None:

@@ -19,12 +19,21 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover import trace
+from megatron_recover.cluster import gathering
 from megatron_recover.cluster.gathering import Collector, Handover
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import NodeGone, NodePlace, TraceDone, TraceNext, TraceOffer, TracePart
+from megatron_recover.control_plane.node_messages import (
+    NodeGone,
+    NodePlace,
+    TraceDone,
+    TraceEnds,
+    TraceNext,
+    TraceOffer,
+    TracePart,
+)
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.verify.check import check
@@ -128,6 +137,25 @@ def test_a_trace_that_does_not_come_is_named_after_a_short_wait(tmp_path: Path, 
     assert not list(pair.run_dir.rglob("*.gathering")), "no half of a file is left"
 
 
+def test_a_trace_whose_parts_keep_coming_is_waited_for_longer(tmp_path: Path) -> None:
+    class Slow(Pair):
+        def _to_0(self, message: Message) -> None:
+            time.sleep(0.4)  # as a slow line does
+            super()._to_0(message)
+
+    pair = Slow(tmp_path / "a", tmp_path / "b", replace(DEADLINES, traces_s=1.5))
+    write(pair.folder)
+    began = time.monotonic()
+    assert pair.finish() == [] and time.monotonic() - began > 1.5
+
+
+def test_a_node_that_was_lost_behind_the_end_of_its_trace_is_not_named(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, tmp_path)
+    write(pair.folder)
+    pair.collector.handle(NodeGone(1, "the node was lost: it is silent"))
+    assert pair.collector.finish(lambda: False) == []
+
+
 def test_a_node_that_was_lost_is_named_and_not_waited_for_but_welcome_if_it_comes_back(tmp_path: Path) -> None:
     pair = Pair(tmp_path / "a", tmp_path / "b", replace(DEADLINES, traces_s=60.0))
     pair.collector.handle(NodeGone(1, "the node was lost: it is silent"))
@@ -148,6 +176,42 @@ def test_a_part_that_may_not_be_written_ends_the_gathering_of_its_node(tmp_path:
     [line] = pair.collector.finish(lambda: False)
     assert "'../../evil' is not gathered: no file of a trace or log has this name" in line
     assert pair.sent[-1] == TraceDone(1) and not (tmp_path / "a" / "evil").exists()
+
+
+def test_few_parts_are_on_their_way_however_many_nodes_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator keeps 128 MiB for node 0. More would end the link, and node 0 may just stand still."""
+    monkeypatch.setattr(gathering, "_AT_ONCE", 4)
+    nodes = tuple(NodePlace(number, f"n{number}", 1) for number in range(40))
+    loop, on_their_way, asked = Loop(), set[int](), list[int]()
+    most, silent = 0, {7, 8, 9, 10}
+
+    def coordinator(message: Message) -> None:
+        nonlocal most
+        if isinstance(message, TraceNext):
+            on_their_way.add(message.node)
+            most = max(most, len(on_their_way - silent))
+            if message.node in silent:
+                return
+            number = asked.count(message.node)
+            asked.append(message.node)
+            part = TracePart(message.node, "events.jsonl", len(END), 0, END) if number == 1 else TraceEnds(message.node)
+            if number == 0:
+                part = TracePart(message.node, "train.log", 1, 0, b"x")
+            loop.after(0.001, lambda: arrive(part))
+
+    def arrive(message: TracePart | TraceEnds) -> None:
+        on_their_way.discard(message.node)
+        collector.handle(message)
+
+    whole = replace(job(tmp_path, 0), nodes=nodes)
+    collector = Collector(whole, loop=loop, deadlines=replace(DEADLINES, traces_s=2.0), send=coordinator)
+    for number in range(1, 40):
+        collector.handle(TraceOffer(number))
+    lines = collector.finish(lambda: False)
+    assert [line.split()[4] for line in lines] == [*map(str, sorted(silent))], "nodes that do not answer keep others waiting"
+    assert most <= 4
+    first_of_last, last_of_first = asked.index(39), len(asked) - 1 - asked[::-1].index(1)
+    assert first_of_last < last_of_first, "each node waits only for one part of each other"
 
 
 def test_a_hurry_ends_both_waits(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Idle, JobEnds, Met, NodeHello
+from megatron_recover.control_plane.node_messages import Idle, JobEnds, Met, NodeBeat, NodeHello
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver
 from megatron_recover.control_plane.wire import Message, listen
@@ -117,12 +117,17 @@ def test_all_addresses_of_the_endpoint_are_tried_in_turn_and_the_one_that_has_an
         assert time.monotonic() < end and not membership.refusal and not membership.is_lost
         loop.run_once(0.05)
     assert membership.address == addresses[3] and type(heard[0]) is Met
+    kept = time.monotonic() + 0.6  # the time for a try is over, and the link that has answered stays
+    while time.monotonic() < kept:
+        loop.run_once(0.05)
+    assert not drivers[0].has_ended
     drivers[0].close()
     [agent] = drivers[0]._agents
     loop.drop(agent.link)
     while not membership.is_lost:
         assert time.monotonic() < end and membership.address == addresses[3]
         loop.run_once(0.05)
+    assert membership._addresses == (addresses[3],)
     drivers[1].close()
     silent.close()
     loop.close()
@@ -192,6 +197,22 @@ def test_signs_of_life_go_on_while_the_thread_of_an_agent_is_busy_and_messages_w
     assert [type(each) for each in heard] == [Met]
     driver.close()
     coordinator_loop.close()
+    loop.close()
+
+
+def test_no_sign_of_life_is_queued_for_a_coordinator_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "_connect", lambda self: None)
+    loop, sent = Loop(), list[Message]()
+    membership: Any = Membership(
+        "127.0.0.1:1", NodeHello(1, "a", 1), key=b"k", clock=Any, loop=loop, deadlines=Deadlines.of(60.0), patience_s=60.0
+    )  # type: ignore[arg-type]
+    membership.send = sent.append
+    membership.beat()
+    for proven, wants_write in ((False, False), (True, True), (True, False)):
+        assert not sent
+        membership._link = SimpleNamespace(proven=proven, wants_write=wants_write)
+        membership.beat()
+    assert sent == [NodeBeat()]
     loop.close()
 
 

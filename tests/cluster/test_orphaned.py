@@ -13,6 +13,7 @@ import pytest
 from megatron_recover.cluster import other_ends
 from megatron_recover.cluster.coordinator_loss import CoordinatorLoss
 from megatron_recover.cluster.fences import Fences
+from megatron_recover.cluster.job import LAUNCHER_LOG
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.core.exit_code import ExitCode
 
@@ -76,7 +77,7 @@ def test_a_coordinator_that_stays_silent_is_given_up_on_any_node_once_no_rank_is
         fences.is_nobody_left = is_nobody_left
         loss.look(silent_s, is_gone=False, has_begun=True)
         loss.end_alone(has_begun=True)
-    assert not ends and not loss.has_given_up
+        assert not ends and not loss.has_given_up
     loss.look(60.0, is_gone=False, has_begun=True)
     loss.end_alone(has_begun=True)
     assert ends == [ExitCode.NO_REPLICA_LEFT] and loss.has_given_up
@@ -103,11 +104,11 @@ def test_a_signal_is_promised_what_becomes_of_it_with_a_coordinator_a_silent_one
 class _Waits:
     """Node 0 without ranks and without a coordinator, beside nodes whose files the test writes."""
 
-    def __init__(self, run_dir: Path, *hosts: int) -> None:
+    def __init__(self, run_dir: Path, *hosts: int, num_signals: int) -> None:
         self.run_dir, self.ends = run_dir, list[int]()
         fences: Any = SimpleNamespace(is_nobody_left=True)
         names = tuple(SimpleNamespace(name=f"n{number}") for number in range(3))
-        self.facts = _facts(nodes=names, run_dir=run_dir, hosts=hosts)
+        self.facts = _facts(nodes=names, run_dir=run_dir, hosts=hosts, num_signals=num_signals)
         self.loss = _loss(fences, self.ends, self.facts)
         self.loss.begin("closed by the other end", has_begun=True)
         self.turn()
@@ -136,8 +137,8 @@ def make_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setattr(other_ends, "_LOOK_S", 0.01)
     made: list[_Waits] = []
 
-    def making(*hosts: int) -> _Waits:
-        made.append(_Waits(tmp_path / str(len(made)), *hosts))
+    def making(*hosts: int, num_signals: int = 0) -> _Waits:
+        made.append(_Waits(tmp_path / str(len(made)), *hosts, num_signals=num_signals))
         return made[-1]
 
     yield making
@@ -162,6 +163,22 @@ def test_node_0_without_ranks_takes_the_end_of_the_nodes_that_train_on(make_wait
 def test_node_0_without_ranks_ends_at_once_if_no_other_node_has_any(make_waits: Callable[..., _Waits]) -> None:
     waits = make_waits(0)
     assert waits.ends == [ExitCode.NO_REPLICA_LEFT] and waits.loss.knows_end
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", LAUNCHER_LOG])
+def test_node_0_awaits_a_node_whose_trace_or_log_still_grows(make_waits: Callable[..., _Waits], name: str) -> None:
+    """With `--trace-level faults` the lines of its launcher are the only sign."""
+    waits = make_waits(1)
+    folder = waits.run_dir / "nodes" / "1"
+    folder.mkdir(parents=True)
+    others: Any = waits.loss._others
+    for now in (40.0, 80.0, 120.0):
+        waits.facts.now = now
+        before = others._signs.get(1)
+        with open(folder / name, "a", encoding="utf-8") as file:
+            file.write("training goes on\n")
+        waits.until(lambda before=before: waits.ends or any(others._signs.get(1, ())) and others._signs.get(1) != before)
+        assert not waits.ends
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -225,7 +242,10 @@ def test_a_node_whose_rank_gives_up_a_silent_coordinator_before_training_claims_
 
 
 def test_a_signal_ends_the_wait_of_node_0_which_then_claims_no_end_of_the_job(make_waits: Callable[..., _Waits]) -> None:
-    waits = make_waits(1)
+    """One that came before the wait does not: it has requested the end of training, which the others may still save."""
+    waits = make_waits(1, num_signals=2)
+    waits.turn()
+    assert not waits.ends
     assert waits.loss.promise() == "this node waits no longer; n1 may train on to the next save point"
     waits.facts.num_signals += 1
     waits.turn()

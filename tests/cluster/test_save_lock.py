@@ -140,6 +140,10 @@ def test_where_a_file_system_has_no_locks_a_process_of_this_host_is_looked_up(
     SaveLock(tmp_path / "save", tmp_path).release(PATIENCE_S)
 
 
+def test_a_job_of_another_host_is_watched_for_several_of_its_beats() -> None:
+    assert save_lock._WATCH_S >= 3 * save_lock._BEAT_S
+
+
 def test_a_job_that_lives_changes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_lock, "_BEAT_S", 0.01)
     lock = SaveLock(tmp_path / "save", tmp_path)

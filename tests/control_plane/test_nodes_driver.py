@@ -36,9 +36,11 @@ from megatron_recover.control_plane.node_messages import (
     NodeReady,
     NodeShares,
     NodesShared,
+    NodeSuspects,
     OtherJob,
     ReplicaGone,
     Roster,
+    TellKnown,
     TraceDone,
     TraceEnds,
     TraceNext,
@@ -51,7 +53,8 @@ from megatron_recover.control_plane.wire import Announcement, LeaderHello, Messa
 from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.core.membership_messages import Hello, Loss, LossKind
+from megatron_recover.core.membership_messages import Hello, Loss, LossKind, ReplicaFinished
+from megatron_recover.core.verdict import Known
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
 from megatron_recover.trace.node_clock import NodeClock
@@ -99,6 +102,8 @@ class Town:
         """Time of the loop's clock, which goes on by turns of the test and not by itself."""
         self.loop = Loop(clock=lambda: self.now, cpu_clock=lambda: 0.0)
         self.events: list[trace.Event] = []
+        self.links: dict[int, OutgoingLink] = {}
+        """Of the leaders, by their replicas."""
         listener = listen("127.0.0.1:0")
         self.address = address_of(listener)
         given = {"join_s": 20.0, "last_call_s": 0.2, "node_silence_s": 0.5, **settings}
@@ -160,7 +165,8 @@ class Town:
 
     def _lead(self, replica: int) -> None:
         link = call(self.address, Party(Role.LEADER, replica), Party(Role.COORDINATOR))
-        heard = self.leaders[replica] = []
+        heard, self.links[replica] = list[Message](), link
+        self.leaders[replica] = heard
         self.loop.watch(link, lambda link, message: heard.append(message), lambda link, why: None)
         self.loop.send(link, LeaderHello(Hello(replica, "f"), Peer(replica, f"a:{replica}", ("b",))))
 
@@ -260,7 +266,7 @@ def test_a_silent_node_is_shown_at_once_removed_after_its_time_and_fenced_when_i
     town.until(lambda: FenceReplica(2) in agents[2].received)
     agents[2].say(ReplicaGone(Loss(0, LossKind.SUSPECTED)))
     town.run(0.1, agents[0], agents[1], agents[2])
-    assert town.announced(0)[-1].new.roster == (0, 1), "a removed node has no say"
+    assert town.announced(1)[-1].new.roster == (0, 1), "a removed node has no say"  # replica 0 would not be told its own loss
 
 
 def test_a_short_silence_costs_nothing(make_town: Make) -> None:
@@ -270,6 +276,17 @@ def test_a_short_silence_costs_nothing(make_town: Make) -> None:
     town.run(0.2, *agents)
     phases = [(event.node, event.phase) for event in town.of(trace.NodeSilent)]
     assert phases == [(2, "began"), (2, "over")] and not town.of(trace.NodeLost)
+
+
+def test_a_silence_is_recorded_in_less_than_two_beats_whenever_it_begins(make_town: Make) -> None:
+    """A quarter of a beat is left for the recorder: a silence is to be on the console in less than two beats."""
+    town = make_town(node_silence_s=20.0)
+    agents = town.start([[0], [1], [2]])
+    for phase in range(8):
+        town.run(0.02 + 0.01 * phase, *agents)
+        town.run(0.15, *agents[:2])
+    began = [event.seconds / DEADLINES.beat_s for event in town.of(trace.NodeSilent) if event.phase == "began"]
+    assert len(began) == 8 and max(began) <= 1.75 + 0.2, f"a turn of the test is a fifth of a beat: {began}"
 
 
 def test_a_coordinator_that_hears_fewer_than_half_removes_nobody(make_town: Make) -> None:
@@ -413,7 +430,36 @@ def test_links_that_are_reset_at_once_cost_no_node_and_leave_the_job_without_a_c
     [left] = town.of(trace.CoordinatorLeft)
     assert f"{3 if is_own else 2} of 3 nodes were reset at once" in left.reason
     assert [each.reason for each in agents[0].of(GivesUp)] == [left.reason] * (not is_own)
+    town.until(lambda: all(agent.of(GivesUp) for agent in back))
     assert not any(agent.of(FenceReplica) for agent in back)
+
+
+def test_half_of_the_links_or_links_that_are_reset_one_after_the_other_cost_their_nodes(make_town: Make) -> None:
+    town = make_town(least=4, most=4)
+    agents = town.start([[0], [1], [2], [3]], 4)
+    for number in (2, 3):
+        agents[number].reset()
+    town.run(0.2, *agents[:2])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2, 3] and not town.of(trace.CoordinatorLeft)
+    town = make_town(least=4, most=4)
+    agents = town.start([[0], [1], [2], [3]], 4)
+    for number in (1, 2, 3):
+        agents[number].reset()
+        town.run(0.3, agents[0], *agents[number + 1 :])
+    assert [event.node for event in town.of(trace.NodeLost)] == [1, 2, 3] and not town.of(trace.CoordinatorLeft)
+
+
+def test_a_node_whose_new_link_ends_before_the_reset_of_the_old_one_is_judged_may_come_back_again(make_town: Make) -> None:
+    town = make_town()
+    town.start([[0], [1], [2]])
+    back = Agent(town, 1)
+    town.until(lambda: town.nodes._held)
+    back.hang_up()
+    town.until(lambda: not town.nodes._held)
+    assert not town.of(trace.NodeLost), "it is judged later"
+    town.until(lambda: town.of(trace.NodeLost))
+    again = Agent(town, 1)
+    town.until(lambda: again.of(FenceReplica))
 
 
 def test_a_machine_that_resets_each_link_when_it_carries_the_next_beat_does_not_cost_all_nodes(make_town: Make) -> None:
@@ -487,6 +533,18 @@ def test_a_reset_while_others_are_silent_is_judged_like_their_silence(make_town:
     town.run(0.5, agents[1])
     assert not town.of(trace.NodeLost) and not town.nodes.is_done
     town.run(5.5, agents[0], agents[1])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2]
+
+
+def test_a_node_whose_link_was_reset_is_not_one_of_those_that_are_heard(make_town: Make) -> None:
+    """It was heard just now, and would make three of five. So the coordinator may remove nobody, not even that node."""
+    town = make_town(least=5, most=5, node_silence_s=5.0)
+    agents = town.start([[0], [1], [2], [3], [4]], 5)
+    town.run(0.5, *agents[:3])
+    agents[2].reset()
+    town.run(0.06, *agents[:2])
+    assert not town.of(trace.NodeLost)
+    town.run(0.3, *agents[:2], *agents[3:])
     assert [event.node for event in town.of(trace.NodeLost)] == [2]
 
 
@@ -644,6 +702,24 @@ def test_a_job_starts_with_fewer_after_the_last_call_and_a_later_node_idles_unti
     assert [agent.of(JobEnds)[0].reason for agent in (agents[0], late)] == ["n1: no such flag"] * 2
 
 
+def test_fewer_nodes_than_the_least_do_not_start_though_the_last_call_is_over(make_town: Make) -> None:
+    """Two nodes have waited for the coordinator's own, which is slow, and have left."""
+    town = make_town(least=2, most=3)
+    gone = [Agent(town, number) for number in (1, 2)]
+    town.until(lambda: all(agent.received for agent in gone))
+    town.run(0.3, *gone)
+    for agent in gone:
+        agent.hang_up()
+    town.run(0.1)
+    owner = Agent(town, 0)
+    town.until(lambda: owner.received)
+    town.run(0.1, owner)
+    assert not owner.of(Met), "one node is too few"
+    Agent(town, 3)
+    town.until(lambda: owner.of(Met))
+    assert [node.name for node in owner.of(Met)[0].nodes] == ["n0", "n3"]
+
+
 def test_a_node_that_leaves_before_the_start_is_forgotten_but_not_the_coordinators(make_town: Make) -> None:
     town = make_town()
     gone = Agent(town, 9)
@@ -763,6 +839,20 @@ def test_the_coordinator_is_done_when_all_have_hung_up(make_town: Make) -> None:
     assert town.nodes.is_done
 
 
+def test_a_coordinator_that_was_stopped_until_all_had_finished_and_left_calls_nobody_lost(make_town: Make) -> None:
+    """Other nodes end by themselves then. All that happened waits in its sockets, in no order."""
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    for agent in agents[1:]:
+        agent.hang_up()
+    for replica, link in town.links.items():
+        town.loop.send(link, ReplicaFinished(replica, 0))
+    town.until(lambda: town.nodes.has_ended)
+    assert not town.of(trace.NodeLost) and len(town.of(trace.Generation)) == 1
+    town.until(lambda: agents[0].of(JobEnds))
+    assert agents[0].of(JobEnds)[0].exit_code == ExitCode.OK
+
+
 def test_a_removed_node_whose_link_had_only_broken_comes_back_to_be_fenced(make_town: Make) -> None:
     town = make_town()
     agents = town.start([[0], [1], [2]])
@@ -773,7 +863,11 @@ def test_a_removed_node_whose_link_had_only_broken_comes_back_to_be_fenced(make_
     assert again.received == [FenceReplica(2)] and not again.of(Met)
     town.nodes.end(0, "training finished")
     town.until(lambda: again.of(JobEnds))
-    for agent in (agents[0], agents[1], again):
+    again.hang_up()
+    town.run(0.1, *agents[:2])
+    late = Agent(town, 2)
+    town.until(lambda: late.of(JobEnds))
+    for agent in (agents[0], agents[1], late):
         agent.hang_up()
     town.run(0.1)
     assert town.nodes.is_done
@@ -846,6 +940,37 @@ def test_a_node_that_is_lost_while_ranks_start_excuses_no_silence_after(make_tow
     town.run(1.0, agents[0])
     assert [event.node for event in town.of(trace.NodeLost)] == [2, 1]
     assert town.announced(0)[-1].new.roster == (0,)
+
+
+def test_a_node_that_falls_silent_when_all_have_started_their_ranks_is_lost_after_its_own_time(make_town: Make) -> None:
+    town = make_town()
+    agents = town.ready([[0], [1], [2]])
+    for agent in agents:
+        agent.say(NodeLaunched())
+    town.run(0.1, *agents)
+    town.run(0.7, *agents[:2])
+    assert [event.node for event in town.of(trace.NodeLost)] == [2], "and not after six times as long"
+
+
+def test_a_node_that_fails_before_training_begins_ends_the_job_on_all_nodes(make_town: Make) -> None:
+    town = make_town()
+    agents = town.ready([[0], [1], [2]])
+    agents[1].say(NodeFailed(ExitCode.FAILED, "no process can be started"))
+    town.until(lambda: all(agent.of(JobEnds) for agent in agents))
+    assert {agent.of(JobEnds)[0].reason for agent in agents} == {"n1: no process can be started"}
+
+
+def test_an_agent_may_condemn_its_replica_while_another_member_lives(make_town: Make) -> None:
+    town = make_town()
+    agents = town.start([[0], [1], [2]])
+    agents[1].say(NodeSuspects(1, (1,), (1,)))
+    town.until(lambda: agents[1].of(TellKnown))
+    assert agents[1].of(TellKnown) == [TellKnown(1, Known(1, (), may_condemn=True))]
+    for number in (0, 2):
+        agents[number].say(NodeSuspects(1, (number,), ()))
+    agents[1].say(NodeSuspects(2, (1,), (1,)))
+    town.until(lambda: len(agents[1].of(TellKnown)) == 2)
+    assert not agents[1].of(TellKnown)[1].known.may_condemn, "all are silent"
 
 
 def test_the_waits_for_ranks_begin_also_if_the_last_node_that_starts_some_dies(

@@ -44,6 +44,7 @@ from megatron_recover.core.values import (
     Work,
 )
 from megatron_recover.data_plane.connection import Connection
+from megatron_recover.host.addresses import GIVEN_UP_S, TCP_RTO_MAX_MS
 from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEYS, framed
 
@@ -298,3 +299,22 @@ def test_a_quiet_connection_is_not_forgotten_on_its_way() -> None:
         for each in (dialled, accepted):
             assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 350
+
+
+def test_a_connection_to_another_host_goes_on_soon_after_a_cut() -> None:
+    """A kernel that knows no longest pause between its tries waits twice as long after each. On one host nothing is cut."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for source, is_other in (("127.0.0.2", True), ("127.0.0.1", False)):
+            dialled = socket.create_connection(server.getsockname(), source_address=(source, 0))
+            with dialled, server.accept()[0] as accepted:
+                try:
+                    accepted.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS)
+                except OSError:
+                    is_other = False
+                Link(dialled, KEYS, NodeClock(None))
+                Connection(0, accepted)
+                for each in (dialled, accepted):
+                    gives_up_s = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000
+                    assert gives_up_s == (GIVEN_UP_S if is_other else 0)
+                    if is_other:
+                        assert each.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS) == 1000

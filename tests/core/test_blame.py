@@ -6,6 +6,7 @@ follow from it in each generation, in any order, and is judged by whom it fences
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -206,6 +207,17 @@ def test_large_rosters_take_no_exponential_time() -> None:
     assert culprit(evidence, range(1000)) == 500
     ring = Evidence(tuple((member, (member + 1) % 60) for member in range(60)), tuple(range(60)))
     assert culprit(ring, range(60)) is not None
+
+
+def test_two_halves_of_256_that_do_not_reach_each_other_are_judged_before_anybody_misses_the_coordinator() -> None:
+    """All report half of the others. It took 14 s, in which the coordinator read and sent nothing."""
+    begin, evidence = time.process_time(), Evidence()
+    for member in range(256):
+        evidence = with_report(evidence, member, range(128, 256) if member < 128 else range(128))
+    assert len(evidence.pairs) == 2 * 128**2 and list(evidence.pairs) == sorted(evidence.pairs)
+    assert culprit(evidence, range(256)) == 255
+    assert on_its_nodes(255, evidence, range(256), [(each,) for each in range(256)]) == ()
+    assert time.process_time() - begin < 5.0
 
 
 def test_the_smallest_sets_are_all_found() -> None:

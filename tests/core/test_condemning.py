@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -303,6 +304,22 @@ def test_an_accusation_costs_the_same_in_a_job_of_1024_nodes(num_nodes: int) -> 
     assert effects == (Tell(0, 1, Known(0, (Part(),), may_condemn=True)),)
 
 
+def test_all_of_1024_nodes_accuse_at_once_and_withdraw_when_a_stall_of_all_is_over() -> None:
+    """Meanwhile the coordinator hears nobody. It took minutes with 256 nodes, and all of them seemed silent."""
+    num_nodes, begin = 1024, time.process_time()
+    state, _ = condemning.step(
+        CondemningState({each: frozenset({each}) for each in range(num_nodes)}), Rostered(tuple(range(num_nodes)))
+    )
+    for number, is_accused, what in ((1, False, "silent"), (2, True, "hung"), (3, False, "well")):
+        for node in range(num_nodes):
+            mine = frozenset({node})
+            silent_ones, accused = (mine if what != "well" else frozenset(), mine if is_accused else frozenset())
+            state, effects = condemning.step(state, Suspected(node, number, silent_ones, accused))
+            assert not any(isinstance(each, Tell) and each.known.may_condemn for each in effects) or what == "well"
+    assert not condemning.accused(state) and not any(state.told.values())
+    assert time.process_time() - begin < 20.0
+
+
 # --- Bugs that were planted -------------------------------------------------------------------------
 
 
@@ -315,7 +332,7 @@ def fails(test: Callable[[], None]) -> bool:
 
 
 def test_planted_an_agent_that_decides_alone_condemns_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(condemning, "another_lives", lambda state, replica: True)
+    monkeypatch.setattr(condemning, "another_lives", lambda living, replica: True)
     assert fails(lambda: test_two_replicas_on_two_nodes_that_hang_at_the_same_instant_are_both_waited_for(0))
 
 

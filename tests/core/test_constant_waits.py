@@ -21,6 +21,8 @@ INTERVALS = {
     "cli/demo.py KILL_DELAY_S": "from the end of a step to the kill that the demo shows",
     "cli/demo.py _LOOK_S": "between two looks at the file of the endpoint, while a node runs that writes it",
     "host/addresses.py KEPT_ALIVE_S": "between two packets of the kernel on a quiet connection",
+    "host/addresses.py RETRIED_S": "between two tries of the kernel to send the same bytes to another host",
+    "host/addresses.py GIVEN_UP_S": "of the kernel, in place of its own 15 minutes; every wait for a peer has a deadline",
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
     "cli/drain.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
     "cli/drain.py WAIT_S": "the default of --wait: a person reads that the replica has not left yet",

@@ -65,6 +65,21 @@ def test_a_lease_that_the_coordinator_counts_short_is_caught() -> None:
     caught(Short(NamingScenario(cuts=1)), AT_ONCE)
 
 
+def test_the_next_grant_on_the_death_of_another_than_the_holder_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grants, "ended", lambda ledger, _: grants.replace(ledger, open=None))
+    caught(Naming(NamingScenario(cuts=1, deaths=1)), AT_ONCE)
+
+
+def test_the_next_grant_on_the_timer_of_an_older_lease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The death of the first holder was confirmed, and the second one is cut off, before that timer runs out."""
+
+    def any_lease(state: coordinator.CoordinatorState, fired: coordinator.TimerFired) -> coordinator.Step:
+        return generations.give_next(state, grants.replace(state.grants, open=None))
+
+    monkeypatch.setattr(coordinator, "TABLE", {**coordinator.TABLE, coordinator.TimerFired: any_lease})
+    caught(Naming(NamingScenario(cuts=1, deaths=1)), AT_ONCE)
+
+
 def test_a_replica_that_has_voted_alone_and_enters_a_newer_generation_is_caught() -> None:
     """The others rely on its vote: the writer of the last generation needs no lease."""
 
@@ -185,6 +200,14 @@ def test_the_lease_counts_from_the_answer_before_the_newest_beat() -> None:
     assert not grants.refusal(holding, 12.0, 12.0) and "has lapsed" in grants.refusal(holding, 12.1, 12.0)
     assert not grants.refusal(holding, 1e6, 12.0, is_last=True)
     assert not grants.refusal(grants.heard(holding, 13.0), 17.0, 12.0)
+
+
+def test_a_grant_counts_once_and_also_if_its_generation_is_over_when_it_comes() -> None:
+    """The writer may have entered the next generation meanwhile. The coordinator gives no other until this one is closed."""
+    holding = grants.received(grants.heard(Holding(0.0), 1.0), Grant(1, 1, 0), 2)
+    assert not grants.refusal(holding, 2.0, 12.0)
+    used = grants.attempted(grants.begun(holding))
+    assert grants.refusal(grants.received(used, Grant(1, 1, 0), 2), 2.0, 12.0), "it has come twice"
 
 
 def test_in_the_last_generation_the_newest_grant_lasts_and_one_attempt_excludes_another() -> None:

@@ -106,7 +106,7 @@ class Cage:
         """Start it. `preload`: import torch and Megatron first. Raises OSError where it cannot be had."""
         self.folder = folder = Path(tempfile.mkdtemp(prefix="megatron-recover-nodes-"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.has_clocks = _build_clock(library := folder / "clock.so")
+        self.has_clocks = build_clock(library := folder / "clock.so")
         """Whether nodes can have clocks that are off."""
         if self.has_clocks:
             environment["LD_PRELOAD"] = " ".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
@@ -463,7 +463,8 @@ def _receive(link: socket.socket, deadline_s: float = DEADLINE_S) -> tuple[int, 
     return pids[0] if pids else 0, text.decode()
 
 
-def _build_clock(library: Path) -> bool:
+def build_clock(library: Path) -> bool:
+    """Build the clock that is off (`clock.c`); return False if this machine has no compiler."""
     if shutil.which("gcc") is None:
         return False
     _command("gcc", "-O2", "-shared", "-fPIC", "-o", str(library), str(_CLOCK), "-ldl")

@@ -203,6 +203,16 @@ def test_a_trace_without_the_name_of_its_node_cannot_be_placed_in_time(tmp_path:
     assert "node 1 (host-1) lacks its beginning" in verdict_of(tmp_path, files).not_judged[0]
 
 
+def test_the_trace_of_another_node_in_a_nodes_folder_is_named_and_counts_for_neither(tmp_path: Path) -> None:
+    """People copy a trace that is missing by hand (docs/how_to/several_nodes.md)."""
+    run_dir = write(tmp_path, split(long_run()))
+    wrong = (run_dir / "nodes" / "2" / trace.EVENTS_FILE).read_bytes()
+    (run_dir / "nodes" / "1" / trace.EVENTS_FILE).write_bytes(wrong)
+    verdict = check(run_dir)
+    assert verdict.holds and not verdict.is_whole, describe(verdict)
+    assert f"node 1 (host-1) is absent: the trace in {run_dir}/nodes/1 is that of node 2 (host-2)" in verdict.not_judged[0]
+
+
 def test_a_clock_that_was_refused_leaves_the_order_unknown(tmp_path: Path) -> None:
     files = split(long_run(), offsets_ms=(0, 90_000, 0), hears=False)
     files[0].insert(2, trace.ClockRefused(t=0.5, h=files[0][1].h, replica=-1, rank=0, ahead_s=90.0))

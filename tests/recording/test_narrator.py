@@ -172,3 +172,24 @@ def test_the_end_is_in_the_log_behind_all_that_was_held_back() -> None:
     lines = told.narrator.end(ExitCode.INTERRUPTED, "SIGTERM", 7.0)
     assert told.texts == ["generation 1: replicas 0 1"] and told.logged == [*told.shown, *lines]
     assert re.match(PREFIX + r"exit code 15 \(interrupted\): SIGTERM$", lines[0])
+
+
+def test_a_cut_that_silences_hundreds_of_nodes_takes_few_lines() -> None:
+    def silent(phase: Any, nodes: range) -> list[trace.AnyEvent]:
+        return [trace.NodeSilent(node=node, name=f"n{node}", phase=phase, seconds=1.6) for node in nodes]
+
+    leaders = [
+        trace.LeaderSilent(member=member, generation=1, phase="began", seconds=3.0, waiting_for=()) for member in range(500)
+    ]
+    told = Told(500, of_several=True).after(BEGUN, *silent("began", range(500)), *leaders)
+    assert len([text for text in told.texts if "is silent" in text]) == 8
+    assert len([text for text in told.texts if "has not answered" in text]) == 8
+    assert [text for text in told.texts if "more" in text] == [
+        "more nodes are silent: `megatron-recover status` with the run directory names all",
+        "the leaders of more replicas have not answered",
+    ]
+    told.after(trace.NodeLost(node=0, name="n0", replicas=(0,), detail=""), *silent("over", range(1, 500)))
+    assert len([text for text in told.texts if "is heard again" in text]) == 7
+    before = len(told.texts)
+    told.after(*silent("began", range(3)))
+    assert len(told.texts) == before + 3, "all are heard, so each is told again"

@@ -65,11 +65,16 @@ def test_each_bad_script_has_its_one_finding(name: str, capsys: pytest.CaptureFi
         ("#SBATCH --no-kill", "#SBATCH -k  # for a lost node"),
         ("srun --no-kill --nodes=1 --ntasks=1", "srun -k -N1 -n 1"),
         ("srun --no-kill", "exec srun --no-kill"),
+        ("srun --no-kill", "NCCL_DEBUG=INFO /usr/bin/srun --no-kill"),
+        ("srun --no-kill", "env NCCL_DEBUG=INFO nohup srun --no-kill"),
+        ("srun --no-kill", "timeout -k 60 3600 srun --no-kill"),
         ("--kill-on-bad-exit=0 --wait=0", "-K0 -W 0"),
         ("#SBATCH --no-kill", "#SBATCH --no-kill\n#SBATCH --cpus-per-task=32"),
         ("/opt/venv/bin/python", "bash -c 'cd /work && exec \"$@\"' agent /opt/venv/bin/python"),
+        ("/opt/venv/bin/python", "bash -o pipefail -lc 'exec \"$@\"' agent /opt/venv/bin/python"),
         ("wait\n", "wait\nsrun --overlap -n1 /opt/venv/bin/python -P -m megatron_recover verdict RUN\nsrun nvidia-smi\n"),
         ("wait\n", "cat <<EOF\nsrun torchrun\nEOF\nwait  # srun torchrun doesn't count here\n"),
+        ("wait\n", "wait\necho srun torchrun\n"),
         ("srun --no-kill", 'flags=(--no-kill\n  --mpi=none)\n  srun "${flags[@]}"'),
         ("#SBATCH --open-mode=append", "#SBATCH --no-requeue"),
         ("wait\n", "while squeue -h -j $SLURM_JOB_ID -s | grep -q .; do sleep 10; done\n"),
@@ -84,6 +89,23 @@ def test_scripts_that_are_right_have_no_finding(old: str, new: str) -> None:
     text = GOOD.replace(old, new, 1) if old else GOOD
     assert (text != GOOD) == (old != new)
     assert check.findings(text) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("#SBATCH --no-kill", "#SBATCH --no-kill=off", "_no_kill"),
+        ("srun --no-kill", "srun -k=off", "_no_kill"),
+        ("srun --no-kill", "srun --no-kill=off", "_no_kill"),
+        ("srun --no-kill", "nohup srun", "_no_kill"),
+        ("/opt/venv/bin/python", "bash -lc '\"$@\"' agent /opt/venv/bin/python", "_wrapper"),
+        ("/opt/venv/bin/python", "bash agent.bash -c 'exec python'", "_wrapper"),
+    ],
+)
+def test_the_same_mistake_is_found_however_it_is_written(old: str, new: str, rule: str) -> None:
+    text = GOOD.replace(old, new, 1)
+    assert text != GOOD
+    assert [each.__name__ for each in check.RULES if list(each(read(text)))] == [rule]
 
 
 def test_gpus_of_the_whole_job_are_right_where_srun_has_a_number_of_its_own() -> None:

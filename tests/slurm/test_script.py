@@ -131,6 +131,12 @@ def test_the_key_is_written_through_no_link_and_is_readable_for_its_owner_alone(
     assert (done.stdout, done.stderr, other.read_text()) == ("", "", "precious")
     key = run / "key"
     assert len(key.read_text().strip()) == 44 and key.stat().st_mode & 0o777 == 0o600 and key.stat().st_nlink == 1
+    key.unlink()
+    (tmp_path / "base64").write_text("#!/bin/sh\nexit 1\n")  # a disk without room
+    (tmp_path / "base64").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", f"SLURM_JOB_ID=7 RUN={run}\n{part}"], env=environment)
+    assert not key.exists(), "an empty key would be found by every later start"
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ def test_a_stamp_from_far_ahead_is_told_and_moves_no_clock() -> None:
     assert milliseconds(mine.tick()) == NOW_MS + MAX_AHEAD_MS
 
 
+def test_an_old_stamp_moves_no_clock_back() -> None:
+    """The physical clock of this node is behind, so only the stamps that it has seen keep its order."""
+    mine = clock(-30_000)
+    mine.see(stamp_at(NOW_MS))
+    before = mine.tick()
+    mine.see(stamp_at(NOW_MS - 10_000))
+    assert mine.tick() > before
+
+
 def ends(ahead_ms: int) -> tuple[Link, NodeClock, Link, NodeClock]:
     ours, theirs = socket.socketpair()
     here, there = clock(), clock(ahead_ms)

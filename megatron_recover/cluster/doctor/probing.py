@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from megatron_recover.authentication.admission import out_of_descriptors
 from megatron_recover.authentication.handshake import NONCE_BYTES, Connector
 from megatron_recover.cluster.doctor import conversation
 from megatron_recover.cluster.doctor.conversation import DATAGRAMS, REQUEST, TIMES, TOKEN_BYTES, Kind
@@ -28,6 +29,9 @@ ALL_PAIRS = 17
 """Largest number of nodes of which each tries all others."""
 MAX_PORTS = 64
 """Ports of a range that are tried at most (`sample`)."""
+CROWDED_PORTS = 4
+"""Ports of a crowded node that one node tries at most (`tried`). All of them from 1,000 nodes would
+take that node longer than `_CONNECT_S`."""
 _AT_ONCE = 16
 """Peers that are tried at the same time."""
 _CONNECT_S = 2.0
@@ -52,7 +56,7 @@ class Peer(msgspec.Struct, frozen=True):
     ports: tuple[int, ...]
     """Ports on which it listens (`Service.ports`)."""
     is_crowded: bool = False
-    """True if so many nodes try it that only its ports and its clock are to be tried."""
+    """True if so many nodes try it that only some ports and its clock are to be tried."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +102,17 @@ def sample(first: int, last: int) -> list[int]:
     return [first + round(step * (number - 1) / (MAX_PORTS - 1)) for step in range(MAX_PORTS)]
 
 
+def tried(node: int, peer: Peer) -> tuple[int, ...]:
+    """Return the ports of `peer` that this node tries: all, or some of those of a crowded node.
+
+    Nodes with successive numbers try successive ports.
+    """
+    number = len(peer.ports)
+    if not peer.is_crowded or number <= CROWDED_PORTS:
+        return peer.ports
+    return tuple(peer.ports[(CROWDED_PORTS * node + each) % number] for each in range(CROWDED_PORTS))
+
+
 def probe(
     node: int, peers: Sequence[Peer], key: bytes, *, now_ns: Callable[[], int] = time.time_ns
 ) -> tuple[Answer, ...]:  # fmt: skip
@@ -122,42 +137,46 @@ class _Probe:
         """Connect to all ports, and have the conversation on the first one that answers."""
         proven, unreached = self._connect()
         answer = Answer(node=self._peer.node, unreached=tuple(sorted(unreached.items())))
-        try:
-            for each in proven:
-                return self._converse(each.sock, answer)
-        finally:
-            for each in proven:
-                each.sock.close()
-        return answer
+        if proven is None:
+            return answer
+        with proven.sock:
+            return self._converse(proven.sock, answer)
 
-    def _connect(self) -> tuple[list[Connection], dict[int, str]]:
-        """Return the proven connections, and the reason for each port without one.
+    def _connect(self) -> tuple[Connection | None, dict[int, str]]:
+        """Return the first proven connection, and the reason for each port without one.
 
-        A connection that ends before it is proven is dialled again: other nodes may have crowded it
-        out (`admission.MAX_UNPROVEN`).
+        The others are closed at once: the peer has room for a limited number, and nodes that each
+        kept some would wait for each other. A connection that ends before it is proven is dialled
+        again: other nodes may have crowded it out (`admission.MAX_UNPROVEN`). So is a port for
+        whose connection this process had no descriptor.
         """
         unreached: dict[int, str] = {}
         pending: dict[int, tuple[int, Connection]] = {}
-        proven: list[Connection] = []
-        to_dial, until = [*self._peer.ports], time.monotonic() + _CONNECT_S
+        first: Connection | None = None
+        to_dial, until = [*tried(self._node, self._peer)], time.monotonic() + _CONNECT_S
         while (to_dial or pending) and (left_s := until - time.monotonic()) > 0:
-            for port in to_dial:
+            dialled, to_dial = to_dial, []
+            for port in dialled:
                 try:
                     connection = self._dial(port)
                     pending[connection.sock.fileno()] = port, connection
                 except OSError as error:
                     unreached[port] = error.strerror or str(error)
-            to_dial = []
+                    if out_of_descriptors(error):
+                        to_dial.append(port)
             poll = select.poll()
             for _, connection in pending.values():
                 poll.register(connection.sock, connection.poll_mask(sending=False, receiving=True))
-            for number, _ in poll.poll(1000 * left_s):
+            for number, _ in poll.poll(1000 * (0.0 if to_dial else left_s)):
                 port, connection = pending[number]
                 try:
                     if not connection.handshake():
                         continue
-                    proven.append(connection)
                     unreached.pop(port, None)
+                    if first is None:
+                        first = connection
+                    else:
+                        connection.sock.close()
                 except (EndedUnproven, PeerLost) as error:
                     unreached[port] = str(error)
                     to_dial.append(port)
@@ -171,7 +190,7 @@ class _Probe:
         for port, connection in pending.values():
             unreached[port] = "answers, but not the job's program" if connection.is_established else "no answer"
             connection.sock.close()
-        return proven, unreached
+        return first, unreached
 
     def _dial(self, port: int) -> Connection:
         """Begin to connect to a port. Raises OSError if that fails at once."""

@@ -6,6 +6,7 @@ plain value, and nothing is ever executed.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ _VALUELESS = frozenset({
 })  # fmt: skip
 """Options whose value, if any, is joined to them by `=`."""
 _KEYWORDS = frozenset({"do", "then", "else", "if", "elif", "while", "until", "!", "{", "time", "exec"})
+_STARTERS = frozenset({"env", "nohup", "command", "timeout", "stdbuf", "nice", "ionice", "setsid"})
+"""Programs that start the command behind their own words."""
 _SEPARATORS = frozenset({";", "&", "&&", "||", "|", "|&", "(", ")", ";;", "&>", "<(", ">("})
 _HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)*|local\s+)?(\w+)=(?:\((.*)\)|(\S.*)?)", re.DOTALL)
@@ -105,6 +108,7 @@ def read(text: str) -> BatchScript:
         if (assigned := _ASSIGNMENT.fullmatch(code.strip())) is not None:
             variables[assigned[1]] = _words(assigned[2] if assigned[2] is not None else assigned[3] or "")
         for words, separator in _segments(code):
+            words = _started(words)
             if words[0] == "trap":
                 trapped.update(word.removeprefix("SIG") for word in words[2:])
             elif words[0] == "wait":
@@ -219,6 +223,16 @@ def _segments(code: str) -> Iterator[tuple[list[str], str]]:
             words = []
     except ValueError:  # no shell that shlex understands
         return
+
+
+def _started(words: list[str]) -> list[str]:
+    """Return a command from `srun` on if that is what it starts, by its path or another program."""
+    for position, word in enumerate(words):
+        if os.path.basename(word) == "srun":
+            return ["srun", *words[position + 1 :]]
+        if os.path.basename(words[0]) not in _STARTERS:
+            break
+    return words
 
 
 def _replaced(words: Sequence[str], variables: dict[str, list[str]]) -> list[str]:

@@ -69,13 +69,13 @@ def _num_nodes(script: BatchScript) -> int:
 def _no_kill(script: BatchScript) -> Iterator[Finding]:
     if _num_nodes(script) == 1:
         return
-    if script.directive("--no-kill") is None:
+    if (given := script.directive("--no-kill")) is None or given.value == "off":
         yield Finding(
             script.last_directive, "without --no-kill the loss of one node ends or requeues the whole job",
             "add the line: #SBATCH --no-kill",
         )  # fmt: skip
     for srun in _agents(script):
-        if srun.value("--no-kill") is None:
+        if srun.value("--no-kill") in (None, "off"):
             yield Finding(
                 srun.line, "srun without --no-kill ends its step on all nodes when one is lost", "add --no-kill to it"
             )
@@ -244,20 +244,32 @@ def _container(script: BatchScript) -> Iterator[Finding]:
 
 def _wrapper(script: BatchScript) -> Iterator[Finding]:
     for srun in _agents(script):
-        first = os.path.basename(srun.command[0])
-        if first.endswith(".sh") or (first in _SHELLS and "-c" not in srun.command):
+        first, text = os.path.basename(srun.command[0]), _shell_text(srun.command)
+        if first.endswith(".sh") or (first in _SHELLS and text is None):
             yield Finding(
                 srun.line, "a wrapper stands between Slurm and the agent: Slurm may signal the wrapper only",
                 "start the interpreter itself: srun ... /full/path/python -P -m megatron_recover run ...",
             )  # fmt: skip
-        elif first in _SHELLS:
-            text = srun.command[srun.command.index("-c") + 1] if srun.command[-1] != "-c" else ""
+        elif first in _SHELLS and text is not None:
             commands = [each.strip() for each in re.split(r"&&|\|\||[;\n]", text) if each.strip()]
             if not commands or not commands[-1].startswith("exec "):
                 yield Finding(
                     srun.line, "a shell stays between Slurm and the agent: Slurm may signal the shell only",
                     "write exec in front of the agent's command",
                 )  # fmt: skip
+
+
+def _shell_text(command: tuple[str, ...]) -> str | None:
+    """Return the text behind `-c` of a shell, also of `-lc`; None if the shell reads a file."""
+    words = iter(command[1:])
+    for word in words:
+        if word in ("-o", "+o"):
+            next(words, None)
+        elif not word.startswith("-"):
+            return None
+        elif re.fullmatch(r"-[a-z]*c[a-z]*", word):
+            return next(words, "")
+    return None
 
 
 def _no_step(script: BatchScript) -> Iterator[Finding]:

@@ -310,12 +310,12 @@ def _start(settings: Settings) -> Iterator[str]:
         yield from _because(
             "The key by which processes of several nodes know each other, made once and readable for you alone: mktemp makes "
             "a new file, and writes through no link that somebody has left. ln gives it its name only if there is none, "
-            "whoever does the same now."
+            "whoever does the same now. A full disk leaves no key."
         )
         yield 'if [ ! -e "$RUN/key" ]; then'
         yield '  if mine=$(mktemp "$RUN/.key-XXXXXXXXXX"); then'
-        yield '    head -c 32 /dev/urandom | base64 > "$mine"'
-        yield '    ln "$mine" "$RUN/key" 2> /dev/null'
+        yield '    head -c 32 /dev/urandom | base64 > "$mine" &&'
+        yield '      ln "$mine" "$RUN/key" 2> /dev/null'
         yield '    rm -f "$mine"'
         yield "  fi"
         yield "fi"

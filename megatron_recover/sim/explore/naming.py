@@ -233,12 +233,14 @@ class Naming:
         grant = state.grants.open
         for number in lost:
             writer = world.writers[number]
-            if not writer.alive and grant is not None and grant.writer == number:
+            if not writer.alive:  # it need not hold the grant
                 yield self.feed(world, coordinator.FenceConfirmed(number))
             if writer.alive and not writer.lapsed:
                 yield self.put(world, number, writer._replace(lapsed=True))
         if grant is not None and grant.writer in lost and self.is_lapsed(world.writers[grant.writer]):
             yield self.feed(world, coordinator.TimerFired(state.grants.lease))
+        for older in range(1, state.grants.num_given):  # a grant may end before its timer does
+            yield self.feed(world, coordinator.TimerFired(f"lease {older}"))
 
     def is_lapsed(self, writer: Writer) -> bool:
         """Return whether the coordinator's timer of a lease may have run out."""
