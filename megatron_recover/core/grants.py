@@ -43,11 +43,11 @@ Note [Last generation]
       holder that takes an older generation for its last one is none: the members of that one were
       bound to it, this writer among them.
     - A later grant goes to the lowest id of a roster. So it goes to this writer, until the
-      coordinator removes it, in a generation newer than the last one. Another replica of that roster
-      was also a member of the last generation, and is bound: it enters no newer one, and a grant of
-      one counts for nothing there (`received`). A newcomer gets no grant before it is proven
-      (`core/joining.py`). In a generation newer than the last one that takes votes of members that
-      are bound.
+      coordinator removes it, in a generation newer than the last one. Another replica of that
+      roster was also a member of the last generation, and is bound: it enters no newer one, and a
+      grant of one counts for nothing there (`received`). A newcomer gets no grant before it is
+      proven (`core/joining.py`). In a generation newer than the last one that takes votes of
+      members that are bound.
 
     A writer without any grant proves nothing of the kind: it became the writer when another replica
     was lost, whose lease may not have lapsed yet. It names nothing.
