@@ -38,7 +38,8 @@ in both. Facts come in an order in which they can have happened: cause before ef
   replica leaves with nothing that was dealt to it in a step that nobody has committed.
 - INV-3, INV-4 and INV-7 are not judged for a replica that is not in the newest roster, nor are the
   results and the state digest of its vote, nor the paces that it learned: the history has forgotten
-  what that replica was dealt, holds and began with.
+  what that replica was dealt, holds and began with. The same holds for an unproven newcomer until
+  it enters the newest generation.
 - INV-3, INV-4 and INV-7 have one more exception: a step that is made void (`Void`) begins
   anew for each member that enters. It is given up only where it was void before, and then committed
   by all without a result.
@@ -474,11 +475,11 @@ def _on_voted(history: History, fact: Voted) -> History:
     for item in record.versions:
         for rank in history.shape.bucket_ranks[item.bucket]:
             held = (fact.replica, rank, item.bucket, item.version)
-            if fact.replica in history.rosters[-1] and held not in step.held:
+            if _counts(history, fact.replica) and held not in step.held:
                 detail = f"replica {fact.replica} votes for bucket {item.bucket} version {item.version} of step {record.step}"
                 raise InvariantViolation(2, f"{detail}, which its rank {rank} does not hold")
     states = sorted(item[1:] for item in step.states if item[0] == fact.replica)
-    if states and fact.replica in history.rosters[-1]:
+    if states and _counts(history, fact.replica):
         ranks = [rank for rank, _ in states]
         if ranks != list(range(history.shape.num_ranks)) or record.state_digest != combined([each for _, each in states]):
             detail = f"replica {fact.replica} votes for step {record.step} with state digest {record.state_digest}"
@@ -516,7 +517,7 @@ def _on_committed(history: History, fact: Committed) -> History:
         missing = [r for r in voters if (r, fact.generation, record) not in step.votes]
         if missing:
             raise InvariantViolation(6, f"{who} without the votes of replicas {missing}")
-    if other := next((item for item in step.paces if item[1] != paces), None) if fact.replica in history.rosters[-1] else None:
+    if other := next((item for item in step.paces if item[1] != paces), None) if _counts(history, fact.replica) else None:
         raise InvariantViolation(2, f"{who} and learns the paces {paces}; replica {other[0]} learned {other[1]}")
     committed = _with(history.committed, fact.replica, done + 1)
     asked = {int(number): record.step for number in details(fact.record.requests, RequestKind.LEAVE)}
@@ -565,13 +566,17 @@ def _fence(history: History, replica: ReplicaId, generation: Generation, deed: s
 
 
 def _current[T](history: History, replica: ReplicaId, items: Iterable[T]) -> frozenset[T]:
-    """Return the items if the replica is in the newest roster, else nothing.
+    """Return the items if what the replica does counts, else nothing.
 
-    `_on_formed` removes such facts of lost replicas, so none may be added afterwards. The same
-    holds for a newcomer that has not entered the newest generation.
+    `_on_formed` removes such facts of others, so none may be added afterwards.
     """
+    return frozenset(items) if _counts(history, replica) else frozenset()
+
+
+def _counts(history: History, replica: ReplicaId) -> bool:
+    """Return whether the replica is in the newest roster, and no newcomer in an older generation."""
     is_late = replica in history.newcomers and dict(history.entered).get(replica, 0) < len(history.rosters)
-    return frozenset(items) if replica in history.rosters[-1] and not is_late else frozenset()
+    return replica in history.rosters[-1] and not is_late
 
 
 def _step(history: History, number: int) -> StepHistory:
