@@ -574,7 +574,7 @@ def _current[T](history: History, replica: ReplicaId, items: Iterable[T]) -> fro
 
 
 def _counts(history: History, replica: ReplicaId) -> bool:
-    """Return whether the replica is in the newest roster, and no newcomer in an older generation."""
+    """Return whether the replica is in the newest roster; a newcomer has to have entered it."""
     is_late = replica in history.newcomers and dict(history.entered).get(replica, 0) < len(history.rosters)
     return replica in history.rosters[-1] and not is_late
 
@@ -607,9 +607,9 @@ def _on_state_given(history: History, fact: StateGiven) -> History:
     if fact.generation < len(history.rosters):
         return history
     step = _step(history, fact.step)
-    true = {_digest_of(history, states, fact.replica) for states in (step.states, step.known)}
+    true = {_digest_of(history, states, fact.replica) for states in (step.states, step.known)} - {None}
     if fact.digest not in true:
-        raise InvariantViolation(2, f"{who}, where it is in {true}")
+        raise InvariantViolation(2, f"{who}, where its ranks know {sorted(each for each in true if each is not None)}")
     return _at(history, fact.step, replace(step, given=step.given | {(fact.replica, fact.digest)}))
 
 
