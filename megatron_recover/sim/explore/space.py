@@ -129,7 +129,7 @@ class Space:
         self.formed: dict[ReplicaId, int] = {}
         """Numbers of the nodes of newcomers, as they are formed."""
         self.reduced = reduced
-        self.layered = reduced and not scenario.links
+        self.layered = reduced and not scenario.links and not (scenario.newcomers and scenario.alarms)
         self.attempt: Attempt = "the job starts"
         """Newest stimulus or timer that was tried, for the report of a violation."""
 
