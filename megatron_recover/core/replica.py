@@ -281,7 +281,6 @@ def _admissions(state: ReplicaState, recovery: Recovery) -> tuple[Effect, ...]:
     """Return the messages with which the first of the older members admits newcomers."""
     if not state.joins or state.replica != older(state.roster, state.joins)[0]:
         return ()
-    before = replace(state.committed, versions=()) if state.committed is not None else None
     return tuple(
         ToPeers(
             (claim.replica,),
@@ -289,7 +288,7 @@ def _admissions(state: ReplicaState, recovery: Recovery) -> tuple[Effect, ...]:
                 state.replica,
                 state.generation,
                 plan_of(recovery, claim.replica, state.generation, state.roster),
-                before,
+                state.committed,
                 state.speeds,
             ),
         )

@@ -60,7 +60,10 @@ class Admission(Value, frozen=True):
     plan: Plan
     """The newcomer's own plan."""
     committed: Record | None
-    """The record of the step before, with empty `versions`; None before the first."""
+    """The whole record of the step before, whose digest all statuses of the step have to give.
+
+    None before the first step.
+    """
     speeds: Speeds
     """What all members have learned from the committed records."""
 

@@ -246,6 +246,30 @@ def test_beliefs_about_speed_that_a_newcomer_does_not_take_over_are_caught(monke
     caught(JoinsInStep1(scenario).run(limit=500_000), 1, 2, 7)
 
 
+class Member1Dies(JoinsInStep1):
+    """Of the members only replica 1 may die."""
+
+    def faults(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
+        for attempt, after in super().faults(world):
+            if attempt != "replica 0 dies":
+                yield attempt, after
+
+
+def test_an_admission_with_a_part_of_the_record_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newcomer is proven by the commit of replica 1, and in the next generation gives the record of the step before."""
+    scenario = Scenario("planted", **TWO | {"steps": 2}, crashes=1, links=True)
+    assert Member1Dies(scenario).run().found is None
+    original = replica._on_admission
+
+    def of_part(state: ReplicaState, admission: replica.Admission) -> replica.Step:
+        part = replace(admission.committed, versions=()) if admission.committed is not None else None
+        return original(state, replace(admission, committed=part))
+
+    monkeypatch.setattr(replica, "_on_admission", of_part)
+    handle(monkeypatch, replica.Admission, of_part)
+    caught(Member1Dies(scenario).run(), 9)
+
+
 def with_status(monkeypatch: pytest.MonkeyPatch, *, holds: bool) -> None:
     """A newcomer that was admitted sends its status like a member: its step and, if `holds`, its results."""
     original = replica._newcomer_promised
