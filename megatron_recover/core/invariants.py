@@ -28,14 +28,18 @@ in both. Facts come in an order in which they can have happened: cause before ef
   announced one, without newcomers that are turned away. A replica leaves only if a committed
   record asks for it, and at least `min_replicas` and one member stay. Only members enter a
   generation. A commit by votes in the newest generation has the equal votes of its working roster.
-- INV-2 for a newcomer: the plan that admits it is of a step of which its state, and that of at
-  least one older member, is known, and is equal.
+- INV-2 for a newcomer: the plan that admits it is of a step whose state it has read, and at least
+  one older member has given its digest of that state. All that are given are true, and equal to
+  that of what the newcomer has read. No member takes a result from an unproven newcomer, or adopts
+  what only such newcomers have committed.
+- INV-6 for a newcomer: no member is outvoted by a majority that needs its vote.
 - INV-7 least work: no microbatch is dealt for a bucket if a member was dealt it for that bucket.
   None is dealt to a replica that a committed record asks to leave, while enough members stay. A
   replica leaves with nothing that was dealt to it in a step that nobody has committed.
 - INV-3, INV-4 and INV-7 are not judged for a replica that is not in the newest roster, nor are the
   results and the state digest of its vote, nor the paces that it learned: the history has forgotten
-  what that replica was dealt, holds and began with.
+  what that replica was dealt, holds and began with. The same holds for an unproven newcomer until
+  it enters the newest generation.
 - INV-3, INV-4 and INV-7 have one more exception: a step that is made void (`Void`) begins
   anew for each member that enters. It is given up only where it was void before, and then committed
   by all without a result.
@@ -134,11 +138,20 @@ class StateKnown(Value, frozen=True):
     """The true digest of the state with which a rank is to begin a step.
 
     It is a fact of each rank of a newcomer that has read it, and of each rank of a member that has
-    digested it for newcomers.
+    digested it for newcomers. A later one replaces it, except what an unproven newcomer has read.
     """
 
     replica: ReplicaId
     rank: int
+    step: int
+    digest: int
+
+
+class StateGiven(Value, frozen=True):
+    """The status of a member gave its state digest, for the newcomers of the generation."""
+
+    replica: ReplicaId
+    generation: Generation
     step: int
     digest: int
 
@@ -180,7 +193,9 @@ def formed(new: NewGeneration) -> Formed:
     return Formed(new.generation, new.roster, outvoted, new.void, new.left, newcomers)
 
 
-Fact = Formed | Entered | Planned | Read | Held | Digested | StateKnown | Voted | Committed | Applied
+Fact = (
+    Formed | Entered | Planned | Read | Held | Digested | StateKnown | StateGiven | Voted | Committed | Applied
+)  # fmt: skip
 
 
 # --- What has to be remembered --------------------------------------------------------------------
@@ -209,6 +224,8 @@ class StepHistory(Value, frozen=True):
     """(replica, rank, digest of all its state as the step began)."""
     known: frozenset[tuple[ReplicaId, int, int]] = frozenset()
     """The same of newcomers and of members that serve their state (`StateKnown`)."""
+    given: frozenset[tuple[ReplicaId, int]] = frozenset()
+    """(replica, digest of its state) of `StateGiven` in the newest generation."""
 
 
 class History(Value, frozen=True):
@@ -263,6 +280,7 @@ def _on_formed(history: History, fact: Formed) -> History:
     if fact.generation != len(history.rosters) + 1:
         raise InvariantViolation(6, f"generation {fact.generation} follows generation {len(history.rosters)}")
     _grow(history, fact)
+    _outvote(history, fact)
     _leave(history, fact)
     members = set(fact.roster)
     steps = {
@@ -273,6 +291,7 @@ def _on_formed(history: History, fact: Formed) -> History:
             votes=frozenset(item for item in step.votes if item[0] in members),
             paces=frozenset(item for item in step.paces if item[0] in members),
             states=frozenset(item for item in step.states if item[0] in members),
+            given=frozenset(),
         )
         for number, step in history.steps
     }
@@ -303,6 +322,14 @@ def _grow(history: History, fact: Formed) -> None:
         used |= set(roster) - set(newcomers)
     if back := sorted(fresh & used):
         raise InvariantViolation(6, f"replicas {back} come back in roster {fact.roster}")
+
+
+def _outvote(history: History, fact: Formed) -> None:
+    """Raise InvariantViolation if the members that outvote others are no majority of the proven."""
+    proven = set(history.rosters[-1] if history.rosters else ()) - set(history.newcomers)
+    if fact.outvoted and 2 * len(proven & set(fact.outvoted)) >= max(1, len(proven)):
+        who = f"generation {fact.generation} outvotes replicas {fact.outvoted}"
+        raise InvariantViolation(6, f"{who}, which are half or more of the members {sorted(proven)}")
 
 
 def _leave(history: History, fact: Formed) -> None:
@@ -401,14 +428,15 @@ def _admitted(history: History, fact: Planned) -> History:
     older = set(roster) - set(history.newcomers)
     if not older <= set(plan.roster) <= set(roster):
         raise InvariantViolation(6, f"{who}, where {roster} was announced with the newcomers {history.newcomers}")
+    for item in plan.transfers:
+        if item.source in history.newcomers:
+            raise InvariantViolation(2, f"{who}: all take bucket {item.bucket} from newcomer {item.source}, which is unproven")
     step = _step(history, plan.step)
-    states = {(member, rank): digest for member, rank, digest in step.states | step.known}
-    ranks = range(history.shape.num_ranks)
+    given = sorted({digest for _, digest in step.given})
     for newcomer in set(history.newcomers) & set(plan.roster):
-        mine = [states.get((newcomer, rank)) for rank in ranks]
-        theirs = [each for member in sorted(older) if None not in (each := [states.get((member, rank)) for rank in ranks])]
-        if None in mine or mine not in theirs or any(each != mine for each in theirs):
-            raise InvariantViolation(2, f"{who}: newcomer {newcomer} has the state {mine}, older members have {theirs}")
+        mine = _digest_of(history, step.known, newcomer)
+        if mine is None or given != [mine]:
+            raise InvariantViolation(2, f"{who}: the digest of newcomer {newcomer} is {mine}, older members gave {given}")
     return history
 
 
@@ -451,11 +479,11 @@ def _on_voted(history: History, fact: Voted) -> History:
     for item in record.versions:
         for rank in history.shape.bucket_ranks[item.bucket]:
             held = (fact.replica, rank, item.bucket, item.version)
-            if fact.replica in history.rosters[-1] and held not in step.held:
+            if _counts(history, fact.replica) and held not in step.held:
                 detail = f"replica {fact.replica} votes for bucket {item.bucket} version {item.version} of step {record.step}"
                 raise InvariantViolation(2, f"{detail}, which its rank {rank} does not hold")
     states = sorted(item[1:] for item in step.states if item[0] == fact.replica)
-    if states and fact.replica in history.rosters[-1]:
+    if states and _counts(history, fact.replica):
         ranks = [rank for rank, _ in states]
         if ranks != list(range(history.shape.num_ranks)) or record.state_digest != combined([each for _, each in states]):
             detail = f"replica {fact.replica} votes for step {record.step} with state digest {record.state_digest}"
@@ -484,12 +512,16 @@ def _on_committed(history: History, fact: Committed) -> History:
             raise InvariantViolation(2, f"{who}: in bucket {item.bucket} version {item.version} is what replicas {wrong} did")
     if fact.adopted and step.record is None:
         raise InvariantViolation(2, f"{who} by adopting a record that nobody committed")
+    if fact.adopted and fact.generation == len(history.rosters):
+        others = {replica for replica, num in history.committed if num > record.step} - {fact.replica}
+        if others <= set(history.newcomers):
+            raise InvariantViolation(2, f"{who} by adopting what only newcomers have committed: {sorted(others)}")
     if not fact.adopted and fact.generation == len(history.rosters):
         voters = dict(history.working).get(fact.generation, history.rosters[-1])
         missing = [r for r in voters if (r, fact.generation, record) not in step.votes]
         if missing:
             raise InvariantViolation(6, f"{who} without the votes of replicas {missing}")
-    if other := next((item for item in step.paces if item[1] != paces), None) if fact.replica in history.rosters[-1] else None:
+    if other := next((item for item in step.paces if item[1] != paces), None) if _counts(history, fact.replica) else None:
         raise InvariantViolation(2, f"{who} and learns the paces {paces}; replica {other[0]} learned {other[1]}")
     committed = _with(history.committed, fact.replica, done + 1)
     asked = {int(number): record.step for number in details(fact.record.requests, RequestKind.LEAVE)}
@@ -546,11 +578,17 @@ def _fence(history: History, replica: ReplicaId, generation: Generation, deed: s
 
 
 def _current[T](history: History, replica: ReplicaId, items: Iterable[T]) -> frozenset[T]:
-    """Return the items if the replica is in the newest roster, else nothing.
+    """Return the items if what the replica does counts, else nothing.
 
-    `_on_formed` removes such facts of lost replicas, so none may be added afterwards.
+    `_on_formed` removes such facts of others, so none may be added afterwards.
     """
-    return frozenset(items) if replica in history.rosters[-1] else frozenset()
+    return frozenset(items) if _counts(history, replica) else frozenset()
+
+
+def _counts(history: History, replica: ReplicaId) -> bool:
+    """Return whether the replica is in the newest roster; a newcomer has to have entered it."""
+    is_late = replica in history.newcomers and dict(history.entered).get(replica, 0) < len(history.rosters)
+    return replica in history.rosters[-1] and not is_late
 
 
 def _step(history: History, number: int) -> StepHistory:
@@ -568,8 +606,29 @@ def _at(history: History, number: int, step: StepHistory) -> History:
 def _on_state_known(history: History, fact: StateKnown) -> History:
     step = _step(history, fact.step)
     mine = (fact.replica, fact.rank)
-    known = frozenset(item for item in step.known if item[:2] != mine) | {(*mine, fact.digest)}
-    return _at(history, fact.step, replace(step, known=known))
+    before = frozenset(item for item in step.known if item[:2] == mine)
+    was_admitted = fact.replica in dict(history.committed) or any(fact.replica in first for first in history.rosters[:1])
+    if before and (fact.replica in history.newcomers or not was_admitted):
+        return history
+    return _at(history, fact.step, replace(step, known=step.known - before | {(*mine, fact.digest)}))
+
+
+def _on_state_given(history: History, fact: StateGiven) -> History:
+    who = f"replica {fact.replica} gives {fact.digest} as the digest of its state in step {fact.step}"
+    _fence(history, fact.replica, fact.generation, who)
+    if fact.generation < len(history.rosters):
+        return history
+    step = _step(history, fact.step)
+    true = {_digest_of(history, states, fact.replica) for states in (step.states, step.known)} - {None}
+    if fact.digest not in true:
+        raise InvariantViolation(2, f"{who}, where its ranks know {sorted(each for each in true if each is not None)}")
+    return _at(history, fact.step, replace(step, given=step.given | {(fact.replica, fact.digest)}))
+
+
+def _digest_of(history: History, states: Iterable[tuple[ReplicaId, int, int]], replica: ReplicaId) -> int | None:
+    """Return the state digest of a replica by the digests of ranks; None if one is missing."""
+    of_ranks = [digest for _, digest in sorted(item[1:] for item in states if item[0] == replica)]
+    return combined(of_ranks) if len(of_ranks) == history.shape.num_ranks else None
 
 
 RULES: Mapping[type, Callable[[History, Any], History]] = {
@@ -580,6 +639,7 @@ RULES: Mapping[type, Callable[[History, Any], History]] = {
     Held: _on_held,
     Digested: _on_digested,
     StateKnown: _on_state_known,
+    StateGiven: _on_state_given,
     Voted: _on_voted,
     Committed: _on_committed,
     Applied: _on_applied,

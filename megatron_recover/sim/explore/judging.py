@@ -34,8 +34,12 @@ def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after:
     - The coordinator has removed, after a timer, a replica that is not at fault.
     - It has removed the last members after a timer, or lets them leave.
     - It keeps a replica whose save is overdue for longer than any trouble that passes.
+    - It makes a generation for the loss of replicas that are not in the roster.
     """
     losses = after.losses[len(before.losses) :]
+    lost = {loss.replica for loss in losses}
+    if 0 < before.generation < after.generation and lost and lost.isdisjoint(before.roster):
+        raise InvariantViolation(9, f"generation {after.generation} is made for replicas {sorted(lost)}, which are no members")
     if after.left != before.left and len(after.roster) < scenario.min_replicas:
         raise InvariantViolation(9, f"replicas {after.left} have left, and only {after.roster} stay")
     if not losses and after.step == before.step:

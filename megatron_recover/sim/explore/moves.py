@@ -11,7 +11,8 @@ two.
   one. Their steps before entering read no message of the new generation, so these steps can as well
   have happened before the announcement. With `links` this does not hold: there, messages of a
   generation may arrive before its announcement. Nor does it hold once the coordinator is dead: what
-  a member votes then differs.
+  a member votes then differs. Nor does it hold with newcomers and `alarms`: a newcomer goes because
+  of a request that came before it was proven, and its members may commit steps since.
 * A vote or status that the receiver only stores, because it still lacks those of two or more
   members, is delivered at once. Such a message has no effect before the last one arrives, and the
   last one may still be lost. A new generation discards it, delivered or not. In a tree the delivery

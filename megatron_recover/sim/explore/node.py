@@ -394,6 +394,9 @@ class _Run:
             elif isinstance(effect, replica.Voted):
                 self.facts.append(invariants.Voted(self.number, effect.generation, effect.record))
             elif isinstance(effect, replica.ToPeers):
+                said = effect.message
+                if isinstance(said, Status) and said.replica == self.number and said.state_digest is not None:
+                    self.facts.append(invariants.StateGiven(self.number, said.generation, said.step, said.state_digest))
                 if effect.peers:
                     self.out.append((effect.message, effect.peers))
             elif isinstance(effect, replica.ToCoordinator):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, invariants
+from megatron_recover.core import coordinator, generations, invariants
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import (
     AddRequests,
@@ -129,7 +129,7 @@ class Space:
         self.formed: dict[ReplicaId, int] = {}
         """Numbers of the nodes of newcomers, as they are formed."""
         self.reduced = reduced
-        self.layered = reduced and not scenario.links
+        self.layered = reduced and not scenario.links and not (scenario.newcomers and scenario.alarms)
         self.attempt: Attempt = "the job starts"
         """Newest stimulus or timer that was tried, for the report of a violation."""
 
@@ -409,10 +409,13 @@ class Space:
     def tied(self, world: JobState) -> bool:
         """Return whether members have drifted and no strict majority has equal state.
 
-        Then nobody can tell whose state is right.
+        Then nobody can tell whose state is right. Unproven newcomers are part of no majority.
         """
-        alike = Counter((node.drifted, node.drifted or node.state_drifted) for _, node in self.living(world))
-        return bool(self.drifted(world)) and 2 * max(alike.values()) <= len(self.coordinators[world.coordinator].roster)
+        members = generations.members(self.coordinators[world.coordinator])
+        alike = Counter(
+            (node.drifted, node.drifted or node.state_drifted) for number, node in self.living(world) if number in members
+        )
+        return bool(self.drifted(world)) and 2 * max(alike.values(), default=0) <= len(members)
 
     def differs(self, world: JobState) -> bool:
         """Return whether a member has drifted or a replica that lives is flawed.
