@@ -22,7 +22,10 @@ class RandomTiming(Timing):
         self.dice = dice
         self.scale_s = 10 ** dice.uniform(-4, -1)
         """Mean seconds of a message between leaders, 0.0001 to 0.1, before `_some` lengthens some.
-        The mean of a microbatch is 0.1 in the same sense."""
+        The mean of a microbatch is in the same sense, and so are those below."""
+        self.microbatch_mean_s = 0.1
+        self.forming_mean_s = 1.0
+        self.state_mean_s = 0.05
         self.paces: dict[tuple[ReplicaId, int], float] = {}
         """Seconds of a microbatch, by (replica, step)."""
 
@@ -46,11 +49,20 @@ class RandomTiming(Timing):
     def microbatch_s(self, replica: ReplicaId, step: int) -> float:
         # Equal for all ranks of a replica: they wait for each other inside the pass.
         if (replica, step) not in self.paces:
-            self.paces[replica, step] = self._some(0.1)
+            self.paces[replica, step] = self._some(self.microbatch_mean_s)
         return self.paces[replica, step]
 
     def optimizer_s(self) -> float:
         return self._some(0.05)
+
+    def forming_s(self) -> float:
+        return self._some(self.forming_mean_s)
+
+    def state_s(self) -> float:
+        return self._some(self.state_mean_s)
+
+    def digest_s(self) -> float:
+        return self._some(0.01)
 
     def reduce_s(self, bucket: int, num_members: int) -> float:
         return self._some(0.02)

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from megatron_recover.core import coordinator, invariants, rank
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.membership_messages import Loss, LossKind
+from megatron_recover.core.membership_messages import Hello, Loss, LossKind
 from megatron_recover.core.rank_messages import Apply, Report
 from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
@@ -49,6 +49,10 @@ SHAPES = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))
 """(ranks, stages) of a replica."""
 
 
+_PHASES = ("is formed", "reads", "asks", "is announced", "is admitted", "is proven")
+"""What a newcomer does when a strike aimed at it falls due, or up to a second later."""
+
+
 class SeedVerdict(msgspec.Struct, frozen=True):
     """Result of the job of a seed."""
 
@@ -60,6 +64,10 @@ class SeedVerdict(msgspec.Struct, frozen=True):
     """Descriptions of the faults, in order."""
     problem: str | None
     """Description of the broken invariant or the defect, or None."""
+    newcomers: int = 0
+    """Newcomers that were formed."""
+    joined: int = 0
+    """Newcomers that have committed a step with the others."""
 
 
 class RandomJob(TimedJob):
@@ -69,14 +77,20 @@ class RandomJob(TimedJob):
         """Draw the job of a seed.
 
         Its faults are drawn from `faults`: repeated ones are more likely. None: from all, and some
-        jobs have replicas that read, or that are asked to leave.
+        jobs have replicas that read, that are asked to leave, or that join. These have random
+        numbers of their own: a seed without such replicas draws the same job as one without the
+        feature.
         """
+        self.newcomer_dice = random.Random(f"newcomers {seed}")
+        self.has_newcomers = faults is None and self.newcomer_dice.random() < 1 / 3
         self.dice = dice = random.Random(seed)
         ranks, stages = dice.choice(SHAPES)
         table = JobTable(
             replicas=dice.randint(1, 7), ranks=ranks, stages=stages, microbatches=dice.randint(1, 9),
             steps=dice.randint(1, 4), buckets=dice.randint(1, 2), seed=seed,
         )  # fmt: skip
+        if self.has_newcomers:  # else many are formed after the end, and read for longer than a step lasts
+            table = self._longer(table)
         timers_s = {
             "follow_s": 3.0, "finish_s": 20.0, "save_s": dice.choice((5.0, 60.0)), "grace_s": 0.25,
             "deadline_s": 600.0, "blame_s": 15.0, "start_s": math.inf, "lapse_s": 13.0, "gather_s": 0.05,
@@ -84,6 +98,7 @@ class RandomJob(TimedJob):
         super().__init__(
             table, RandomTiming(dice, table), timers_s, detect_s=0.0, stall_s=dice.choice((2.0, 10.0)),
             min_replicas=min(table.replicas, dice.choice((1, 1, 1, 2))), tree_above=dice.choice((TREE_ABOVE, 1, 2, 3)),
+            waits_for_newcomers=self.has_newcomers and self.newcomer_dice.random() < 0.5,
         )  # fmt: skip
         self.clock = self.freezer = FreezingClock()
         self.history = invariants.History(self.shape, min_replicas=self.coordinator.state.policy.min_replicas)
@@ -124,6 +139,36 @@ class RandomJob(TimedJob):
         self.leave_dice = random.Random(f"leaves {seed}")
         for _ in range(self.leave_dice.choice((0, 0, 0, 1, 2)) if faults is None else 0):
             self.clock.at(self.leave_dice.expovariate(1 / (0.3 * table.steps)), _ask_leave, self)
+        self.strikes: list[tuple[str, Callable[[RandomJob, TimedReplica], None]]] = []
+        """Faults that are aimed at newcomers and still to come, with the phase in which each falls."""
+        self.num_to_heal = 0
+        """Losses that may still be answered with a newcomer."""
+        self.bad_cards: list[tuple[ReplicaId, channels.Ways]] = []
+        self.joined: set[ReplicaId] = set()
+        """Newcomers that have committed a step by votes."""
+        self.excused: set[ReplicaId] = set()
+        """Newcomers that were lost before they were proven, which nobody has to explain."""
+        if self.has_newcomers:
+            self._draw_newcomers()
+
+    def _longer(self, table: JobTable) -> JobTable:
+        """Return the job with more steps, and with more microbatches in each."""
+        dice = self.newcomer_dice
+        microbatches = max(table.microbatches, dice.choice((1, 9, 18)))  # the checksum of a result has a digit for each
+        return replace(table, steps=table.steps + dice.randint(1, 6), microbatches=microbatches)
+
+    def _draw_newcomers(self) -> None:
+        """Draw when newcomers are asked for, how long they take, and what strikes them when."""
+        dice, timing = self.newcomer_dice, self.timing
+        assert isinstance(timing, RandomTiming)
+        timing.forming_mean_s = dice.choice((0.1, 0.5, 2.0))
+        timing.state_mean_s = dice.choice((0.01, 0.05, 0.3))
+        timing.microbatch_mean_s = dice.choice((0.1, 0.3))
+        self.answer_s = dice.choice((1.0, 3.0, 10.0))
+        for _ in range(dice.choice((1, 1, 2, 3))):
+            self.clock.at(dice.expovariate(1 / (0.2 * self.table.steps)), _form, self, dice.choice((1, 1, 2)))
+        self.num_to_heal = dice.choice((0, 0, 1, 3))
+        self.strikes = [(dice.choice(_PHASES), dice.choice(_STRIKES)) for _ in range(dice.choice((0, 0, 1, 1, 2, 3)))]
 
     def work(self, step: int, label: str) -> Work:
         work = super().work(step, label)
@@ -141,6 +186,48 @@ class RandomJob(TimedJob):
         if self.num_deaths_in_saves and rank.position == 0:
             self.num_deaths_in_saves -= 1
             self.clock.after(self.dice.uniform(0, self.save_s), _kill_rank, self, rank)
+
+    # --- newcomers ---
+
+    def hello(self, number: ReplicaId) -> Hello:
+        is_alike = number < self.table.replicas or self.newcomer_dice.random() > 0.03
+        return super().hello(number) if is_alike else Hello(number, "other")
+
+    def form(self, number: ReplicaId) -> None:
+        super().form(number)
+        for owner, ways in self.bad_cards:
+            self.broken |= channels.card(owner, range(number + 1), ways)
+
+    def sources(self, serving: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
+        return self.newcomer_dice.sample(serving, self.newcomer_dice.randint(1, len(serving)))
+
+    def asked(self, sources: Sequence[ReplicaId]) -> ReplicaId:
+        anybody = self.newcomer_dice.random() < 0.1
+        return self.newcomer_dice.choice(self.coordinator.state.roster if anybody else sources)
+
+    def is_stopped(self, rank: TimedRank) -> bool:
+        return self.freezer.is_frozen(rank)
+
+    def reached(self, one: TimedReplica, phase: str) -> None:
+        for strike in [each for each in self.strikes if each[0] == phase]:
+            self.strikes.remove(strike)
+            self.clock.after(self.newcomer_dice.choice((0.0, 0.01, 0.1, 0.3, 1.0)), strike[1], self, one)
+
+    def is_unproven(self, number: ReplicaId) -> bool:
+        """Return whether the coordinator takes a replica for a newcomer that need not be awaited."""
+        state = self.coordinator.state
+        return number in state.forming or number in {claim.replica for claim in state.joins}
+
+    def judge(self, before: coordinator.CoordinatorState, after: coordinator.CoordinatorState) -> None:
+        """Note which newcomers come and go; answer some losses with a newcomer."""
+        unproven = {*before.forming, *(claim.replica for claim in before.joins)}
+        for loss in after.losses[len(before.losses) :]:
+            self.excused |= {loss.replica} & unproven
+            if self.num_to_heal:
+                self.num_to_heal -= 1
+                self.clock.after(self.newcomer_dice.expovariate(1 / 0.5), _form, self, 1)
+        for claim in after.joins if after.generation > before.generation else ():
+            self.reached(self.replicas[claim.replica], "is announced")
 
     # --- messages ---
 
@@ -206,6 +293,9 @@ class RandomJob(TimedJob):
         super().committed(one, effect)
         beat = coordinator.Progressed(one.number, effect.record.step + 1)
         self.clock.after(0.5, self.coordinator.feed, beat)
+        if one.is_newcomer and not effect.adopted and one.number not in self.joined:
+            self.joined.add(one.number)
+            self.reached(one, "is proven")
 
     # --- what the coordinator does takes time, too ---
 
@@ -238,7 +328,8 @@ def _kill(job: RandomJob) -> None:
 
 def _kill_rank(job: RandomJob, one: TimedRank) -> None:
     if one.alive:
-        job.note(f"replica {one.replica.number} rank {one.position} is killed", one.replica.number)
+        number = one.replica.number
+        job.note(f"replica {number} rank {one.position} is killed", number, network=job.is_unproven(number))
         job.bury(one.replica.number, one.position)
         job.lose(one.replica.number, LossKind.PROCESS_ENDED, job.dice.expovariate(1 / 0.1))
 
@@ -250,8 +341,11 @@ def _kill_two(job: RandomJob) -> None:
 
 def _suspect(job: RandomJob) -> None:
     """Fence a replica although it lives; it continues for a while."""
-    number = job.dice.randrange(job.table.replicas)
-    job.note(f"replica {number} is fenced, but lives", number)
+    _suspect_one(job, job.dice.randrange(len(job.replicas)))
+
+
+def _suspect_one(job: RandomJob, number: ReplicaId) -> None:
+    job.note(f"replica {number} is fenced, but lives", number, network=job.is_unproven(number))
     job.lose(number, LossKind.SUSPECTED, 0.0)
 
 
@@ -259,15 +353,22 @@ def _stop(job: RandomJob) -> None:
     """Stop a rank (SIGSTOP), and continue it (SIGCONT) before or after the time to fence it."""
     one = job.some_rank()
     if one is not None:
-        seconds = job.dice.choice((0.1, 1.0, 4.0, 15.0))
-        job.note(f"replica {one.replica.number} rank {one.position} stands still for {seconds} s", one.replica.number)
-        job.freezer.freeze(one, job.clock.now + seconds)
+        _stop_rank(job, one, job.dice.choice((0.1, 1.0, 4.0, 15.0)))
+
+
+def _stop_rank(job: RandomJob, one: TimedRank, seconds: float) -> None:
+    number = one.replica.number
+    what = f"replica {number} rank {one.position} stands still for {seconds} s"
+    job.note(what, number, network=job.is_unproven(number))
+    job.freezer.freeze(one, job.clock.now + seconds)
 
 
 def _break_link(job: RandomJob) -> None:
-    if job.table.replicas < 2:
-        return
-    a, b = job.dice.sample(range(job.table.replicas), 2)
+    if len(job.replicas) > 1:
+        _break_between(job, *job.dice.sample(range(len(job.replicas)), 2))
+
+
+def _break_between(job: RandomJob, a: ReplicaId, b: ReplicaId) -> None:
     job.note(f"the link between replicas {a} and {b} breaks", a, b)
     for here, there in ((a, b), (b, a)):
         job._broken[here, there] = job._broken.get((here, there), 0) + 1
@@ -289,6 +390,9 @@ def _fail_operation(job: RandomJob) -> None:
 def _drift(job: RandomJob) -> None:
     """Change a replica's parameters, or state that no sum depends on, from its next step on."""
     one = job.dice.choice(job.replicas)
+    if not one.ranks[0].has_entered:
+        _misread(job, one)
+        return
     of_state = job.other_dice.random() < 0.5
     job.note(f"{'other state' if of_state else 'the parameters'} of replica {one.number} drift", one.number)
     drifted = job.counts.state_drifted if of_state else job.counts.drifted
@@ -328,7 +432,7 @@ def _ask_exit(job: RandomJob) -> None:
 def _stop_everybody(job: RandomJob) -> None:
     """Stop all ranks, so that no member follows a generation in time."""
     seconds = job.dice.choice((4.0, 15.0))
-    job.note(f"everybody stands still for {seconds} s", *range(job.table.replicas))
+    job.note(f"everybody stands still for {seconds} s", *range(len(job.replicas)))
     for one in job.replicas:
         for each in one.ranks:
             job.freezer.freeze(each, job.clock.now + seconds)
@@ -343,16 +447,17 @@ def _stop_coordinator(job: RandomJob) -> None:
 
 def _bad_card(job: RandomJob) -> None:
     """Break the channels from a replica, those to it, or both, from now on."""
-    owner, ways = job.dice.randrange(job.table.replicas), job.dice.choice(_WAYS)
+    owner, ways = job.dice.randrange(len(job.replicas)), job.dice.choice(_WAYS)
+    job.bad_cards.append((owner, ways))
     job.note(f"the network card of replica {owner} is bad ({ways})", owner, network=True)
-    job.broken |= channels.card(owner, range(job.table.replicas), ways)
+    job.broken |= channels.card(owner, range(len(job.replicas)), ways)
 
 
 def _bad_link(job: RandomJob) -> None:
     """Break the channels between two replicas, in one direction or both, from now on."""
-    if job.table.replicas < 2:
+    if len(job.replicas) < 2:
         return
-    a, b = job.dice.sample(range(job.table.replicas), 2)
+    a, b = job.dice.sample(range(len(job.replicas)), 2)
     ways = job.dice.choice(_WAYS)
     job.note(f"the network between replicas {a} and {b} is bad ({ways})", a, b, network=True)
     job.broken |= channels.link(a, b, ways)
@@ -377,11 +482,62 @@ def _read(job: RandomJob) -> None:
 
 def _ask_leave(job: RandomJob) -> None:
     """Ask one or two replicas to leave. Whether they can is up to the coordinator."""
-    numbers = job.leave_dice.sample(range(job.table.replicas), min(job.table.replicas, job.leave_dice.choice((1, 1, 2))))
+    numbers = job.leave_dice.sample(range(len(job.replicas)), min(len(job.replicas), job.leave_dice.choice((1, 1, 2))))
     job.note(f"replicas {numbers} are asked to leave", network=True)
     job.clock.after(0.0, job.coordinator.feed, coordinator.LeaveAsked(tuple(numbers), "drain"))
 
 
+def _form(job: RandomJob, num_newcomers: int) -> None:
+    """Ask for newcomers."""
+    job.note(f"newcomers are formed: {num_newcomers}", network=True)
+    job.clock.after(0.0, job.coordinator.feed, coordinator.FormAsked(num_newcomers))
+
+
+# --- faults that are aimed at a newcomer ---
+
+
+def _misread(job: RandomJob, one: TimedReplica) -> None:
+    """Let the next reading of a newcomer bring another state, unless it trains."""
+    job.note(f"what newcomer {one.number} reads next drifts", network=True)
+    job.counts.misread.add(one.number)
+
+
+def _kill_newcomer(job: RandomJob, one: TimedReplica) -> None:
+    _kill_rank(job, job.newcomer_dice.choice(one.ranks))
+
+
+def _stop_newcomer(job: RandomJob, one: TimedReplica) -> None:
+    _stop_rank(job, job.newcomer_dice.choice(one.ranks), job.newcomer_dice.choice((0.1, 1.0, 4.0, 15.0)))
+
+
+def _suspect_newcomer(job: RandomJob, one: TimedReplica) -> None:
+    _suspect_one(job, one.number)
+
+
+def _kill_member(job: RandomJob, one: TimedReplica) -> None:
+    """Kill a member, often one from which the newcomer reads."""
+    _kill_rank(job, job.newcomer_dice.choice(job.replicas[_other(job, one)].ranks))
+
+
+def _stop_member(job: RandomJob, one: TimedReplica) -> None:
+    _stop_rank(job, job.newcomer_dice.choice(job.replicas[_other(job, one)].ranks), job.newcomer_dice.choice((0.1, 1.0, 4.0)))
+
+
+def _break_link_of_newcomer(job: RandomJob, one: TimedReplica) -> None:
+    _break_between(job, one.number, _other(job, one))
+
+
+def _other(job: RandomJob, one: TimedReplica) -> ReplicaId:
+    others = [number for number in job.coordinator.state.roster if number != one.number]
+    return job.newcomer_dice.choice(sorted(one.newcomer.sources) or others or [0])
+
+
+_STRIKES: tuple[Callable[[RandomJob, TimedReplica], None], ...] = (
+    _kill_newcomer, _kill_newcomer, _kill_newcomer, _stop_newcomer, _stop_newcomer, _suspect_newcomer, _kill_member,
+    _kill_member, _stop_member, _break_link_of_newcomer, _misread, _misread,
+    lambda job, _: _save(job), lambda job, _: _ask_exit(job), lambda job, _: _ask_leave(job), lambda job, _: _miscount(job),
+    lambda job, _: _fail_operation(job), lambda job, _: _stop_coordinator(job), lambda job, _: _form(job, 1),
+)  # fmt: skip
 _WAYS: tuple[channels.Ways, ...] = ("out", "in", "both")
 _FAULTS = (
     _kill, _kill, _kill, _kill_two, _suspect, _stop, _stop, _break_link, _break_link, _fail_operation, _drift, _raise, _save,
@@ -409,7 +565,10 @@ def run(job: RandomJob, seed: int) -> SeedVerdict:
     except Exception as defect:  # any defect: the seed that shows it must be reported
         problem = f"{type(defect).__name__}: {defect}"
     exit_code = -1 if job.account.exit_code is None else job.account.exit_code
-    return SeedVerdict(seed, exit_code, job.clock.num_events, tuple(job.faults), problem)
+    num_newcomers = len(job.replicas) - job.table.replicas
+    return SeedVerdict(
+        seed, exit_code, job.clock.num_events, tuple(job.faults), problem, num_newcomers, len(job.joined)
+    )
 
 
 def _ill_ended(job: RandomJob) -> str | None:
@@ -418,7 +577,7 @@ def _ill_ended(job: RandomJob) -> str | None:
     assert job.history is not None
     if not members and losses and losses[-1].detail.startswith("did not enter"):
         return "INV-9: a timeout removed the last members"
-    lost = {loss.replica for loss in losses}
+    lost = {loss.replica for loss in losses} - job.excused
     if lost & {*job.coordinator.state.left}:
         return f"INV-9: of replicas {job.coordinator.state.left}, which left, one is lost as well"
     if job.is_network_only and (len(members) > 1 or not job.hit) and lost - job.hit:
@@ -431,11 +590,13 @@ def _ill_ended(job: RandomJob) -> str | None:
     if code == ExitCode.OK:
         behind = [number for number in members if committed.get(number, 0) < job.table.steps]
         return f"INV-9: the job is over, and replicas {behind} have not committed all steps" if behind else None
+    members_ever = ({*range(job.table.replicas)} | job.joined) - job.excused
+    drifted = job.counts.drifted.keys() | job.counts.state_drifted.keys()
     allowed = {
         ExitCode.INTERRUPTED: job.exit_asked,
         ExitCode.TOO_FEW_REPLICAS: len(members) < job.coordinator.state.policy.min_replicas,
-        ExitCode.NO_REPLICA_LEFT: len(job.hit | {*job.coordinator.state.left} | _set_aside(job)) == job.table.replicas,
-        ExitCode.DIVERGED: bool(job.counts.drifted or job.counts.state_drifted),
+        ExitCode.NO_REPLICA_LEFT: members_ever <= job.hit | {*job.coordinator.state.left} | _set_aside(job),
+        ExitCode.DIVERGED: bool(drifted & members_ever),
         ExitCode.POISONED_MICROBATCH: job.num_raised > 1,
         ExitCode.FAILED: job.num_raised > 0,
         ExitCode.INVARIANT_VIOLATED: job.num_miscounts > 1,
@@ -487,7 +648,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--seeds and --jobs must be at least 1")
     began = time.monotonic()
     codes: Counter[int] = Counter()
-    failed = events = 0
+    failed = events = newcomers = joined = 0
     is_interrupted = False
     try:
         for verdict in verdicts(range(options.seed, options.seed + options.seeds), options.jobs):
@@ -500,6 +661,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print("\n".join([*verdict.faults, f"seed {verdict.seed}: exit code {verdict.exit_code}"]))
             codes[verdict.exit_code] += 1
             events += verdict.events
+            newcomers += verdict.newcomers
+            joined += verdict.joined
             failed += verdict.problem is not None
     except KeyboardInterrupt:
         is_interrupted = True
@@ -508,6 +671,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"interrupted; to go on: {replay_line(options.seed + done, options.seeds - done, options.jobs)}")
     ends = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
     print(f"{done} seeds, {events} events, {time.monotonic() - began:.0f} s; exit codes {ends or 'none'}")
+    print(f"{newcomers} newcomers were formed, {joined} joined")
     print(f"{done - failed} passed, {failed} failed")
     return CTRL_C_CODE if is_interrupted else 1 if failed else 0
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from megatron_recover.control_plane.encoding import packed_status
 from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core.joining import older, talkers
 from megatron_recover.core.label import label_of
 from megatron_recover.core.membership_messages import AddRequests, Entered, Hello, LeaderMessage, Loss, LossKind, NewGeneration
 from megatron_recover.core.rank_messages import Apply, Plan, Report, Stop
@@ -29,11 +30,15 @@ from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
 from megatron_recover.sim.channels import Channels
 from megatron_recover.sim.timed.account import Deals, JobAccount, RecoveryAccount, StepAccount
 from megatron_recover.sim.timed.clock import Clock
+from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.meetings import Meetings
 from megatron_recover.sim.timed.memory import Memory
 from megatron_recover.sim.timed.models import MEMBER_BYTES, PACE_BYTES, JobTable, Timing, shape_of
+from megatron_recover.sim.timed.newcomer import Newcomer
 from megatron_recover.sim.timed.rank import TimedRank
 
+MOST_SOURCES = 8
+"""Most members from which a rank of a newcomer reads its state."""
 _DISMISSED_S = 1.0
 """Seconds in which the ranks of a replica that leaves end."""
 
@@ -61,16 +66,30 @@ class Actor:
 class TimedReplica(Actor):
     """One replica: its leader's machine and its ranks."""
 
-    def __init__(self, job: TimedJob, number: ReplicaId, tree_above: int, min_replicas: int) -> None:
+    def __init__(
+        self, job: TimedJob, number: ReplicaId, tree_above: int, min_replicas: int, *, is_newcomer: bool = False
+    ) -> None:
         super().__init__(job)
-        self.number = number
+        self.number, self.is_newcomer = number, is_newcomer
         self.state = replica.ReplicaState(number, job.shape, tree_above, min_replicas)
         self.ranks = [TimedRank(job, self, position) for position in range(job.table.ranks)]
+        self.newcomer = Newcomer(job, self)
+        """Its part before training; without use unless `is_newcomer`."""
 
     @property
     def leader_alive(self) -> bool:
         """True if its leader is alive."""
         return self.ranks[0].alive
+
+    @property
+    def read_course(self) -> Course:
+        """Return the position of the training loop that a newcomer has read."""
+        return self.newcomer.course
+
+    def served_step(self) -> int:
+        """Return the training step whose state newcomers can read from all ranks, or -1."""
+        steps = {each.served_step() for each in self.ranks}
+        return steps.pop() if len(steps) == 1 else -1
 
     def receive(self, message: replica.Input) -> None:
         """Receive a message of another leader or of the coordinator."""
@@ -96,6 +115,8 @@ class TimedReplica(Actor):
                 if isinstance(effect.order, Plan):
                     job.planned(self, effect.order)
                 job.order(self, effect.order)
+                if self.is_newcomer and isinstance(effect.order, Stop) and effect.order.exit_code:
+                    job.turned_away(self.number)
             elif isinstance(effect, replica.Voted):
                 job.observe(invariants.Voted(self.number, effect.generation, effect.record))
             elif isinstance(effect, replica.ToPeers):
@@ -107,6 +128,8 @@ class TimedReplica(Actor):
             elif isinstance(effect, replica.Committed):
                 job.committed(self, effect)
         job.watch(self)
+        if self.is_newcomer:
+            self.newcomer.follow()
 
     def _to_peers(self, effect: replica.ToPeers) -> None:
         job, message = self.job, effect.message
@@ -130,8 +153,9 @@ class TimedCoordinator(Actor):
 
     def feed(self, message: coordinator.Input) -> None:
         """Feed one input to the machine, and carry out its effects."""
-        job = self.job
+        job, before = self.job, self.state
         self.state, effects = coordinator.step(self.state, message)
+        job.judge(before, self.state)
         for effect in effects:
             if isinstance(effect, coordinator.Announce):
                 self._announce(effect.generation)
@@ -139,6 +163,10 @@ class TimedCoordinator(Actor):
                 job.fence(effect.replica)
             elif isinstance(effect, coordinator.Ask):
                 job.send(self, job.replicas[effect.replica], self.occupied(), AddRequests(effect.requests))
+            elif isinstance(effect, coordinator.Form):
+                job.form(effect.replica)
+            elif isinstance(effect, coordinator.Refuse):
+                job.send(self, job.replicas[effect.replica], self.occupied(), effect.refused)
             elif isinstance(effect, coordinator.Dismiss):
                 job.send(self, job.replicas[effect.replica], self.occupied(), Stop(0, "it leaves"))
                 job.clock.after(_DISMISSED_S, job.fence, effect.replica)
@@ -170,6 +198,7 @@ class TimedJob:
         faults: Sequence[Fault] = (),
         min_replicas: int = 1,
         tree_above: int = TREE_ABOVE,
+        waits_for_newcomers: bool = False,
     ) -> None:
         """Build a job. `timers_s`: seconds by `Setting`; `tree_above`: as in `ReplicaState`."""
         self.table, self.timing, self.detect_s, self.stall_s = table, timing, detect_s, stall_s
@@ -195,8 +224,12 @@ class TimedJob:
         """Seconds that a save takes each rank of the replica that writes."""
         self.durable: set[int] = set()
         """Numbers of training steps after which the state was saved."""
+        self.tree_above, self.min_replicas = tree_above, min_replicas
+        self.answer_s = stall_s
+        """Seconds after which a newcomer gives up a claim that nobody answers."""
         self.replicas = [TimedReplica(self, number, tree_above, min_replicas) for number in range(table.replicas)]
-        self.coordinator = TimedCoordinator(self, coordinator.MembershipSettings(table.replicas, min_replicas), timers_s)
+        policy = coordinator.MembershipSettings(table.replicas, min_replicas, waits_for_newcomers=waits_for_newcomers)
+        self.coordinator = TimedCoordinator(self, policy, timers_s)
         self.struck: list[Fault] = []
         """Exact faults in the order in which they struck."""
         self.unstruck: list[Fault] = []
@@ -232,7 +265,7 @@ class TimedJob:
         """
         self.coordinator.feed(coordinator.Launched())
         for one in self.replicas:
-            self.coordinator.feed(Hello(one.number, "same"))
+            self.coordinator.feed(self.hello(one.number))
         while self.account.exit_code is None:
             if not self.clock.step():
                 raise RuntimeError(f"nothing can happen any more at {self.clock.now:.3f} s, and the job is not over")
@@ -242,7 +275,7 @@ class TimedJob:
 
     def work(self, step: int, label: str) -> Work:
         """Return the work of a step: training, or comparing all state (for saves and the end)."""
-        if step not in self._works:
+        if step not in self._works or self._works[step].label != label:
             buckets = tuple(range(len(self.shape.bucket_ranks)))
             trains = label_of(label).is_training
             work = Work(label, self.table.microbatches, buckets) if trains else Work(label, 0, buckets[-1:], digests=True)
@@ -264,6 +297,48 @@ class TimedJob:
     def readers(self) -> Collection[ReplicaId]:
         """Return the replicas with a rank that reads so long that others may give up waiting."""
         return ()
+
+    # --- newcomers ---
+
+    def hello(self, number: ReplicaId) -> Hello:
+        """Return the greeting of a replica."""
+        return Hello(number, "same")
+
+    def form(self, number: ReplicaId) -> None:
+        """Start the ranks of a newcomer."""
+        assert number == len(self.replicas)
+        one = TimedReplica(self, number, self.tree_above, self.min_replicas, is_newcomer=True)
+        self.replicas.append(one)
+        one.newcomer.form()
+
+    def begun(self) -> None:
+        """Let newcomers see that a rank has begun a step."""
+        for one in self.replicas[self.table.replicas :]:
+            self.clock.after(self.timing.latency_s(), one.newcomer.look, one.ranks[0])
+
+    def sources(self, serving: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
+        """Return from which of those that serve a state a rank of a newcomer reads it."""
+        return serving[:MOST_SOURCES]
+
+    def asked(self, sources: Sequence[ReplicaId]) -> ReplicaId:
+        """Return the member that a newcomer asks, which has read from `sources`."""
+        return sources[0]
+
+    def is_stopped(self, rank: TimedRank) -> bool:
+        """Return whether a rank stands still."""
+        return False
+
+    def reached(self, one: TimedReplica, phase: str) -> None:
+        """Do nothing; called when a newcomer is formed, reads, asks or is admitted."""
+
+    def turned_away(self, number: ReplicaId) -> None:
+        """Let the ranks of a newcomer end that has trained and is turned away."""
+        self.clock.after(self.timing.local_latency_s(), self.fence, number)
+        lost = coordinator.ReplicaLost(Loss(number, LossKind.EXCEPTION, "it was turned away"))
+        self.clock.after(self.detect_s, self.coordinator.feed, lost)
+
+    def judge(self, before: coordinator.CoordinatorState, after: coordinator.CoordinatorState) -> None:
+        """Do nothing; a subclass can judge what the coordinator has decided."""
 
     def may_write(self, rank: TimedRank, order: Apply) -> None:
         """Do nothing; a subclass can check the state that a rank is about to save, by agreement."""
@@ -300,7 +375,8 @@ class TimedJob:
             return sum(self._bytes_of(message))
         if isinstance(message, Statuses):
             # All that goes down the tree is the same. What goes up depends on the sender.
-            goes_down = len(message.statuses) == len(self.coordinator.state.roster)
+            state = self.coordinator.state
+            goes_down = len(message.statuses) == len(older(state.roster, state.joins))
             key = (-1 if goes_down else message.replica, message.generation)
             if key not in self._statuses_bytes:
                 self._statuses_bytes[key] = self._bytes_together(message.statuses)
@@ -410,7 +486,8 @@ class TimedJob:
         self.meetings.broken(number, position)
         state = self.replicas[number].state
         if position == 0 and number in state.roster:
-            for peer in neighbours(state.roster, number, state.tree_above):
+            rosters = [state.roster, talkers(state)]  # in a tree the two have other neighbours
+            for peer in dict.fromkeys(each for members in rosters for each in neighbours(members, number, state.tree_above)):
                 self.clock.after(self.timing.latency_s(), self.replicas[peer].receive, replica.LinkLost(number))
 
     # --- what is noted ---
@@ -423,7 +500,7 @@ class TimedJob:
     def announced(self, new: NewGeneration) -> None:
         """Account for a generation that the coordinator has made."""
         self._not_behind(self._behind - set(new.roster))  # the lost never will
-        self.undiscovered &= set(new.roster)
+        self.undiscovered &= {*new.roster, *self.coordinator.state.forming}
         if new.generation > 1:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
             now = self.clock.now

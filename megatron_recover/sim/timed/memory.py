@@ -7,7 +7,7 @@ the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from megatron_recover.core import invariants
 from megatron_recover.core.label import label_of
@@ -47,6 +47,13 @@ class Memory:
         """Return the digest of the state that a rank begins its step with."""
         return 0
 
+    def known_state(self, rank: RankView, step: int) -> int:
+        """Return the digest of the state of a step that a rank serves to newcomers, or has read."""
+        return 0
+
+    def copy_state(self, replica: ReplicaId, sources: Collection[ReplicaId], step: int) -> None:
+        """Let a newcomer have read the state with which `sources` have begun a step."""
+
     def apply(self, rank: RankView, order: Apply) -> None:
         """Make the results the gradient."""
 
@@ -68,6 +75,8 @@ class Counts(Memory):
         """First step that a replica begins with other parameters than the rest."""
         self.state_drifted: dict[ReplicaId, int] = {}
         """First step that a replica begins with other state than the rest; no sum depends on it."""
+        self.misread: set[ReplicaId] = set()
+        """Newcomers whose next reading brings other state than that of their sources."""
 
     def computes(self, rank: RankView, plan: Plan) -> tuple[Compute, ...]:
         """Return what a rank computes: all of a plan, even after a newer promise."""
@@ -90,6 +99,21 @@ class Counts(Memory):
         digest = state_digest(step, rank.position, drifted=drifted)
         self.observe(invariants.Digested(rank.replica.number, rank.position, step, digest))
         return digest
+
+    def known_state(self, rank: RankView, step: int) -> int:
+        drifted = self.has_other_state(rank.replica.number, step)
+        digest = state_digest(step, rank.position, drifted=drifted)
+        self.observe(invariants.StateKnown(rank.replica.number, rank.position, step, digest))
+        return digest
+
+    def copy_state(self, replica: ReplicaId, sources: Collection[ReplicaId], step: int) -> None:
+        for drifted in (self.drifted, self.state_drifted):
+            drifted.pop(replica, None)
+            if any(step >= drifted.get(source, step + 1) for source in sources):
+                drifted[replica] = step
+        if replica in self.misread:
+            self.misread.discard(replica)
+            self.drifted[replica] = step
 
     def compute(self, rank: RankView, plan: Plan) -> None:
         if plan.voids:

@@ -176,6 +176,18 @@ class Timing:
         """Return the seconds from `Apply` to the begin of the next step."""
         return self.compute.optimizer_s
 
+    def forming_s(self) -> float:
+        """Return the seconds from the start of a newcomer's ranks until it is ready."""
+        return 0.0
+
+    def state_s(self) -> float:
+        """Return the seconds in which a rank of a newcomer reads its state."""
+        return 0.0
+
+    def digest_s(self) -> float:
+        """Return the seconds in which a rank digests its state."""
+        return 0.0
+
     def bucket_bytes(self, bucket: BucketId) -> float:
         """Return the bytes of a bucket at one rank, provenance included.
 

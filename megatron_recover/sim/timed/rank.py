@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from megatron_recover.core import rank
 from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.core.plan import Operation, microbatches_of, operations
-from megatron_recover.core.rank_messages import Apply, Close, Order, Plan, Promise, Stop
+from megatron_recover.core.rank_messages import Apply, Close, EnterTraining, Order, Plan, Promise, Stop
 from megatron_recover.core.request import SAVED
 from megatron_recover.core.values import Generation, Held, MicrobatchId, ReplicaId
 from megatron_recover.faults import FaultPoint
@@ -92,15 +92,17 @@ class TimedRank:
     """One rank. While `busy` is True, its training thread takes orders in `_prepare` only."""
 
     __slots__ = (
-        "alive", "busy", "course", "job", "machine", "operations", "passes", "passing", "plans_taken", "position", "replica",
-        "saving", "stage", "turn",
+        "alive", "begun", "busy", "course", "has_entered", "job", "label", "machine", "operations", "passes", "passing", "plans_taken",
+        "position", "replica", "saving", "served", "stage", "turn",
     )  # fmt: skip
 
     def __init__(self, job: JobParts, replica: Replica, position: int) -> None:
         self.job, self.replica, self.position = job, replica, position
         self.stage = stage_of(job.table, position)
         self.machine = rank.RankState(replica.number, position, job.buckets_of[position])
-        self.alive, self.busy = True, True
+        self.has_entered = not replica.is_newcomer
+        """True once the rank may train: at once, or by the order to a newcomer."""
+        self.alive, self.busy = True, self.has_entered
         self.passing: Pass | None = None
         self.operations: deque[Operation] = deque()
         self.plans_taken = 0
@@ -109,6 +111,10 @@ class TimedRank:
         self.saving = False
         """True while the rank saves a checkpoint."""
         self.course = Course()
+        self.begun, self.label = -1, ""
+        """The newest training step that the training thread has begun (-1: none), and its label."""
+        self.served = -1
+        """The newest step whose state was digested for newcomers."""
         self.turn = 0
         """Number of the training thread's activity; events of older activities are ignored."""
 
@@ -122,11 +128,11 @@ class TimedRank:
     def obey(self, order: Order) -> None:
         """Receive an order of the leader."""
         if self.alive:
-            joins = not self.machine.promised
+            starts = self.has_entered and not self.machine.promised
             if isinstance(order, Promise):
                 self._journal()
             self.feed(order)
-            if joins:
+            if starts:
                 self.job.clock.at(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)
             self.wake()
 
@@ -138,6 +144,20 @@ class TimedRank:
                 self._retire(effect.generation)
             else:
                 self.replica.reported(self.position, effect.report)
+
+    def served_step(self) -> int:
+        """Return the training step whose state newcomers can read now: begun, not applied; else -1."""
+        return self.begun if self.alive and self.begun == self.machine.step else -1
+
+    def serve(self, step: int) -> None:
+        """Digest the state with which a step begins, for newcomers, if this is still the state."""
+        if self.served_step() == step and self.served < step:
+            self.served = step
+            self.job.clock.after(self.job.timing.digest_s(), self._digest, step)
+
+    def _digest(self, step: int) -> None:
+        if self.served_step() == step:
+            self.feed(rank.Digest(self.label, self.job.memory.known_state(self, step)))
 
     def _journal(self) -> None:
         """Record what rank 0 has started and finished. A promise is about to report it."""
@@ -191,6 +211,9 @@ class TimedRank:
             work = self.job.work(self.machine.step, label)
             requests = (SAVED,) if label_of(label).kind is StepKind.END and self.course.agreed in self.job.durable else ()
             self.feed(rank.Begin(work, requests, self.job.memory.state_digest(self) if work.digests else None))
+            if label_of(label).is_training:
+                self.begun, self.label = self.machine.step, label
+                self.job.begun()
         self.wake()
 
     def wake(self) -> None:
@@ -207,8 +230,16 @@ class TimedRank:
             self._close()
         elif isinstance(order, Apply):
             self._apply(order)
+        elif isinstance(order, EnterTraining):
+            self._enter()
         elif isinstance(order, Stop):
             self.busy = True
+
+    def _enter(self) -> None:
+        """Begin training with the state that was read, unless this rank has begun already."""
+        if not self.has_entered:
+            self.has_entered, self.course = True, self.replica.read_course
+            self._until(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)
 
     def _take_in(self, plan: Plan) -> None:
         """Compute all of a plan: in the pass that runs, or in one that begins with it."""

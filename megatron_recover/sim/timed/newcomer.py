@@ -1,0 +1,142 @@
+"""A newcomer on the virtual clock, until it trains: it is formed, reads a state and asks to join.
+
+The rules are those of `core/joining.py`, Note [Joining]. Here is only the driver's part: from whom
+a newcomer reads what, when what it has read is void, which member it asks, and when it gives a
+claim up that nobody answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_recover.core import rank, replica
+from megatron_recover.core.membership_messages import JoinRefused
+from megatron_recover.core.values import Claim, ReplicaId
+from megatron_recover.sim.timed.course import Course
+from megatron_recover.sim.timed.rank import TimedRank
+from megatron_recover.sim.timed.world import JobParts, JoiningReplica
+
+
+class Newcomer:
+    """The part of a newcomer before its training: one reading at a time, then one claim."""
+
+    __slots__ = (
+        "course", "has_asked", "is_admitted", "is_formed", "is_reading", "job", "label", "newest", "one", "open", "sources", "turn",
+    )  # fmt: skip
+
+    def __init__(self, job: JobParts, one: JoiningReplica) -> None:
+        self.job, self.one = job, one
+        self.is_formed = self.is_reading = self.has_asked = self.is_admitted = False
+        self.newest = -1
+        """Newest step whose state all ranks have read; -1: none."""
+        self.course = Course()
+        """The position of the training loop that is part of that state."""
+        self.label = ""
+        """Label of the step whose state is read, or was read last."""
+        self.open: set[int] = set()
+        """Ranks that have yet to read their part."""
+        self.sources: set[ReplicaId] = set()
+        """Members from which a rank has read its part."""
+        self.turn = 0
+        """Number of the reading; events of older readings are ignored."""
+
+    def form(self) -> None:
+        """Start the ranks. They are ready after a while."""
+        self.job.clock.after(self.job.timing.forming_s(), self._formed, self.one.ranks[0])
+        self.job.reached(self.one, "is formed")
+
+    def _formed(self, leader: TimedRank) -> None:
+        if all(each.alive for each in self.one.ranks):
+            self.is_formed = True
+            self.job.send(self.one, self.job.coordinator, self.job.clock.now, self.job.hello(self.one.number))
+            self.look(leader)
+
+    def look(self, leader: TimedRank) -> None:
+        """Begin to read if members compute a step whose state was not read, and no claim is open."""
+        state, job = self.one.state, self.job
+        is_free = state.phase is replica.ReplicaPhase.JOINING and state.claim is None and not self.is_reading
+        if not (self.is_formed and is_free and leader.alive):
+            return
+        step = max((one.served_step() for one in job.replicas), default=-1)
+        if step <= self.newest:
+            return
+        sources = self._sources(step)
+        self.is_reading, self.turn, self.sources = True, self.turn + 1, set()
+        self.open = set(range(len(self.one.ranks)))
+        self.label = job.replicas[sources[0]].ranks[0].label
+        for each in self.one.ranks:
+            self._read(each, step, job.sources(sources))
+        job.reached(self.one, "reads")
+
+    def _sources(self, step: int) -> list[ReplicaId]:
+        return [one.number for one in self.job.replicas if one.served_step() == step]
+
+    def _read(self, each: TimedRank, step: int, sources: Sequence[ReplicaId]) -> None:
+        for source in sources:
+            served = self.job.replicas[source].ranks[each.position]
+            self.job.clock.after(self.job.timing.latency_s(), served.serve, step)
+        self.job.clock.after(self.job.timing.state_s(), self._has_read, each, self.turn, step, sources)
+
+    def _has_read(self, each: TimedRank, turn: int, step: int, sources: Sequence[ReplicaId]) -> None:
+        """Judge what a rank has read: it is void if a source has applied meanwhile.
+
+        What a dead source did not deliver is read from another one.
+        """
+        if turn != self.turn or not self.is_reading or not each.alive:
+            return
+        ranks = [self.job.replicas[source].ranks[each.position] for source in sources]
+        if any(self.job.is_stopped(source) for source in ranks):
+            self.job.clock.after(self.job.timing.state_s(), self._has_read, each, turn, step, sources)
+        elif any(source.alive and source.served_step() != step for source in ranks):
+            self._void()
+        elif all(source.alive for source in ranks):
+            self.sources |= {source.replica.number for source in ranks}
+            self.open.discard(each.position)
+            if not self.open:
+                self._all_have_read(step, ranks[0].course)
+        elif others := self._sources(step):
+            self._read(each, step, self.job.sources(others))
+        else:
+            self._void()
+
+    def _void(self) -> None:
+        self.is_reading = False
+        self.job.clock.after(self.job.timing.latency_s(), self.look, self.one.ranks[0])
+
+    def _all_have_read(self, step: int, course: Course) -> None:
+        self.newest, self.course = step, course
+        self.job.memory.copy_state(self.one.number, self.sources, step)
+        for each in self.one.ranks:
+            self.job.clock.after(self.job.timing.digest_s(), self._digest, each, self.turn)
+
+    def _digest(self, each: TimedRank, turn: int) -> None:
+        if turn == self.turn and each.alive:
+            each.feed(rank.Digest(self.label, self.job.memory.known_state(each, self.newest)))
+
+    def follow(self) -> None:
+        """Do what is due after an input of the leader: ask a member, read again, or note the entry."""
+        state = self.one.state
+        if state.is_admitted and not self.is_admitted:
+            self.is_admitted = True
+            self.job.reached(self.one, "is admitted")
+        if state.phase is not replica.ReplicaPhase.JOINING or state.claim is not None:
+            return
+        if self.is_reading and state.served_label == self.label and len(state.served) == len(self.one.ranks):
+            self.is_reading, self.has_asked = False, True
+            self._ask(self.job.asked(sorted(self.sources)))
+        elif self.has_asked:
+            self.has_asked = False
+            self.job.clock.after(self.job.timing.latency_s(), self.look, self.one.ranks[0])
+
+    def _ask(self, member: ReplicaId) -> None:
+        self.one.feed(replica.SendClaim(member))
+        assert self.one.state.claim is not None
+        self.job.clock.after(self.job.answer_s, self._unanswered, self.one.ranks[0], self.one.state.claim)
+        self.job.reached(self.one, "asks")
+
+    def _unanswered(self, leader: TimedRank, claim: Claim) -> None:
+        """Give a claim up that nobody answers: the message or the member that was asked is lost."""
+        state = self.one.state
+        if leader.alive and state.phase is replica.ReplicaPhase.JOINING and state.claim == claim:
+            self.one.feed(JoinRefused(claim.replica, claim.label, "no answer came"))
+
