@@ -180,6 +180,11 @@ def test_every_generation_repeats_the_claim_until_a_step_is_committed_with_the_n
     assert state.joins == () and announced(feed(state, died(1))[1]).joins == ()
 
 
+def test_a_proven_newcomer_has_entered_the_generation_in_which_it_joined() -> None:
+    state, _ = feed(joined(), *(Entered(each, 2, 0) for each in (0, 1, 2, 3)), NewcomersProven(0, 2, (3,)))
+    assert feed(state, TimerFired("follow 2")) == (state, []), "it was removed as one that did not enter"
+
+
 def test_a_member_that_waits_in_vain_gets_a_generation_without_the_newcomer_and_nobody_is_blamed() -> None:
     state, _ = feed(joined(), ReplicaBlocked(0, 2, "the sum stalled", (1,), stalled=True))
     state, effects = feed(state, TimerFired("grace 2"))
