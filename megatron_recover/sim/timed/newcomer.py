@@ -116,7 +116,7 @@ class Newcomer:
     def follow(self) -> None:
         """Do what is due after an input of the leader: ask a member, read again, or note the entry."""
         state = self.one.state
-        if state.is_admitted and not self.is_admitted:
+        if state.admitted_in and not self.is_admitted:
             self.is_admitted = True
             self.job.reached(self.one, "is admitted")
         if state.phase is not replica.ReplicaPhase.JOINING or state.claim is not None:
