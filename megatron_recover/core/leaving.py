@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_recover.core.coordinator_state import CoordinatorState, Refusal
+from megatron_recover.core.joining import older
 from megatron_recover.core.request import RequestKind, details
 from megatron_recover.core.values import ReplicaId
 
@@ -57,11 +58,13 @@ def judged(state: CoordinatorState, replicas: Sequence[ReplicaId]) -> tuple[tupl
     """Return which of `replicas` may be asked to leave, and why each other one is not asked.
 
     A replica that is no member, or is asked already, is refused alone. If too few members would
-    stay, all of the others are refused, since a node is drained as a whole or not at all.
+    stay, all of the others are refused, since a node is drained as a whole or not at all. Newcomers
+    do not count as members before they are proven.
     """
     refusals = {replica: why for replica in replicas if (why := _refusal(state, replica))}
     wanted = tuple(sorted({*replicas} - refusals.keys()))
-    stay, least = len(state.roster) - len({*asked(state.requests, state.roster), *wanted}), state.policy.min_replicas
+    members, least = older(state.roster, state.joins), state.policy.min_replicas
+    stay = len(members) - len({*asked(state.requests, members), *wanted})
     if wanted and stay < max(1, least):
         why = f"{stay} would stay, and --recover-min-replicas is {least}" if stay else "no replica would stay"
         refusals |= dict.fromkeys(wanted, why)
@@ -71,14 +74,17 @@ def judged(state: CoordinatorState, replicas: Sequence[ReplicaId]) -> tuple[tupl
 
 def _refusal(state: CoordinatorState, replica: ReplicaId) -> str:
     """Return why this replica cannot be asked to leave, whoever stays; empty if it can."""
-    if not 0 <= replica < state.policy.num_replicas:
-        return f"there is no such replica: the run has replicas 0 to {state.policy.num_replicas - 1}"
+    num_replicas = state.policy.num_replicas + state.num_newcomers
+    if not 0 <= replica < num_replicas:
+        return f"there is no such replica: the run has replicas 0 to {num_replicas - 1}"
     if replica in state.left:
         return "it has left already"
     if replica in {loss.replica for loss in state.losses}:
         return "it is lost already"
     if not state.generation:
         return "training has not begun"
+    if replica in state.forming or replica not in older(state.roster, state.joins):
+        return "it is not a member yet"
     if replica in {item.replica for item in state.finished}:
         return "it has finished training"
     return "it was asked to leave before" if replica in asked(state.requests, state.roster) else ""

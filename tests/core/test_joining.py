@@ -18,6 +18,7 @@ from megatron_recover.core.coordinator import (
     Form,
     FormAsked,
     LeaveAsked,
+    LeaveJudged,
     MembershipSettings,
     Progressed,
     Refuse,
@@ -41,7 +42,7 @@ from megatron_recover.core.membership_messages import (
 )
 from megatron_recover.core.rank_messages import Begun, Close, CloseAsked, EnterTraining, Promised, StateDigested, Stop
 from megatron_recover.core.replica import Admission, ReplicaPhase, SendClaim, ToCoordinator, ToPeers, ToRanks, waiting_for
-from megatron_recover.core.request import TOO_FEW, exit_for
+from megatron_recover.core.request import TOO_FEW, exit_for, leave_of
 from megatron_recover.core.speed import Estimate, Speeds
 from megatron_recover.core.values import Claim, Work
 from megatron_recover.sim.explore.explorer import Explorer
@@ -183,6 +184,16 @@ def test_every_generation_repeats_the_claim_until_a_step_is_committed_with_the_n
 def test_a_proven_newcomer_has_entered_the_generation_in_which_it_joined() -> None:
     state, _ = feed(joined(), *(Entered(each, 2, 0) for each in (0, 1, 2, 3)), NewcomersProven(0, 2, (3,)))
     assert feed(state, TimerFired("follow 2")) == (state, []), "it was removed as one that did not enter"
+
+
+def test_a_newcomer_may_be_asked_to_leave_once_it_is_proven_and_does_not_count_as_who_stays_before() -> None:
+    _, effects = feed(formed(), LeaveAsked((3,), "drain"))
+    assert "it is not a member yet" in str(effects)
+    _, effects = feed(joined(), LeaveAsked((0, 1, 2), "drain"))
+    assert "no replica would stay" in str(effects)
+    state, _ = feed(joined(), NewcomersProven(0, 2, (3,)))
+    assert feed(state, LeaveAsked((3,), "drain"))[1] == [LeaveJudged((3,), (), "drain"), Ask(3, (leave_of(3),))]
+    assert "there is no such replica" in str(feed(state, LeaveAsked((4,), "drain"))[1])
 
 
 def test_a_member_that_waits_in_vain_gets_a_generation_without_the_newcomer_and_nobody_is_blamed() -> None:
