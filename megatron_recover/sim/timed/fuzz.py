@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from megatron_recover.core import coordinator, invariants, rank
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.joining import older
 from megatron_recover.core.membership_messages import Hello, Loss, LossKind
 from megatron_recover.core.rank_messages import Apply, Report
 from megatron_recover.core.replica import Committed, LinkLost
@@ -140,7 +141,7 @@ class RandomJob(TimedJob):
         for _ in range(self.leave_dice.choice((0, 0, 0, 1, 2)) if faults is None else 0):
             self.clock.at(self.leave_dice.expovariate(1 / (0.3 * table.steps)), _ask_leave, self)
         self.strikes: list[tuple[str, Callable[[RandomJob, TimedReplica], None]]] = []
-        """Faults that are aimed at newcomers and still to come, with the phase in which each falls."""
+        """Faults that are aimed at newcomers and still to come, with the phase of each."""
         self.num_to_heal = 0
         """Losses that may still be answered with a newcomer."""
         self.bad_cards: list[tuple[ReplicaId, channels.Ways]] = []
@@ -148,6 +149,8 @@ class RandomJob(TimedJob):
         """Newcomers that have committed a step by votes."""
         self.excused: set[ReplicaId] = set()
         """Newcomers that were lost before they were proven, which nobody has to explain."""
+        self.had_too_few = False
+        """True once there were fewer older members than `min_replicas`."""
         if self.has_newcomers:
             self._draw_newcomers()
 
@@ -214,12 +217,13 @@ class RandomJob(TimedJob):
             self.clock.after(self.newcomer_dice.choice((0.0, 0.01, 0.1, 0.3, 1.0)), strike[1], self, one)
 
     def is_unproven(self, number: ReplicaId) -> bool:
-        """Return whether the coordinator takes a replica for a newcomer that need not be awaited."""
+        """Return whether the coordinator takes a replica for an unproven newcomer."""
         state = self.coordinator.state
         return number in state.forming or number in {claim.replica for claim in state.joins}
 
     def judge(self, before: coordinator.CoordinatorState, after: coordinator.CoordinatorState) -> None:
         """Note which newcomers come and go; answer some losses with a newcomer."""
+        self.had_too_few |= 0 < len(older(after.roster, after.joins)) < after.policy.min_replicas
         unproven = {*before.forming, *(claim.replica for claim in before.joins)}
         for loss in after.losses[len(before.losses) :]:
             self.excused |= {loss.replica} & unproven
@@ -566,9 +570,7 @@ def run(job: RandomJob, seed: int) -> SeedVerdict:
         problem = f"{type(defect).__name__}: {defect}"
     exit_code = -1 if job.account.exit_code is None else job.account.exit_code
     num_newcomers = len(job.replicas) - job.table.replicas
-    return SeedVerdict(
-        seed, exit_code, job.clock.num_events, tuple(job.faults), problem, num_newcomers, len(job.joined)
-    )
+    return SeedVerdict(seed, exit_code, job.clock.num_events, tuple(job.faults), problem, num_newcomers, len(job.joined))
 
 
 def _ill_ended(job: RandomJob) -> str | None:
@@ -594,7 +596,7 @@ def _ill_ended(job: RandomJob) -> str | None:
     drifted = job.counts.drifted.keys() | job.counts.state_drifted.keys()
     allowed = {
         ExitCode.INTERRUPTED: job.exit_asked,
-        ExitCode.TOO_FEW_REPLICAS: len(members) < job.coordinator.state.policy.min_replicas,
+        ExitCode.TOO_FEW_REPLICAS: job.had_too_few,  # a newcomer that came since does not stop the end
         ExitCode.NO_REPLICA_LEFT: members_ever <= job.hit | {*job.coordinator.state.left} | _set_aside(job),
         ExitCode.DIVERGED: bool(drifted & members_ever),
         ExitCode.POISONED_MICROBATCH: job.num_raised > 1,

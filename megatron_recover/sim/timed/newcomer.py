@@ -21,7 +21,8 @@ class Newcomer:
     """The part of a newcomer before its training: one reading at a time, then one claim."""
 
     __slots__ = (
-        "course", "has_asked", "is_admitted", "is_formed", "is_reading", "job", "label", "newest", "one", "open", "sources", "turn",
+        "course", "has_asked", "is_admitted", "is_formed", "is_reading", "job", "label", "newest", "one", "open", "sources",
+        "turn",
     )  # fmt: skip
 
     def __init__(self, job: JobParts, one: JoiningReplica) -> None:
@@ -52,7 +53,7 @@ class Newcomer:
             self.look(leader)
 
     def look(self, leader: TimedRank) -> None:
-        """Begin to read if members compute a step whose state was not read, and no claim is open."""
+        """Begin to read if a step runs whose state was not read, and no claim is open."""
         state, job = self.one.state, self.job
         is_free = state.phase is replica.ReplicaPhase.JOINING and state.claim is None and not self.is_reading
         if not (self.is_formed and is_free and leader.alive):
@@ -114,7 +115,7 @@ class Newcomer:
             each.feed(rank.Digest(self.label, self.job.memory.known_state(each, self.newest)))
 
     def follow(self) -> None:
-        """Do what is due after an input of the leader: ask a member, read again, or note the entry."""
+        """Ask a member, read again or note the entry, if this is due after an input of the leader."""
         state = self.one.state
         if state.admitted_in and not self.is_admitted:
             self.is_admitted = True
@@ -139,4 +140,3 @@ class Newcomer:
         state = self.one.state
         if leader.alive and state.phase is replica.ReplicaPhase.JOINING and state.claim == claim:
             self.one.feed(JoinRefused(claim.replica, claim.label, "no answer came"))
-

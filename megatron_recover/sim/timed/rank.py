@@ -92,8 +92,8 @@ class TimedRank:
     """One rank. While `busy` is True, its training thread takes orders in `_prepare` only."""
 
     __slots__ = (
-        "alive", "begun", "busy", "course", "has_entered", "job", "label", "machine", "operations", "passes", "passing", "plans_taken",
-        "position", "replica", "saving", "served", "stage", "turn",
+        "alive", "begun", "busy", "course", "has_entered", "job", "label", "machine", "operations", "passes", "passing",
+        "plans_taken", "position", "replica", "saving", "served", "stage", "turn",
     )  # fmt: skip
 
     def __init__(self, job: JobParts, replica: Replica, position: int) -> None:
@@ -146,7 +146,7 @@ class TimedRank:
                 self.replica.reported(self.position, effect.report)
 
     def served_step(self) -> int:
-        """Return the training step whose state newcomers can read now: begun, not applied; else -1."""
+        """Return the training step whose state newcomers can read (it is not applied), or -1."""
         return self.begun if self.alive and self.begun == self.machine.step else -1
 
     def serve(self, step: int) -> None:

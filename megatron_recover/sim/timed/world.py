@@ -36,8 +36,9 @@ class JoiningReplica(Protocol):
     """The replica of a newcomer, as the newcomer uses it."""
 
     number: ReplicaId
-    ranks: Sequence[Any]
 
+    @property
+    def ranks(self) -> Sequence[Any]: ...
     @property
     def state(self) -> ReplicaState: ...
     def feed(self, message: Any) -> None: ...
