@@ -216,7 +216,7 @@ def _newcomer_promised(state: ReplicaState) -> Step:
         return _on_admission(state, state.admission) if state.admission is not None else (state, ())
     # In any other generation since, an older member may have gone on without this newcomer.
     if state.admitted_in and state.admitted_in == state.generation - 1:
-        return _send_status(replace(state, joins=(), admitted_in=state.generation))
+        return _send_status(replace(state, admitted_in=state.generation))
     why = f"no member is left, and replica {state.replica} was not admitted in generation {state.generation - 1}"
     alone = TurnedAway(state.replica, state.generation, (state.replica,), why)
     return replace(state, phase=ReplicaPhase.EXCHANGING), (ToCoordinator(alone),)
@@ -274,6 +274,8 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
 
 def _without_refused(state: ReplicaState, recovery: Recovery) -> Step:
     """Return the state with the working roster, and report which newcomers are not in it."""
+    if not unproven(state):
+        return state, ()
     out = recovery.admissions.turned_away
     state = replace(
         state,
@@ -287,7 +289,7 @@ def _without_refused(state: ReplicaState, recovery: Recovery) -> Step:
 
 def _admissions(state: ReplicaState, recovery: Recovery) -> tuple[Effect, ...]:
     """Return the messages with which the first of the older members admits newcomers."""
-    if not state.joins or state.replica != older(state.roster, state.joins)[0]:
+    if not unproven(state) or state.replica != older(state.roster, state.joins)[0]:
         return ()
     return tuple(
         ToPeers(
@@ -508,9 +510,10 @@ def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
 def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
     """Commit the step: order `Apply`, learn the paces, and forget all that belonged to it.
 
-    A step that is committed by votes has the votes of the newcomers, too: they are proven.
+    A step that is committed by votes has the votes of the newcomers, too: they are proven, also
+    where they went on without older members.
     """
-    proven = unproven(state) if not adopted else ()
+    proven = tuple(claim.replica for claim in state.joins) if not adopted else ()
     told = (ToCoordinator(NewcomersProven(state.replica, state.generation, proven)),) if proven else ()
     state = replace(
         state,

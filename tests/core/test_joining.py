@@ -480,6 +480,8 @@ def test_without_older_members_only_who_was_admitted_just_before_goes_on() -> No
     admitted, _ = lead(claimed(), ANNOUNCED, Promised(0, 2), admission(), Begun(0, 4, WORK))
     state, _ = lead(admitted, alone, Promised(0, 3))
     assert state.phase is ReplicaPhase.WORKING and state.roster == (3,) and state.contributions
+    after, effects = lead(state, holds(version=3, step=4))
+    assert ToCoordinator(NewcomersProven(3, 3, (3,))) in effects and after.joins == (), "nobody could ever join it"
     state, effects = lead(admitted, replace(alone, generation=4), Promised(0, 4))
     assert isinstance(effects[-1], ToCoordinator) and isinstance(effects[-1].message, TurnedAway), "others may have committed"
 
