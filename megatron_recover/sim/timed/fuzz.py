@@ -591,7 +591,10 @@ def _ill_ended(job: RandomJob) -> str | None:
         return f"INV-9: the job ended with exit code {code} after {trained} steps, and saved {sorted(job.durable)}"
     if code == ExitCode.OK:
         behind = [number for number in members if committed.get(number, 0) < job.table.steps]
-        return f"INV-9: the job is over, and replicas {behind} have not committed all steps" if behind else None
+        if behind:
+            return f"INV-9: the job is over, and replicas {behind} have not committed all steps"
+        new = [claim.replica for claim in job.coordinator.state.joins]
+        return f"INV-9: the job is over, and its members {new} still count as newcomers" if new else None
     members_ever = ({*range(job.table.replicas)} | job.joined) - job.excused
     drifted = job.counts.drifted.keys() | job.counts.state_drifted.keys()
     allowed = {

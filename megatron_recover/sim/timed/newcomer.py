@@ -115,7 +115,7 @@ class Newcomer:
             each.feed(rank.Digest(self.label, self.job.memory.known_state(each, self.newest)))
 
     def follow(self) -> None:
-        """Ask a member, read again or note the entry, if this is due after an input of the leader."""
+        """Ask a member, read again or note the entry, if that is due after an input."""
         state = self.one.state
         if state.admitted_in and not self.is_admitted:
             self.is_admitted = True
