@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, generations, lateness, rank, recovery, replica
+from megatron_recover.core import coordinator, generations, lateness, newcomers, rank, recovery, replica
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaBlocked
+from megatron_recover.core.joining import Admissions
+from megatron_recover.core.membership_messages import Loss, LossKind, NewcomersProven, ReplicaBlocked
 from megatron_recover.core.plan import plan_of
 from megatron_recover.core.rank_messages import Plan
-from megatron_recover.core.values import Compute, Vote
+from megatron_recover.core.speed import Speeds
+from megatron_recover.core.values import Claim, Compute, Vote
 from megatron_recover.sim.timed import fuzz
 from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.fuzz import RandomJob, SeedVerdict, run, verdicts
@@ -33,9 +35,13 @@ def test_random_jobs_hold_and_end_well() -> None:
     words = " ".join(fault for verdict in found for fault in verdict.faults)
     for what in (
         "is killed", "is fenced", "stands still", "everybody stands", "the coordinator stands", "card of", "network between",
-        "breaks", "fails on", "drift", "raises", "saves", "asked to exit", "miscounts", "reads for",
+        "breaks", "fails on", "drift", "raises", "saves", "asked to exit", "miscounts", "reads for", "newcomers are formed",
     ):  # fmt: skip
         assert what in words
+    with_newcomers = [verdict for verdict in found if verdict.newcomers]
+    assert len(with_newcomers) >= SEEDS / 5
+    assert sum(verdict.joined > 0 for verdict in with_newcomers) >= len(with_newcomers) / 5, "newcomers are formed, and join"
+    assert any(verdict.joined > 1 for verdict in with_newcomers)
 
 
 def test_a_seed_always_gives_the_same_job() -> None:
@@ -231,6 +237,47 @@ def test_keeping_what_an_outvoted_replica_took_part_in_is_found(monkeypatch: pyt
     original = recovery.recover
     monkeypatch.setattr(replica, "recover", lambda statuses, trusted_from, **others: original(statuses, 0, **others))
     assert "INV-" in str(_first_failure().problem)
+
+
+def _with_newcomers(seed: int) -> RandomJob:
+    """Return the job of the first seed from 10 times `seed` on that has newcomers."""
+    return next(job for number in range(10 * seed, 20 * seed + 100) if (job := RandomJob(number)).has_newcomers)
+
+
+def test_admission_without_equal_digests_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica.refusal
+
+    def vouches(state: replica.ReplicaState, claim: Claim) -> str:
+        why = original(state, claim)
+        return "" if "digest" in why else why
+
+    def admits(claims: Sequence[Claim], statuses: Any, work: Any) -> Admissions:
+        return Admissions(tuple(claim.replica for claim in claims))
+
+    monkeypatch.setattr(replica, "refusal", vouches)
+    monkeypatch.setattr(recovery, "judged", admits)
+    assert "INV-2" in str(_first_failure(_with_newcomers).problem)
+
+
+def test_beliefs_about_speed_that_a_newcomer_does_not_take_over_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._on_admission
+
+    def knows_nothing(state: replica.ReplicaState, admission: Any) -> replica.Step:
+        return original(state, replace(admission, speeds=Speeds()))
+
+    monkeypatch.setattr(replica, "_on_admission", knows_nothing)
+    _handle(monkeypatch, replica.Admission, knows_nothing)
+    assert "INV-" in str(_first_failure(_with_newcomers).problem)
+
+
+def test_removing_a_member_because_it_was_a_newcomer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = newcomers.on_proven
+
+    def never_entered(state: coordinator.CoordinatorState, told: NewcomersProven) -> coordinator.Step:
+        return replace(original(state, told)[0], entered=state.entered), ()
+
+    monkeypatch.setitem(coordinator.TABLE, NewcomersProven, never_entered)  # type: ignore[arg-type]
+    assert "nothing was wrong with them" in str(_first_failure(_with_newcomers).problem)
 
 
 def test_a_failing_seed_prints_the_line_that_fails_again(

@@ -675,8 +675,10 @@ def main(arguments: list[str] | None = None) -> int:
     if is_interrupted:
         print(f"interrupted; to go on: {replay_line(options.seed + done, options.seeds - done, options.jobs)}")
     ends = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
-    print(f"{done} seeds, {events} events, {time.monotonic() - began:.0f} s; exit codes {ends or 'none'}")
-    print(f"{newcomers} newcomers were formed, {joined} joined")
+    print(
+        f"{done} seeds, {events} events, {time.monotonic() - began:.0f} s; exit codes {ends or 'none'}; "
+        f"{joined} of {newcomers} newcomers joined"
+    )
     print(f"{done - failed} passed, {failed} failed")
     return CTRL_C_CODE if is_interrupted else 1 if failed else 0
 
