@@ -218,8 +218,8 @@ def _newcomer_promised(state: ReplicaState) -> Step:
     if state.admitted_in and state.admitted_in == state.generation - 1:
         return _send_status(replace(state, admitted_in=state.generation))
     why = f"no member is left, and replica {state.replica} was not admitted in generation {state.generation - 1}"
-    alone = TurnedAway(state.replica, state.generation, (state.replica,), why)
-    return replace(state, phase=ReplicaPhase.EXCHANGING), (ToCoordinator(alone),)
+    # It stays in this phase, in which it stores the statuses of others and never plans with them.
+    return state, (ToCoordinator(TurnedAway(state.replica, state.generation, (state.replica,), why)),)
 
 
 def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
