@@ -312,12 +312,13 @@ def _on_formed(history: History, fact: Formed) -> History:
 def _grow(history: History, fact: Formed) -> None:
     """Raise InvariantViolation if the roster has a replica that is neither old nor a newcomer.
 
-    A newcomer that was in a working roster and then in no roster does not come back.
+    A newcomer that has planned and was then in no roster does not come back. One that never took up
+    its admission, because a newer generation came first, may.
     """
     fresh = set(fact.roster) - set(history.rosters[-1] if history.rosters else fact.roster)
     if strangers := sorted(fresh - set(fact.newcomers)):
         raise InvariantViolation(6, f"roster {fact.roster} has replicas {strangers}, which {history.rosters[-1]} had not")
-    used = {member for _, roster in history.working for member in roster}
+    used = {replica for replica, _ in history.committed}
     for roster, newcomers in zip(history.rosters, history.announced, strict=True):
         used |= set(roster) - set(newcomers)
     if back := sorted(fresh & used):

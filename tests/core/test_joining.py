@@ -27,6 +27,7 @@ from megatron_recover.core.coordinator import (
 from megatron_recover.core.digest import combined, commitment
 from megatron_recover.core.excuses import AT_WORK
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.invariants import Fact, Formed, InvariantViolation, Planned, StateGiven, StateKnown, check
 from megatron_recover.core.membership_messages import (
     Diverged,
     Entered,
@@ -40,11 +41,11 @@ from megatron_recover.core.membership_messages import (
     ReplicaSaving,
     TurnedAway,
 )
-from megatron_recover.core.rank_messages import Begun, Close, CloseAsked, EnterTraining, Promised, StateDigested, Stop
+from megatron_recover.core.rank_messages import Begun, Close, CloseAsked, EnterTraining, Plan, Promised, StateDigested, Stop
 from megatron_recover.core.replica import Admission, ReplicaPhase, SendClaim, ToCoordinator, ToPeers, ToRanks, waiting_for
 from megatron_recover.core.request import TOO_FEW, exit_for, leave_of
 from megatron_recover.core.speed import Estimate, Speeds
-from megatron_recover.core.values import Claim, Work
+from megatron_recover.core.values import Claim, Statuses, Work
 from megatron_recover.sim.explore.explorer import Explorer
 from megatron_recover.sim.explore.scenario import CONFIGS, NEWCOMER, Scenario
 from tests.core.build import SHAPE, WORK, complete, holds, lead, record, status, vote, working
@@ -486,6 +487,14 @@ def test_without_older_members_only_who_was_admitted_just_before_goes_on() -> No
     assert isinstance(effects[-1], ToCoordinator) and isinstance(effects[-1].message, TurnedAway), "others may have committed"
 
 
+def test_a_newcomer_that_cannot_go_on_does_not_plan_with_the_statuses_of_others_in_a_tree() -> None:
+    claims = tuple(replace(CLAIM, replica=each) for each in (3, 4))
+    state, _ = lead(replace(claimed(), tree_above=1), NewGeneration(2, (0, 3, 4), joins=claims))
+    state, _ = lead(state, NewGeneration(3, (3, 4), joins=claims), Promised(0, 3))
+    said = replace(status(4, generation=3), step=4, work=WORK)
+    assert lead(state, Statuses(4, 3, (said,)))[1] == [], "it is the root, and has heard from all others"
+
+
 def test_a_pass_is_closed_for_newcomers_only_in_its_own_step() -> None:
     state, effects = lead(working(0, (0,)), CloseAsked(0, 0), holds())
     assert ToRanks(Close(0)) in effects and state.step == 1 and not state.is_closed
@@ -517,3 +526,13 @@ def test_an_ended_job_forms_nobody() -> None:
     state, effects = feed(joined(), died(0), died(1), died(2), died(3))
     assert [type(effect) for effect in effects if isinstance(effect, EndJob)] == [EndJob]
     assert feed(state, FormAsked(1))[1] == []
+
+
+def test_inv_6_a_newcomer_comes_back_only_if_it_never_took_up_its_admission() -> None:
+    facts: list[Fact] = [Formed(1, (0,)), Entered(0, 1, 0), StateKnown(0, 0, 0, 5), StateKnown(3, 0, 0, 5)]
+    facts += [Formed(2, (0, 3), newcomers=(3,)), Entered(0, 2, 0), Entered(3, 2, 0), StateGiven(0, 2, 0, DIGEST)]
+    plans = [Planned(each, Plan(0, 2, (0, 3), WORK, (3, 0), (), (), (0,))) for each in (0, 3)]
+    back = [Formed(3, (0,)), Formed(4, (0, 3), newcomers=(3,))]
+    check(SHAPE, [*facts, plans[0], *back])
+    with pytest.raises(InvariantViolation, match=r"INV-6: replicas \[3\] come back"):
+        check(SHAPE, [*facts, *plans, *back])
