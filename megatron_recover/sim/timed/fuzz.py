@@ -32,7 +32,7 @@ from megatron_recover.core.membership_messages import Hello, Loss, LossKind
 from megatron_recover.core.rank_messages import Apply, Report
 from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
-from megatron_recover.core.values import ReplicaId, Work
+from megatron_recover.core.values import Generation, ReplicaId, Work
 from megatron_recover.sim import channels
 from megatron_recover.sim.timed.chance import FreezingClock, RandomTiming
 from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica
@@ -147,6 +147,8 @@ class RandomJob(TimedJob):
         self.bad_cards: list[tuple[ReplicaId, channels.Ways]] = []
         self.joined: set[ReplicaId] = set()
         """Newcomers that have committed a step by votes."""
+        self.voted_in: dict[ReplicaId, Generation] = {}
+        """Newest generation in which a replica has committed a step by votes."""
         self.excused: set[ReplicaId] = set()
         """Newcomers that were lost before they were proven, which nobody has to explain."""
         self.had_too_few = False
@@ -297,6 +299,8 @@ class RandomJob(TimedJob):
         super().committed(one, effect)
         beat = coordinator.Progressed(one.number, effect.record.step + 1)
         self.clock.after(0.5, self.coordinator.feed, beat)
+        if not effect.adopted:
+            self.voted_in[one.number] = effect.generation
         if one.is_newcomer and not effect.adopted and one.number not in self.joined:
             self.joined.add(one.number)
             self.reached(one, "is proven")
@@ -593,7 +597,8 @@ def _ill_ended(job: RandomJob) -> str | None:
         behind = [number for number in members if committed.get(number, 0) < job.table.steps]
         if behind:
             return f"INV-9: the job is over, and replicas {behind} have not committed all steps"
-        new = [claim.replica for claim in job.coordinator.state.joins]
+        state = job.coordinator.state
+        new = [claim.replica for claim in state.joins if job.voted_in.get(claim.replica) == state.generation]
         return f"INV-9: the job is over, and its members {new} still count as newcomers" if new else None
     members_ever = ({*range(job.table.replicas)} | job.joined) - job.excused
     drifted = job.counts.drifted.keys() | job.counts.state_drifted.keys()
