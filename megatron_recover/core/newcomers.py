@@ -123,15 +123,12 @@ def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
 
 
 def on_proven(state: CoordinatorState, told: NewcomersProven) -> Step:
-    """Take newcomers with whose votes a step was committed for members like any other.
-
-    They have entered the generation, or they could not have voted in it.
-    """
+    """Take newcomers with whose votes a step was committed for members like any other."""
     if told.generation != state.generation or told.replica not in state.roster:
         return state, ()
     proven = {*told.newcomers} & {claim.replica for claim in state.joins}
     joins = tuple(claim for claim in state.joins if claim.replica not in proven)
-    entered = tuple(sorted({*state.entered, *proven}))
+    entered = tuple(sorted({*state.entered, *proven}))  # or they could not have voted in it
     return replace(state, joins=joins, entered=entered, num_setbacks=state.num_setbacks if joins else 0), ()
 
 

@@ -51,7 +51,7 @@ SHAPES = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))
 
 
 _PHASES = ("is formed", "reads", "asks", "is announced", "is admitted", "is proven")
-"""What a newcomer does when a strike aimed at it falls due, or up to a second later."""
+"""Points in the life of a newcomer, at which a fault that is aimed at it begins, or soon after."""
 
 
 class SeedVerdict(msgspec.Struct, frozen=True):
