@@ -27,7 +27,17 @@ from megatron_recover.core.coordinator import (
 from megatron_recover.core.digest import combined, commitment
 from megatron_recover.core.excuses import AT_WORK
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.core.invariants import Fact, Formed, InvariantViolation, Planned, StateGiven, StateKnown, check
+from megatron_recover.core.invariants import (
+    Committed,
+    Fact,
+    Formed,
+    InvariantViolation,
+    Planned,
+    StateGiven,
+    StateKnown,
+    Voted,
+    check,
+)
 from megatron_recover.core.membership_messages import (
     Diverged,
     Entered,
@@ -45,7 +55,7 @@ from megatron_recover.core.rank_messages import Begun, Close, CloseAsked, EnterT
 from megatron_recover.core.replica import Admission, ReplicaPhase, SendClaim, ToCoordinator, ToPeers, ToRanks, waiting_for
 from megatron_recover.core.request import TOO_FEW, exit_for, leave_of
 from megatron_recover.core.speed import Estimate, Speeds
-from megatron_recover.core.values import Claim, Statuses, Work
+from megatron_recover.core.values import Claim, Compute, Statuses, Work
 from megatron_recover.sim.explore.explorer import Explorer
 from megatron_recover.sim.explore.scenario import CONFIGS, NEWCOMER, Scenario
 from tests.core.build import SHAPE, WORK, complete, holds, lead, record, status, vote, working
@@ -536,3 +546,18 @@ def test_inv_6_a_newcomer_comes_back_only_if_it_never_took_up_its_admission() ->
     check(SHAPE, [*facts, plans[0], *back])
     with pytest.raises(InvariantViolation, match=r"INV-6: replicas \[3\] come back"):
         check(SHAPE, [*facts, *plans, *back])
+
+
+def test_inv_7_a_proven_newcomer_computes_although_a_newer_announcement_does_not_know_it_yet() -> None:
+    facts: list[Fact] = [Formed(1, (0,)), Entered(0, 1, 0), StateKnown(0, 0, 0, 5), StateKnown(3, 0, 0, 5)]
+    facts += [Formed(2, (0, 3), newcomers=(3,)), Entered(0, 2, 0), Entered(3, 2, 0), StateGiven(0, 2, 0, DIGEST)]
+    facts += [Planned(each, Plan(0, 2, (0, 3), replace(WORK, buckets=()), (3, 0), (), (), ())) for each in (0, 3)]
+    empty = replace(record(0), versions=())
+    facts += [*(Voted(each, 2, empty) for each in (0, 3)), Committed(3, 2, empty, False)]
+    computes = Planned(3, Plan(1, 2, (0, 3), WORK, (2, 1), (), (Compute((0,), (0,)),), (0,)))
+    newer = Formed(3, (0, 3), newcomers=(3,))
+    check(SHAPE, [*facts, newer, computes])
+    with pytest.raises(InvariantViolation, match="INV-7: replica 3 computes in step 1, where it is new"):
+        known = [StateKnown(each, 0, 1, 6) for each in (0, 3)]
+        plan = replace(computes.plan, generation=3)
+        check(SHAPE, [*facts, newer, Entered(3, 3, 1), *known, replace(computes, plan=plan)])

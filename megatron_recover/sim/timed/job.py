@@ -133,6 +133,8 @@ class TimedReplica(Actor):
 
     def _to_peers(self, effect: replica.ToPeers) -> None:
         job, message = self.job, effect.message
+        if isinstance(message, Status) and message.state_digest is not None:
+            job.observe(invariants.StateGiven(self.number, message.generation, message.step, message.state_digest))
         num_bytes = job.size_of(message)
         for peer in effect.peers:
             job.send(self, job.replicas[peer], self.occupied(num_bytes), message)
