@@ -354,9 +354,7 @@ def _on_entered(history: History, fact: Entered) -> History:
         raise InvariantViolation(6, f"replica {fact.replica} enters generation {fact.generation}, whose member it is not")
     before = dict(history.entered).get(fact.replica, 0)
     history = replace(history, entered=_with(history.entered, fact.replica, fact.generation))
-    if fact.replica in _unproven(
-        history, fact.generation
-    ):  # what it held counts for nothing
+    if fact.replica in _unproven(history, fact.generation):  # what it held counts for nothing
         steps = ((n, replace(step, held=frozenset(i for i in step.held if i[0] != fact.replica))) for n, step in history.steps)
         history = replace(history, steps=tuple(steps))
     void = history.void
