@@ -468,7 +468,8 @@ def _on_held(history: History, fact: Held) -> History:
 
 def _on_digested(history: History, fact: Digested) -> History:
     step = _step(history, fact.step)
-    fresh = _current(history, fact.replica, {(fact.replica, fact.rank, fact.digest)})
+    # What a newcomer has begun with stays true when it enters a newer generation.
+    fresh = {(fact.replica, fact.rank, fact.digest)} if fact.replica in history.rosters[-1] else set()
     return _at(history, fact.step, replace(step, states=step.states | fresh))
 
 

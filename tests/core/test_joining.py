@@ -559,5 +559,5 @@ def test_inv_7_a_proven_newcomer_computes_although_a_newer_announcement_does_not
     check(SHAPE, [*facts, newer, computes])
     with pytest.raises(InvariantViolation, match="INV-7: replica 3 computes in step 1, where it is new"):
         known = [StateKnown(each, 0, 1, 6) for each in (0, 3)]
-        plan = replace(computes.plan, generation=3)
-        check(SHAPE, [*facts, newer, Entered(3, 3, 1), *known, replace(computes, plan=plan)])
+        plan, given = replace(computes.plan, generation=3), StateGiven(0, 3, 1, combined([6]))
+        check(SHAPE, [*facts, newer, Entered(3, 3, 1), Entered(0, 3, 1), *known, given, replace(computes, plan=plan)])
