@@ -26,6 +26,7 @@ from megatron_recover.authentication.key import key_of_several
 from megatron_recover.cli import run, run_dirs, several_nodes
 from megatron_recover.cluster import joining
 from megatron_recover.cluster.meeting import MISSING_JOBS, Meeting
+from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.exit_code import ExitCode
@@ -430,6 +431,21 @@ def test_a_folder_for_logs_that_cannot_be_made_is_the_mistake_that_all_nodes_hea
     nodes.start(1)
     for code, output in nodes.end():
         assert code == ExitCode.BAD_INPUT and f"--log-dir {nodes.script}" in output, output
+    nodes.assert_nothing_left()
+
+
+def test_no_node_complains_of_a_folder_that_node_0_has_removed_after_a_refusal(nodes: Nodes, tmp_path: Path) -> None:
+    """Node 1 imports, and still records, when node 0 finds that another job saves to the folder."""
+    nodes.script.write_text("import time; time.sleep(600)\n")
+    lock = SaveLock(tmp_path / "save", tmp_path / "other", None)
+    try:
+        for number in (0, 1):
+            nodes.start(number, flags=f"--save {tmp_path / 'save'} --save-interval 2")
+        for code, output in nodes.end():
+            assert code == ExitCode.BAD_INPUT and "is in use by another job" in output, output
+            assert not [words for words in ("WARNING", "is missing", "are missing", "The run ") if words in output], output
+    finally:
+        lock.release(0.0)
     nodes.assert_nothing_left()
 
 
