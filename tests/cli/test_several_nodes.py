@@ -29,7 +29,7 @@ from megatron_recover.cluster.meeting import MISSING_JOBS, Meeting
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.exit_code import GOES_ON_ELSEWHERE, ExitCode
 from megatron_recover.core.placement import place
 from megatron_recover.host.addresses import HOST, bind_free
 from megatron_recover.host.reachable import is_loopback, own_address
@@ -493,6 +493,14 @@ def test_a_node_with_another_run_directory_is_told_that_it_is_not_used(tmp_path:
     assert first == f"--run-dir {tmp_path / 'b'} changes nothing here: the run directory is that of node 0, {tmp_path / 'a'}"
     for wanted in (tmp_path / "a", None):
         assert not any("--run-dir" in line for line in several_nodes.notes(job, wanted))
+
+
+@pytest.mark.parametrize(("reason", "are"), [("training finished", "are"), (f"SIGTERM; {GOES_ON_ELSEWHERE}", "will be")])
+def test_the_report_of_a_job_that_goes_on_is_not_said_to_be_there(reason: str, are: str, capsys) -> None:  # noqa: ANN001
+    launcher: Any = SimpleNamespace(has_begun=True, knows_end=True, reason=reason)
+    job: Any = SimpleNamespace(node=1, run_dir=Path("/runs/a/nodes/1"), nodes=[SimpleNamespace(name="n1")])
+    assert run._ended(launcher, job, ExitCode.INTERRUPTED, existed=False, quiet=False) == ExitCode.INTERRUPTED
+    assert f"summary and report of all nodes {are} on n1, in /runs/a\n" in capsys.readouterr().out
 
 
 def test_an_error_that_names_no_file_is_told_as_it_is() -> None:
