@@ -34,7 +34,7 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.save_lock import SaveLock
-from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.exit_code import GOES_ON_ELSEWHERE, ExitCode
 from megatron_recover.flags import misplaced, split, value_of
 from megatron_recover.host.descriptor_limit import raise_descriptor_limit
 from megatron_recover.host.in_use import InUse
@@ -238,7 +238,8 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool, quiet
         _report(job, launcher)
     elif leaves_files(exit_code, has_begun=launcher.has_begun) and not quiet:
         folder = job.run_dir.parent.parent
-        print(f"megatron-recover run: summary and report of all nodes are on {job.nodes[0].name}, in {folder}")
+        are = "will be" if launcher.reason.endswith(GOES_ON_ELSEWHERE) else "are"
+        print(f"megatron-recover run: summary and report of all nodes {are} on {job.nodes[0].name}, in {folder}")
     return exit_code
 
 

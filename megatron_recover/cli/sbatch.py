@@ -157,7 +157,7 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
         nodes = listed
     shape = arguments.shape or ("allocation" if arguments.nodelist else script.default_shape(nodes + (arguments.spares or 0)))
     found += _mistakes(arguments, shape, save, value_of(training, "--load"))
-    name = arguments.job_name or Path(training[0]).stem
+    name = arguments.job_name or (training[0].rpartition(".")[2] if is_module else Path(training[0]).stem)
     run_dir = str((arguments.run_dir or Path("runs", name)).absolute())
     for flag, text in (("--run-dir", run_dir), ("--job-name", name)):
         if not _PLAIN.fullmatch(text):

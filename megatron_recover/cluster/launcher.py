@@ -115,6 +115,7 @@ class Launcher:
         self._end = RunEnd(
             job, loop=self._loop, deadlines=self._deadlines, says=lambda line: self._recording.says(line),
             send=self._send_if_joined, has_begun=lambda: self.has_begun, promise=self._promise,
+            is_alone=lambda: self._fences.is_out_of_job,
             request=(joined.request if joined is not None else None) or EndRequest(job.signals),
         )  # fmt: skip
         self._stood_still_s = 0.0

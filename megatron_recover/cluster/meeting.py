@@ -19,11 +19,12 @@ JOIN_S = 600
 LAST_CALL_S = 30
 """Defaults of torchrun, in seconds, for `--rdzv-conf`."""
 MISSING_JOBS = (
-    "`squeue --array --me` shows the jobs of the others: one may be held, have reached a limit of its QOS, have failed on its "
-    "node, or wait for nodes that another array holds, which waits, too; correct that, then submit again with a longer "
-    "--rdzv-conf join_timeout=SECONDS in the launch line, or with --shape allocation, which starts all nodes at once"
+    "run the same command on every node, with a file that all of them see; in an array of Slurm `squeue --array --me` shows "
+    "the jobs of the others: one may be held, have reached a limit of its QOS, have failed on its node, or wait for nodes that "
+    "another array holds, which waits, too; correct that, then submit again with a longer --rdzv-conf join_timeout=SECONDS in "
+    "the launch line, or with --shape allocation, which starts all nodes at once"
 )
-"""The next command where nodes that meet through a file are too few. They are jobs of an array."""
+"""The next command where nodes that meet through a file are too few, mostly jobs of an array."""
 MISSING_NODES = "run the same command on every node, or give --nnodes MIN:MAX"
 """The next command where other nodes are too few."""
 

@@ -372,7 +372,8 @@ class Recorder:
         num_unwritten, why = events.num_unwritten, self._error
         events.keeper.close(self._deadlines.store_s)
         writer.close(self._deadlines.store_s)
-        if not left and not num_missing:
+        is_refused = self._finish is not None and self._finish.exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED)
+        if (not left and not num_missing) or (is_refused and self._may_be_discarded):
             return Shown(0, "")
         reason = "the disk does not answer" if why is None else why.strerror or str(why)
         return Shown(max(1, num_unwritten) if left else 0, reason, num_missing)
@@ -380,6 +381,16 @@ class Recorder:
     @property
     def _error(self) -> OSError | None:
         return self._events.keeper.error or self._outputs.writer.error
+
+    @property
+    def _may_be_discarded(self) -> bool:
+        """Return whether the folder is gone, and training has not begun.
+
+        Node 0 removes the run directory as soon as the job is refused or interrupted before
+        training, while other nodes that share it still end. If the folder is gone for another
+        reason, that is told once training has begun, or at another end.
+        """
+        return isinstance(self._error, FileNotFoundError) and not self._narrator.account.has_begun
 
     # --- To people --------------------------------------------------------------------------------
 
@@ -390,7 +401,7 @@ class Recorder:
         """Report trouble with the disk once, its end once, and now and then how much was lost."""
         for name, (what, waits, where) in _WHAT.items():
             writer = self._events.keeper if name == "trace" else self._outputs.writer
-            trouble = _trouble(writer, now, self._deadlines.slow_disk_s)
+            trouble = "" if self._may_be_discarded else _trouble(writer, now, self._deadlines.slow_disk_s)
             if trouble and not self._troubles[name]:
                 waits = waits.format(self._settings.output_bytes / 2**20)
                 self._says(

@@ -25,16 +25,17 @@ class RunEnd:
     def __init__(
         self, job: Job, *, loop: Loop, deadlines: Deadlines, says: Callable[[str], None],
         send: Callable[[EndAsked | KillAsked | NodeFailed], None], has_begun: Callable[[], bool], promise: Callable[[], str],
-        request: EndRequest,
+        is_alone: Callable[[], bool], request: EndRequest,
     ) -> None:  # fmt: skip
         """Prepare for the end of `job`, which signals request by `request`.
 
         `says(line)` shows a line to people. `send(message)` sends a message to the coordinator, if
         there is one. `has_begun()` returns whether training has begun, and then `promise()` what
-        becomes of a request to end it.
+        becomes of a request to end it, and `is_alone()` whether it ends this node alone.
         """
         self._job, self._loop, self._deadlines = job, loop, deadlines
         self._says, self._send, self._has_begun, self._promise = says, send, has_begun, promise
+        self._is_alone = is_alone
         self._exit: tuple[int, str] | None = None
         """Exit code and reason; None while the run goes on."""
         self._until = 0.0
@@ -143,7 +144,8 @@ class RunEnd:
         timeout_s = self._job.shutdown_s
         if timeout_s is not None and not self._request.is_made:
             self._kill = self._loop.time() + timeout_s, number
-        others = ", and of the launcher on each other node," if len(self._job.nodes) > 1 else ""
+        is_alone = self._has_begun() and self._is_alone()
+        others = ", and of the launcher on each other node," if len(self._job.nodes) > 1 and not is_alone else ""
         at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`{others}"
         self.signal_name = self.signal_name or name
         match self._request.take(number, at_terminal=at_terminal):
@@ -151,8 +153,9 @@ class RunEnd:
                 self._says(f"{name}: ending before training has begun")
                 self._send(EndAsked(name))
             case Answer.END:
+                does = "ends it at once" if is_alone else "kills everything at once, and nothing is saved"
                 self._says(
-                    f"{name}: {self._promise()}; {at_once} kills everything at once, and nothing is saved"
+                    f"{name}: {self._promise()}; {at_once} {does}"
                     + (f"; so does the end of --shutdown-timeout, in {timeout_s} s" if timeout_s is not None else "")
                 )
                 self._send(EndAsked(name))

@@ -64,7 +64,7 @@ from megatron_recover.control_plane.traces import Traces
 from megatron_recover.control_plane.wire import Link, Message, encode
 from megatron_recover.core import condemning
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.exit_code import GOES_ON_ELSEWHERE, ExitCode
 from megatron_recover.core.membership_messages import Loss, NewGeneration
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -335,7 +335,7 @@ class NodesDriver:
             case FenceDone(replica):
                 self._fence_done(agent, replica)
             case EndAsked(reason) | KillAsked(_, reason) if self._is_out_of_job(agent):
-                self._loop.send(agent.link, JobEnds(ExitCode.INTERRUPTED, f"{reason}; the job goes on without this node"))
+                self._loop.send(agent.link, JobEnds(ExitCode.INTERRUPTED, f"{reason}; {GOES_ON_ELSEWHERE}"))
                 self._loop.send(agent.link, TraceDone(agent.number))  # node 0 gathers only at the end of the job
             case EndAsked(reason) if agent.number >= 0 or self._stage is Stage.MEETING:
                 self._ask_exit(agent, reason)

@@ -36,3 +36,7 @@ class ExitCode(enum.IntEnum):
     def words(cls, code: int) -> str:
         """Return a name for the exit code of a run; codes that are not listed are of signals."""
         return cls(code).name.lower().replace("_", " ") if code in list(cls) else "killed"
+
+
+GOES_ON_ELSEWHERE = "the job goes on without this node"
+"""End of the reason with which a node without replicas leaves a job (`INTERRUPTED`)."""

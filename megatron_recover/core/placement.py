@@ -66,10 +66,11 @@ def place(slots: Sequence[int], *, num_replicas: int, num_ranks: int, tp: int = 
     fitting = most_replicas(slots, num_ranks)
     if num_replicas > fitting:
         missing = num_replicas * num_ranks - sum(slots)
-        remedy = f"give --replicas {fitting}, or nodes" if fitting else "give nodes"
+        fewer = f"--replicas {fitting}, or " if fitting else ""
         raise ValueError(
             f"{num_replicas} replicas of {num_ranks} ranks need {num_replicas * num_ranks} slots, and the nodes have "
-            f"{sum(slots)} ({_described(enumerate(slots))}), in which {fitting} fit; {remedy} with {missing} slots more"
+            f"{sum(slots)} ({_described(enumerate(slots))}), in which {fitting} fit; "
+            f"give {fewer}nodes or a larger --nproc-per-node, for {missing} slots more"
         )
     unit = tp if sum(each // tp for each in slots) >= num_replicas * num_ranks // tp else 1
     shares = _shares([each // unit for each in slots], num_replicas, num_ranks // unit)

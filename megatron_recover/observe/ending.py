@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.exit_code import GOES_ON_ELSEWHERE, ExitCode
 from megatron_recover.flags import number_of, value_of
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER
 from megatron_recover.observe import stop_mark
@@ -224,7 +224,9 @@ class Account(msgspec.Struct):
             f"{left} of {self.replicas} replicas left, {losses}; {self.checkpoint()}; trace and logs are in {self.run_dir}"
         )
         ending = ENDINGS[exit_code if exit_code in ENDINGS else KILLED]
-        if exit_code != ExitCode.OK:
+        if reason.endswith(GOES_ON_ELSEWHERE):
+            lines.append("next: nothing; `megatron-recover status` with the job's run directory shows how it goes on")
+        elif exit_code != ExitCode.OK:
             todo = _OTHER_SCHEDULE if _SCHEDULE in reason else ending.next
             todo = todo.replace("`RUN_DIR`", self.run_dir).replace("RUN_DIR", shlex.quote(self.run_dir))
             lines.append(f"next: {todo}" + (f". {self._resume(exit_code)}" if ending.can_go_on else ""))

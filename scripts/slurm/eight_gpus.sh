@@ -1,6 +1,6 @@
 #!/bin/bash
 # Prints a job on one node with 8 GPUs: four replicas of two ranks. Nobody has to be met, so there
-# is no key and no address. Append --submit in front of -- to submit it.
+# is no key and no address. With --submit it is submitted.
 # Usage: scripts/slurm/eight_gpus.sh [OPTIONS OF sbatch]
 exec megatron-recover sbatch --nodes 1 --gpus-per-node 8 --time 12:00:00 --run-dir /shared/runs/small "$@" -- \
   --nproc-per-node 8 scripts/pretrain_gpt.py --tensor-model-parallel-size 2 \

@@ -26,9 +26,10 @@ from megatron_recover.authentication.key import key_of_several
 from megatron_recover.cli import run, run_dirs, several_nodes
 from megatron_recover.cluster import joining
 from megatron_recover.cluster.meeting import MISSING_JOBS, Meeting
+from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.exit_code import GOES_ON_ELSEWHERE, ExitCode
 from megatron_recover.core.placement import place
 from megatron_recover.host.addresses import HOST, bind_free
 from megatron_recover.host.reachable import is_loopback, own_address
@@ -433,6 +434,21 @@ def test_a_folder_for_logs_that_cannot_be_made_is_the_mistake_that_all_nodes_hea
     nodes.assert_nothing_left()
 
 
+def test_no_node_complains_of_a_folder_that_node_0_has_removed_after_a_refusal(nodes: Nodes, tmp_path: Path) -> None:
+    """Node 1 imports, and still records, when node 0 finds that another job saves to the folder."""
+    nodes.script.write_text("import time; time.sleep(600)\n")
+    lock = SaveLock(tmp_path / "save", tmp_path / "other", None)
+    try:
+        for number in (0, 1):
+            nodes.start(number, flags=f"--save {tmp_path / 'save'} --save-interval 2")
+        for code, output in nodes.end():
+            assert code == ExitCode.BAD_INPUT and "is in use by another job" in output, output
+            assert not [words for words in ("WARNING", "is missing", "are missing", "The run ") if words in output], output
+    finally:
+        lock.release(0.0)
+    nodes.assert_nothing_left()
+
+
 @pytest.mark.parametrize("existed", [False, True])
 @pytest.mark.parametrize("node_0_is_first", [False, True])
 def test_whichever_node_is_last_leaves_no_part_of_a_run_directory(tmp_path: Path, node_0_is_first: bool, existed: bool) -> None:
@@ -477,6 +493,14 @@ def test_a_node_with_another_run_directory_is_told_that_it_is_not_used(tmp_path:
     assert first == f"--run-dir {tmp_path / 'b'} changes nothing here: the run directory is that of node 0, {tmp_path / 'a'}"
     for wanted in (tmp_path / "a", None):
         assert not any("--run-dir" in line for line in several_nodes.notes(job, wanted))
+
+
+@pytest.mark.parametrize(("reason", "are"), [("training finished", "are"), (f"SIGTERM; {GOES_ON_ELSEWHERE}", "will be")])
+def test_the_report_of_a_job_that_goes_on_is_not_said_to_be_there(reason: str, are: str, capsys) -> None:  # noqa: ANN001
+    launcher: Any = SimpleNamespace(has_begun=True, knows_end=True, reason=reason)
+    job: Any = SimpleNamespace(node=1, run_dir=Path("/runs/a/nodes/1"), nodes=[SimpleNamespace(name="n1")])
+    assert run._ended(launcher, job, ExitCode.INTERRUPTED, existed=False, quiet=False) == ExitCode.INTERRUPTED
+    assert f"summary and report of all nodes {are} on n1, in /runs/a\n" in capsys.readouterr().out
 
 
 def test_an_error_that_names_no_file_is_told_as_it_is() -> None:

@@ -338,6 +338,9 @@ def test_too_few_jobs_of_an_array_end_a_chain_and_too_few_nodes_of_an_allocation
     assert (MISSING_JOBS in str(end.value)) == by_file
     assert ("run the same command on every node, or give --nnodes MIN:MAX" in str(end.value)) != by_file
     assert all(word in MISSING_JOBS for word in ("held", "QOS", "another array", "squeue --array", "--shape allocation"))
+    assert MISSING_JOBS.startswith(
+        "run the same command on every node, with a file that all of them see; in an array of Slurm "
+    )
 
 
 @pytest.mark.parametrize("too_few", [True, False])

@@ -143,7 +143,7 @@ def test_a_node_that_gets_a_signal_as_it_prepares_ends_with_the_line_that_the_ot
     job: Any = SimpleNamespace(nodes=[SimpleNamespace(name=name) for name in names], node=1, shutdown_s=None)
     end = RunEnd(
         job, loop=clock, deadlines=DEADLINES, says=lambda line: None, send=sent.append, has_begun=lambda: False,
-        promise=unused, request=request,
+        promise=unused, is_alone=lambda: False, request=request,
     )  # fmt: skip
     preparation = Preparation(
         job, unused, unused, unused, loop=clock, deadlines=DEADLINES, end=end, membership=membership, turn=unused

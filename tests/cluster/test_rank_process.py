@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_s: int | 
     now = 1000.0
     end = RunEnd(
         SimpleNamespace(shutdown_s=shutdown_s, signals=()), loop=loop, deadlines=deadlines, says=print, send=print,
-        has_begun=lambda: began, promise=lambda: "", request=EndRequest(()),
+        has_begun=lambda: began, promise=lambda: "", is_alone=lambda: False, request=EndRequest(()),
     )  # fmt: skip
     end.begin(code, "over")
     after_failure_s = deadlines.stop_s if shutdown_s is None else shutdown_s
@@ -94,3 +95,17 @@ def test_the_launcher_bounds_the_wait(code: int, began: bool, shutdown_s: int | 
     assert not end.is_late
     now += 0.001
     assert end.is_late
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_only_a_node_that_ends_a_job_for_all_names_the_launchers_of_the_others(is_alone: bool) -> None:
+    said = list[str]()
+    end = RunEnd(
+        SimpleNamespace(shutdown_s=None, nodes=("a", "b")), loop=SimpleNamespace(time=lambda: 0.0), deadlines=Deadlines.of(),
+        says=said.append, send=lambda message: None, has_begun=lambda: True, promise=lambda: "it ends",
+        is_alone=lambda: is_alone, request=EndRequest(),
+    )  # fmt: skip
+    end._signalled(signal.SIGTERM)
+    kill = f"SIGTERM: it ends; `kill -9 {os.getpid()}`"
+    everything = ", and of the launcher on each other node, kills everything at once, and nothing is saved"
+    assert said == [kill + (" ends it at once" if is_alone else everything)]

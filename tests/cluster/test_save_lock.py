@@ -233,7 +233,7 @@ def test_a_job_whose_folder_was_taken_over_ends_as_after_a_signal() -> None:
     job: Any = Namespace(shutdown_s=None, nodes=())
     end = RunEnd(
         job, loop=loop, deadlines=Deadlines.of(), says=said.append, send=sent.append,
-        has_begun=lambda: True, promise=lambda: "all end", request=EndRequest(),
+        has_begun=lambda: True, promise=lambda: "all end", is_alone=lambda: False, request=EndRequest(),
     )  # fmt: skip
     asking = threading.Thread(target=end.ask, args=("taken",))
     asking.start()

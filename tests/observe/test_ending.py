@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.exit_code import GOES_ON_ELSEWHERE, ExitCode
 from megatron_recover.observe import ending
 from megatron_recover.observe.ending import ENDINGS, KILLED, Account
 
@@ -80,6 +80,11 @@ def test_a_run_that_left_nothing_is_one_line(code: int) -> None:
     """Its run directory is removed, so there is nothing to read or to report."""
     lines = Account(replicas=3, run_dir="runs/a b").lines(code, "because of that")
     assert lines == [f"exit code {code} ({ExitCode.words(code)}): because of that"]
+
+
+def test_a_node_that_leaves_a_job_is_not_told_to_resume_what_goes_on() -> None:
+    *_, last = account().lines(ExitCode.INTERRUPTED, f"SIGTERM; {GOES_ON_ELSEWHERE}")
+    assert last.startswith("next: nothing; `megatron-recover status`") and "resume" not in last
 
 
 def test_a_run_that_ended_well_needs_nothing() -> None:

@@ -65,6 +65,11 @@ def test_options_become_lines_of_the_script(capsys: pytest.CaptureFixture[str]) 
     assert '--nnodes 4 --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:4000"' in text
 
 
+def test_a_job_has_the_name_of_its_module_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _printed(capsys, "--", "--nproc-per-node", "8", "-m", "my_package.train")
+    assert "#SBATCH --job-name=train\n" in text and f"RUN={Path('runs', 'train').absolute()}\n" in text
+
+
 def test_steps_of_one_node_get_a_network_of_their_job_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/how_to/slurm.md names this line for HPE Slingshot."""
     network = "--network=job_vni,single_node_vni"
