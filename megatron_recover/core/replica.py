@@ -563,8 +563,13 @@ def _on_blocked(state: ReplicaState, report: RankBlocked) -> Step:
 
 
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
-    """Request a newer generation if the peer is a neighbour: messages on the link may be lost."""
-    if lost.peer not in neighbours(talkers(state), state.replica, state.tree_above):
+    """Request a newer generation if the peer is a neighbour: messages on the link may be lost.
+
+    A newcomer needs only the link to the member that will admit it.
+    """
+    waits = state.phase in (ReplicaPhase.PROMISING, ReplicaPhase.EXCHANGING) and state.replica in unproven(state)
+    peers = talkers(state)[:1] if waits else neighbours(talkers(state), state.replica, state.tree_above)
+    if lost.peer not in peers:
         return state, ()
     return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
 

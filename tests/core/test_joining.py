@@ -444,6 +444,16 @@ def test_an_admitted_newcomer_enters_training_with_what_the_members_know(is_earl
     assert state.contributions == () and state.phase is ReplicaPhase.WORKING
 
 
+@pytest.mark.parametrize("above", [64, 2])
+def test_a_newcomer_that_waits_needs_its_link_to_the_first_of_the_older_members_alone(above: int) -> None:
+    news = NewGeneration(2, (0, 1, 2, 3), joins=(CLAIM,))
+    for messages in ((news,), (news, Promised(0, 2))):
+        state, _ = lead(replace(claimed(), tree_above=above), *messages)
+        assert lead(state, replica.LinkLost(1))[1] == lead(state, replica.LinkLost(2))[1] == []
+        [told] = lead(state, replica.LinkLost(0))[1]
+        assert isinstance(told, ToCoordinator) and isinstance(told.message, ReplicaBlocked) and told.message.suspects == (0,)
+
+
 def test_a_newcomer_that_begins_other_work_calls_itself_the_minority() -> None:
     state, _ = lead(claimed(), ANNOUNCED, Promised(0, 2), admission())
     _, [told] = lead(state, Begun(0, 4, Work("train 9", 3, (0,))))
