@@ -75,7 +75,7 @@ def _cell(phase: replica.ReplicaPhase, row: replica.Row | None) -> str:
 def _handlers(table: Mapping[type, Callable[..., Any]]) -> str:
     lines = ["| input | what it does |", "|---|---|"]
     for kind, handler in table.items():
-        lines.append(f"| `{kind.__name__}` | {inspect.getdoc(handler)} |")
+        lines.append(f"| `{kind.__name__}` | {' '.join((inspect.getdoc(handler) or '').split())} |")
     return "\n".join(lines)
 
 

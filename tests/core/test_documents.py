@@ -14,6 +14,15 @@ from scripts.draw.diagram import page
 DOCS = Path(__file__).parents[2] / "docs" / "design"
 
 
+def test_no_row_of_a_table_is_broken() -> None:
+    broken = [
+        f"{path.name}:{number}" for path in sorted(DOCS.parent.rglob("*.md"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.startswith("| ") and not line.rstrip().endswith("|")
+    ]  # fmt: skip
+    assert broken == []
+
+
 def test_the_drawn_tables_are_current() -> None:
     expected = page()
     actual = (DOCS / "states.md").read_text()
