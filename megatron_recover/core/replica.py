@@ -23,12 +23,21 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from megatron_recover.core.admission import (
+    admissions,
+    commitment_of,
+    entered_training,
+    on_claim,
+    on_send_claim,
+    on_state_digested,
+    with_working_roster,
+)
 from megatron_recover.core.bucket import by_version
 from megatron_recover.core.contribution import added
-from megatron_recover.core.digest import combined, commitment, differences, summarize
+from megatron_recover.core.digest import differences, summarize
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.forwarding import direct_peers, forwarded, heard_from, newest_of_each, waiting_for
-from megatron_recover.core.joining import older, refusal, state_digest, talkers, unproven
+from megatron_recover.core.joining import older, state_digest, talkers, unproven
 from megatron_recover.core.leaving import leavers
 from megatron_recover.core.membership_messages import (
     AddRequests,
@@ -36,7 +45,6 @@ from megatron_recover.core.membership_messages import (
     Entered,
     JoinRefused,
     Miscounted,
-    NewcomerReady,
     NewcomersProven,
     NewGeneration,
     ReplicaBlocked,
@@ -67,7 +75,7 @@ from megatron_recover.core.rank_messages import (
     StateDigested,
     Stop,
 )
-from megatron_recover.core.recovery import Recovery, recover
+from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
     Admission,
     Committed,
@@ -89,7 +97,7 @@ from megatron_recover.core.replica_state import (
 from megatron_recover.core.request import SAVED, coordinator_lost
 from megatron_recover.core.speed import learn, reported_paces
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.values import Claim, Commitment, Journal, Record, ReplicaId, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import Claim, Journal, Record, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
 
 __all__ = [
@@ -191,7 +199,7 @@ def _send_status(state: ReplicaState) -> Step:
         state.work,
         state.contributions,
         by_version(held_complete(state)),
-        _commitment(state),
+        commitment_of(state),
         state.journal,
         state_digest(state) if state.joins else None,
     )
@@ -200,13 +208,6 @@ def _send_status(state: ReplicaState) -> Step:
     peers = direct_peers(state)
     state, effects = _exchange(state, before)
     return state, (ToPeers(peers, status), *effects)
-
-
-def _commitment(state: ReplicaState) -> Commitment | None:
-    """Return the record of the step before as a status and an admission carry it."""
-    if state.committed is None:
-        return None
-    return Commitment(state.committed, state.committed_digest) if state.committed_digest else commitment(state.committed)
 
 
 def _newcomer_promised(state: ReplicaState) -> Step:
@@ -259,51 +260,17 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
             raise ValueError(f"step {state.step} is committed elsewhere without a record")
         state, more = _commit(state, adopted(state, recovery.adopt), adopted=True)
         effects += more
-    state, turned_away = _without_refused(state, recovery)
+    state, turned_away = with_working_roster(state, recovery)
     effects += turned_away
     if recovery.work is not None:
         decided = tuple((item.bucket, item.version, item.source) for item in recovery.decisions)
         effects += (Decided(recovery.step, state.generation, decided, recovery.dealt, recovery.reason),)
         state = replace(state, plan=plan_of(recovery, state.replica, state.generation, state.roster))
-        effects += _admissions(state, recovery)
+        effects += admissions(state, recovery)
     else:
         state = replace(state, plan=None)
     state, more = _start(state)
     return state, effects + more
-
-
-def _without_refused(state: ReplicaState, recovery: Recovery) -> Step:
-    """Return the state with the working roster, and report which newcomers are not in it."""
-    if not unproven(state):
-        return state, ()
-    out = recovery.admissions.turned_away
-    state = replace(
-        state,
-        roster=tuple(member for member in state.roster if member not in out),
-        joins=tuple(claim for claim in state.joins if claim.replica in recovery.admissions.admitted),
-    )
-    if not out:
-        return state, ()
-    return state, (ToCoordinator(TurnedAway(state.replica, state.generation, out, recovery.admissions.reason)),)
-
-
-def _admissions(state: ReplicaState, recovery: Recovery) -> tuple[Effect, ...]:
-    """Return the messages with which the first of the older members admits newcomers."""
-    if not unproven(state) or state.replica != older(state.roster, state.joins)[0]:
-        return ()
-    return tuple(
-        ToPeers(
-            (claim.replica,),
-            Admission(
-                state.replica,
-                state.generation,
-                plan_of(recovery, claim.replica, state.generation, state.roster),
-                _commitment(state),
-                state.speeds,
-            ),
-        )
-        for claim in state.joins
-    )
 
 
 def _on_admission(state: ReplicaState, admission: Admission) -> Step:
@@ -322,47 +289,9 @@ def _on_admission(state: ReplicaState, admission: Admission) -> Step:
         return state, ()
     if state.admitted_in and plan.step != state.step:
         raise ValueError(f"newcomer {state.replica} is admitted to step {plan.step}, and is at step {state.step}")
-    committed = admission.committed.record if admission.committed is not None else None
-    state = replace(
-        state,
-        phase=ReplicaPhase.IDLE,
-        roster=plan.roster,
-        joins=tuple(claim for claim in state.joins if claim.replica in plan.roster),
-        step=plan.step,
-        plan=plan,
-        contributions=(),
-        held=(),
-        committed=committed,
-        committed_digest=admission.committed.digest if admission.committed is not None else b"",
-        requests=unite((state.requests, committed.requests if committed is not None else ())),
-        speeds=admission.speeds,
-        admitted_in=state.generation,
-        admission=None,
-    )
+    state = entered_training(state, admission)
     state, effects = _start(state)
     return state, (ToRanks(EnterTraining(plan.step)), *effects)
-
-
-def _on_state_digested(state: ReplicaState, report: StateDigested) -> Step:
-    """Store the digest of a rank's state, and forget those of another step."""
-    known = dict(state.served) if report.label == state.served_label else {}
-    served = tuple(sorted((known | {report.rank: report.digest}).items()))
-    return replace(state, served_label=report.label, served=served), ()
-
-
-def _on_send_claim(state: ReplicaState, order: SendClaim) -> Step:
-    """Ask a member to vouch for what all ranks of this newcomer have read of one step."""
-    if len(state.served) < state.shape.num_ranks:
-        return state, ()
-    claim = Claim(state.replica, state.served_label, combined([of_rank for _, of_rank in state.served]))
-    return replace(state, claim=claim), (ToPeers((order.member,), claim),)
-
-
-def _on_claim(state: ReplicaState, claim: Claim) -> Step:
-    """Vouch for a newcomer to the coordinator, or refuse."""
-    if why := refusal(state, claim):
-        return state, (ToPeers((claim.replica,), JoinRefused(claim.replica, claim.label, why)),)
-    return state, (ToCoordinator(NewcomerReady(state.replica, state.generation, state.step, claim)),)
 
 
 def _on_join_refused(state: ReplicaState, refused: JoinRefused) -> Step:
@@ -673,8 +602,8 @@ def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
         RankBlocked: Row(_on_blocked, frozenset({phase})),
         RankFinished: Row(_on_finished, frozenset({phase, ReplicaPhase.STOPPED})),
         AddRequests: Row(_on_add_requests, frozenset({phase})),
-        StateDigested: Row(_on_state_digested, frozenset({phase})),
-        Claim: Row(_on_claim, frozenset({phase})),
+        StateDigested: Row(on_state_digested, frozenset({phase})),
+        Claim: Row(on_claim, frozenset({phase})),
         Admission: Row(_on_admission, frozenset({phase})),
         JoinRefused: Row(_on_join_refused, frozenset({phase, ReplicaPhase.JOINING, ReplicaPhase.STOPPED})),
         CoordinatorLost: Row(_on_coordinator_lost, frozenset({phase, ReplicaPhase.STOPPED})),
@@ -693,7 +622,7 @@ TABLE: Mapping[ReplicaPhase, Mapping[type, Row]] = {
     ReplicaPhase.JOINING: _rows(
         ReplicaPhase.JOINING,
         *_statuses(),
-        (SendClaim, _on_send_claim, ()),
+        (SendClaim, on_send_claim, ()),
     ),
     ReplicaPhase.PROMISING: _rows(
         ReplicaPhase.PROMISING,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, generations, joining, newcomers, plan, recovery, replica
+from megatron_recover.core import admission, coordinator, generations, joining, newcomers, plan, recovery, replica
 from megatron_recover.core.coordinator_state import Form
 from megatron_recover.core.invariants import StateKnown
 from megatron_recover.core.joining import Admissions
@@ -105,7 +105,7 @@ def vouch_blindly(monkeypatch: pytest.MonkeyPatch) -> None:
         mine = joining.state_digest(state)
         return original(state, claim if mine is None else replace(claim, digest=mine))
 
-    monkeypatch.setattr(replica, "refusal", refusal)
+    monkeypatch.setattr(admission, "refusal", refusal)
 
 
 def plan_blindly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_newcomer_with_the_state_of_an_earlier_step_is_caught(monkeypatch: pyt
             claims = [Claim(claim.replica, work.label, known) for claim in claims]
         return judge(claims, statuses, work)
 
-    monkeypatch.setattr(replica, "refusal", refusal)
+    monkeypatch.setattr(admission, "refusal", refusal)
     monkeypatch.setattr(recovery, "judged", judged)
     caught(explore(**ALONE | {"steps": 2}, digested=(0, 1)), 2)
 
@@ -200,7 +200,7 @@ def test_a_fresh_quota_in_the_first_step_of_a_newcomer_is_caught(monkeypatch: py
             return made
         return replace(made, computes=plan.fresh_plan(number, generation, roster, found.step, found.work).computes)
 
-    monkeypatch.setattr(replica, "plan_of", fresh)
+    monkeypatch.setattr(admission, "plan_of", fresh)
     caught(explore(**ALONE | {"microbatches": 2}), 7)
 
 
@@ -314,7 +314,7 @@ def test_a_newcomer_that_adopts_a_step_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_waiting_for_the_vote_of_a_newcomer_that_is_turned_away_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    without, original = replica._without_refused, plan.plan_of
+    without, original = replica.with_working_roster, plan.plan_of
 
     def keeps(state: ReplicaState, found: recovery.Recovery) -> replica.Step:
         after, effects = without(state, found)
@@ -323,19 +323,20 @@ def test_waiting_for_the_vote_of_a_newcomer_that_is_turned_away_is_caught(monkey
     def working(found: recovery.Recovery, number: int, generation: int, roster: Sequence[int]) -> Plan:
         return original(found, number, generation, [each for each in roster if each not in found.admissions.turned_away])
 
-    monkeypatch.setattr(replica, "_without_refused", keeps)
-    monkeypatch.setattr(replica, "plan_of", working)
+    monkeypatch.setattr(replica, "with_working_roster", keeps)
+    for module in (replica, admission):
+        monkeypatch.setattr(module, "plan_of", working)
     caught(explore(**TWO), 9)
 
 
 def test_waiting_for_the_gradient_of_a_newcomer_that_is_turned_away_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._without_refused
+    original = replica.with_working_roster
 
     def keeps(state: ReplicaState, found: recovery.Recovery) -> replica.Step:
         after, effects = original(state, found)
         return replace(after, roster=state.roster), effects
 
-    monkeypatch.setattr(replica, "_without_refused", keeps)
+    monkeypatch.setattr(replica, "with_working_roster", keeps)
     caught(explore(**ALONE | {"steps": 2}), 2, 9)
 
 

@@ -254,7 +254,7 @@ def test_admission_without_equal_digests_is_found(monkeypatch: pytest.MonkeyPatc
     def admits(claims: Sequence[Claim], statuses: Any, work: Any) -> Admissions:
         return Admissions(tuple(claim.replica for claim in claims))
 
-    monkeypatch.setattr(replica, "refusal", vouches)
+    monkeypatch.setattr(admission, "refusal", vouches)
     monkeypatch.setattr(recovery, "judged", admits)
     assert "INV-2" in str(_first_failure(_with_newcomers).problem)
 
