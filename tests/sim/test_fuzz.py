@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, generations, lateness, newcomers, rank, recovery, replica
+from megatron_recover.core import admission, coordinator, generations, lateness, newcomers, rank, recovery, replica
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import Admissions
