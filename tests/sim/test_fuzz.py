@@ -245,7 +245,7 @@ def _with_newcomers(seed: int) -> RandomJob:
 
 
 def test_admission_without_equal_digests_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.refusal
+    original = admission.refusal
 
     def vouches(state: replica.ReplicaState, claim: Claim) -> str:
         why = original(state, claim)
