@@ -83,13 +83,18 @@ def judged(claims: Sequence[Claim], statuses: Sequence[Status], work: Work | Non
 
 def older(roster: Sequence[ReplicaId], joins: Collection[Claim]) -> tuple[ReplicaId, ...]:
     """Return the older members of a roster, or all of it if nobody is an older member."""
+    if not joins:
+        return tuple(roster)
     newcomers = {claim.replica for claim in joins}
     return tuple(replica for replica in roster if replica not in newcomers) or tuple(roster)
 
 
 def unproven(state: ReplicaState) -> tuple[ReplicaId, ...]:
     """Return the newcomers of the state's roster that are unproven; none without older members."""
-    return tuple(replica for replica in state.roster if replica not in older(state.roster, state.joins))
+    if not state.joins:  # the usual case, asked for with each vote
+        return ()
+    members = frozenset(older(state.roster, state.joins))
+    return tuple(replica for replica in state.roster if replica not in members)
 
 
 def talkers(state: ReplicaState) -> tuple[ReplicaId, ...]:
