@@ -8,8 +8,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from megatron_recover.core.digest import combined, commitment
-from megatron_recover.core.joining import older, refusal, unproven
-from megatron_recover.core.membership_messages import JoinRefused, NewcomerReady, TurnedAway
+from megatron_recover.core.joining import older, refusal, refused, unproven
+from megatron_recover.core.membership_messages import NewcomerReady, TurnedAway
 from megatron_recover.core.plan import plan_of
 from megatron_recover.core.rank_messages import StateDigested
 from megatron_recover.core.recovery import Recovery
@@ -46,7 +46,7 @@ def on_send_claim(state: ReplicaState, order: SendClaim) -> Step:
 def on_claim(state: ReplicaState, claim: Claim) -> Step:
     """Vouch for a newcomer to the coordinator, or refuse."""
     if why := refusal(state, claim):
-        return state, (ToPeers((claim.replica,), JoinRefused(claim.replica, claim.label, why)),)
+        return state, (ToPeers((claim.replica,), refused(claim, why)),)
     return state, (ToCoordinator(NewcomerReady(state.replica, state.generation, state.step, claim)),)
 
 

@@ -240,9 +240,8 @@ class Form(Value, frozen=True):
 
 
 class Refuse(Value, frozen=True):
-    """Send `JoinRefused` to the leader of a newcomer."""
+    """Send `JoinRefused` to the leader of the newcomer that it names."""
 
-    replica: ReplicaId
     refused: JoinRefused
 
 

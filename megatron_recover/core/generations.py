@@ -28,9 +28,9 @@ from megatron_recover.core.coordinator_state import (
 )
 from megatron_recover.core.excuses import after_progress, are_waits_excused, with_waits, without_evidence
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.core.joining import older
+from megatron_recover.core.joining import older, refused
 from megatron_recover.core.leaving import kept
-from megatron_recover.core.membership_messages import JoinRefused, Loss, NewGeneration
+from megatron_recover.core.membership_messages import Loss, NewGeneration
 from megatron_recover.core.policy import all_finished, nobody_left, poisoned
 from megatron_recover.core.request import TOO_FEW
 from megatron_recover.core.values import ReplicaId
@@ -103,7 +103,7 @@ def announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, lef
 
 def refuse_ready(state: CoordinatorState, reason: str) -> Step:
     """Refuse all claims that wait: their newcomers may claim a later state."""
-    refusals = tuple(Refuse(claim.replica, JoinRefused(claim.replica, claim.label, reason)) for claim in state.ready)
+    refusals = tuple(Refuse(refused(claim, reason)) for claim in state.ready)
     return replace(state, ready=()), refusals
 
 

@@ -43,9 +43,10 @@ from collections.abc import Collection, Sequence
 
 from megatron_recover.core.digest import combined
 from megatron_recover.core.label import label_of
+from megatron_recover.core.membership_messages import JoinRefused
 from megatron_recover.core.replica_state import ReplicaPhase, ReplicaState
 from megatron_recover.core.request import RequestKind, details
-from megatron_recover.core.values import Claim, ReplicaId, Status, Value, Work
+from megatron_recover.core.values import Claim, Generation, ReplicaId, Status, Value, Work
 
 
 class Admissions(Value, frozen=True):
@@ -111,6 +112,11 @@ def state_digest(state: ReplicaState) -> int | None:
         if label == state.work.label and len(digests) == state.shape.num_ranks:
             return combined([of_rank for _, of_rank in digests])
     return None
+
+
+def refused(claim: Claim, reason: str, generation: Generation = 0) -> JoinRefused:
+    """Return the answer to a claim that does not join; `generation` is that of `JoinRefused`."""
+    return JoinRefused(claim.replica, claim.label, reason, generation)
 
 
 def refusal(state: ReplicaState, claim: Claim) -> str:

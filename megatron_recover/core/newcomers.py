@@ -13,9 +13,9 @@ from megatron_recover.core.alike import described, differences
 from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse
 from megatron_recover.core.excuses import without_evidence
 from megatron_recover.core.generations import Step
+from megatron_recover.core.joining import refused
 from megatron_recover.core.membership_messages import (
     Hello,
-    JoinRefused,
     Loss,
     LossKind,
     NewcomerReady,
@@ -56,7 +56,7 @@ def on_ready(state: CoordinatorState, told: NewcomerReady) -> Step:
     if claim.replica not in state.forming or claim.replica in {each.replica for each in state.ready}:
         return state, ()
     if why := why_not_now(state, told):
-        return state, (Refuse(claim.replica, JoinRefused(claim.replica, claim.label, why)),)
+        return state, (Refuse(refused(claim, why)),)
     armed = () if state.ready else (Arm(f"gather {state.generation}", "gather_s"),)
     ready = tuple(sorted((*state.ready, claim), key=lambda each: each.replica))
     # One try a step: between two joins a step is committed.
@@ -110,7 +110,7 @@ def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
         return generations.remove(state, (Loss(told.replica, LossKind.SUSPECTED, told.reason),), told.reason)
     if told.replica not in generations.members(state):
         return state, ()
-    refused = tuple(claim for claim in state.joins if claim.replica in out)
+    claims = tuple(claim for claim in state.joins if claim.replica in out)
     state = replace(
         generations.without(state, out),
         forming=tuple(sorted({*state.forming, *out})),
@@ -118,8 +118,7 @@ def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
     )
     if {item.replica for item in state.finished} >= set(state.roster):
         return generations.finish(state)
-    answers = (JoinRefused(claim.replica, claim.label, told.reason, told.generation) for claim in refused)
-    return state, tuple(Refuse(answer.newcomer, answer) for answer in answers)
+    return state, tuple(Refuse(refused(claim, told.reason, told.generation)) for claim in claims)
 
 
 def on_proven(state: CoordinatorState, told: NewcomersProven) -> Step:

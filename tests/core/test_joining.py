@@ -143,7 +143,7 @@ def test_a_claim_that_cannot_join_now_is_refused_by_name(said: NewcomerReady, be
     state, _ = feed(formed(), *before)
     after, effects = feed(state, said)
     [refuse] = effects
-    assert isinstance(refuse, Refuse) and refuse.replica == 3 and why in refuse.refused.reason, effects
+    assert isinstance(refuse, Refuse) and refuse.refused.newcomer == 3 and why in refuse.refused.reason, effects
     assert (after.roster, after.ready) == (state.roster, ())
 
 
@@ -157,14 +157,14 @@ def test_between_two_joins_a_step_is_committed() -> None:
 
 def test_a_loss_while_newcomers_gather_refuses_them_and_they_may_ask_again() -> None:
     state, effects = feed(formed(), ready(), died(2))
-    assert announced(effects).joins == () and Refuse(3, JoinRefused(3, "train 0", "generation 2 was made before")) in effects
+    assert announced(effects).joins == () and Refuse(JoinRefused(3, "train 0", "generation 2 was made before")) in effects
     assert feed(state, TimerFired("gather 1"))[1] == [] and state.forming == (3,)
 
 
 def test_joining_takes_nothing_from_a_job_that_is_about_to_save() -> None:
     _, effects = feed(formed(), ready(), ReplicaSaving(0, False), TimerFired("gather 1"))
     assert not [effect for effect in effects if isinstance(effect, Announce)]
-    assert [effect.replica for effect in effects if isinstance(effect, Refuse)] == [3]
+    assert [effect.refused.newcomer for effect in effects if isinstance(effect, Refuse)] == [3]
 
 
 # --- The coordinator: until it is proven -----------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_joining_takes_nothing_from_a_job_that_is_about_to_save() -> None:
 
 def test_a_newcomer_that_is_turned_away_is_dropped_without_a_generation_and_may_ask_again() -> None:
     state, effects = feed(joined(), TurnedAway(1, 2, (3,), "late"))
-    assert effects == [Refuse(3, JoinRefused(3, "train 0", "late", 2))]
+    assert effects == [Refuse(JoinRefused(3, "train 0", "late", 2))]
     assert (state.generation, state.roster, state.joins, state.forming) == (2, (0, 1, 2), (), (3,))
     assert feed(state, TurnedAway(0, 2, (3,), "late")) == (state, []), "every member reports it"
 

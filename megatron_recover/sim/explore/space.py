@@ -225,7 +225,7 @@ class Space:
                 nodes = (*world.nodes[: effect.replica], self.formed[effect.replica], *world.nodes[effect.replica + 1 :])
                 world = self.coordinate(world._replace(nodes=nodes), Hello(effect.replica, "same"))
             elif isinstance(effect, coordinator.Refuse):
-                messages, links = self.post(world, -1, ((self.messages.number(effect.refused), (effect.replica,)),))
+                messages, links = self.post(world, -1, ((self.messages.number(effect.refused), (effect.refused.newcomer,)),))
                 world = world._replace(messages=messages, links=links)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
                 if self.takes_time:

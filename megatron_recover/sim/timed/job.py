@@ -168,7 +168,7 @@ class TimedCoordinator(Actor):
             elif isinstance(effect, coordinator.Form):
                 job.form(effect.replica)
             elif isinstance(effect, coordinator.Refuse):
-                job.send(self, job.replicas[effect.replica], self.occupied(), effect.refused)
+                job.send(self, job.replicas[effect.refused.newcomer], self.occupied(), effect.refused)
             elif isinstance(effect, coordinator.Dismiss):
                 job.send(self, job.replicas[effect.replica], self.occupied(), Stop(0, "it leaves"))
                 job.clock.after(_DISMISSED_S, job.fence, effect.replica)
