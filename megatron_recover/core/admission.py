@@ -19,13 +19,12 @@ from megatron_recover.core.replica_state import (
     ReplicaPhase,
     ReplicaState,
     SendClaim,
+    Step,
     ToCoordinator,
     ToPeers,
 )
 from megatron_recover.core.values import Claim, Commitment
 from megatron_recover.core.vote import unite
-
-Step = tuple[ReplicaState, tuple[Effect, ...]]
 
 
 def on_state_digested(state: ReplicaState, report: StateDigested) -> Step:

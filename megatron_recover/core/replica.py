@@ -88,6 +88,7 @@ from megatron_recover.core.replica_state import (
     ReplicaPhase,
     ReplicaState,
     SendClaim,
+    Step,
     ToCoordinator,
     ToPeers,
     ToRanks,
@@ -102,12 +103,10 @@ from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, u
 
 __all__ = [
     "Admission", "Committed", "CoordinatorLost", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase",
-    "ReplicaState", "SendClaim", "ToCoordinator", "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
+    "ReplicaState", "SendClaim", "Step", "ToCoordinator", "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
-
-Step = tuple[ReplicaState, tuple[Effect, ...]]
 
 
 def step(state: ReplicaState, message: Input) -> Step:
@@ -352,7 +351,7 @@ def _start(state: ReplicaState) -> Step:
         speeds=state.speeds, pipeline=state.shape.pipeline, leavers=out,
     )  # fmt: skip
     if plan.work != state.work:
-        outvoted = tuple(replica for replica in unproven(state) if replica == state.replica)
+        outvoted = (state.replica,) if state.replica in unproven(state) else ()
         conflict = Disagreement(outvoted, f"replica {state.replica} begins {state.work}, others {plan.work}")
         return _diverged(state, conflict)
     plan = replace(plan, voids=state.must_void) if state.must_void else plan

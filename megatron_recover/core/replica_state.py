@@ -251,3 +251,6 @@ class Committed(Value, frozen=True):
 
 
 Effect = ToRanks | ToPeers | ToCoordinator | Decided | Voted | Committed
+
+Step = tuple[ReplicaState, tuple[Effect, ...]]
+"""The next state and the effects."""
