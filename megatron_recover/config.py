@@ -152,6 +152,9 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """First and last port that these listeners may have; None: any."""
     node_s: float | None = None
     """`--node-timeout`; None: the job has one node."""
+    newcomer: bool = False
+    """True: the replica is formed while others train. It has read no checkpoint, and reads its state
+    from the others (`core/joining.py`)."""
     dry_run: bool = False
     """True: judge the arguments as this rank would, and end with exit code `DRY_RUN_PASSED` or 2.
 

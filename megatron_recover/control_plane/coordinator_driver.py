@@ -76,6 +76,7 @@ class CoordinatorDriver:
         record: Callable[[trace.Event], None],
         fence: Callable[[int], None],
         dismiss: Callable[[int], None],
+        form: Callable[[int], None],
         on_end: Callable[[int, str], None],
         on_generation: Callable[[NewGeneration], None] = lambda new: None,
         deadlines: Deadlines | None = None,
@@ -86,12 +87,13 @@ class CoordinatorDriver:
         - `fence(replica)` begins to kill a replica.
         - `dismiss(replica)` notes that the replica leaves: its ranks end, which is no loss, or are
           killed.
+        - `form(replica)` begins to start the ranks of a newcomer.
         - `on_end(exit_code, reason)` is called once, before the leaders are sent `Stop`. An
           agent could otherwise see a rank end by it, and count it as lost, before it knows.
         - `on_generation(new)` is called after the leaders were sent a new generation.
         """
         self._loop, self._timers_s, self._record, self._on_end = loop, timers_s, record, on_end
-        self._fence, self._dismiss = fence, dismiss
+        self._fence, self._dismiss, self._form = fence, dismiss, form
         self._on_generation = on_generation
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
@@ -174,6 +176,10 @@ class CoordinatorDriver:
         if judged is None:
             return dict.fromkeys(replicas, "the run has ended")
         return {refusal.replica: refusal.why for refusal in judged.refused}
+
+    def ask_form(self, num_newcomers: int) -> None:
+        """Have newcomers formed, under ids that were never used; see `form`."""
+        self._step(machine.FormAsked(num_newcomers))
 
     def launched(self) -> None:
         """Note that the processes of all replicas were started."""
@@ -258,6 +264,10 @@ class CoordinatorDriver:
                 case machine.Fence(replica):
                     self._leaders.forget(replica)
                     self._fence(replica)
+                case machine.Form(replica):
+                    self._form(replica)
+                case machine.Refuse(refused):
+                    self._loop.send(self._links[refused.newcomer], refused)
                 case machine.Ask(replica, requests):
                     self._loop.send(self._links[replica], AddRequests(requests))
                 case machine.LeaveJudged(replicas, refused, reason):

@@ -304,7 +304,8 @@ class NodesDriver:
         self._membership = CoordinatorDriver(
             settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
-            fence=self._fence, dismiss=self._dismiss, on_end=self.end, on_generation=self._announced,
+            fence=self._fence, dismiss=self._dismiss, form=lambda replica: None, on_end=self.end,
+            on_generation=self._announced,
         )  # fmt: skip
         if is_of_several:  # not before: node 0 records since it has met the others
             places = (trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._start.nodes)

@@ -34,7 +34,7 @@ class Town:
         self.events: list[trace.Event] = []
         self.membership = CoordinatorDriver(
             MembershipSettings(num_replicas=3), loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0),
-            record=self.events.append, fence=lambda replica: None, dismiss=lambda replica: None,
+            record=self.events.append, fence=lambda replica: None, dismiss=lambda replica: None, form=lambda replica: None,
             on_end=self.ended,
         )  # fmt: skip
         self.gate, self.address = gate_of(self.membership, self.loop)

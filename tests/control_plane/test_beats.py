@@ -253,7 +253,7 @@ class Leaders:
         timers_s = dict.fromkeys(typing.get_args(Setting), 1000.0)
         self.membership = CoordinatorDriver(
             MembershipSettings(num_replicas=2), loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
-            record=self.events.append, fence=lambda replica: None, dismiss=lambda replica: None,
+            record=self.events.append, fence=lambda replica: None, dismiss=lambda replica: None, form=lambda replica: None,
             on_end=lambda code, reason: None,
         )  # fmt: skip
         self.received: list[tuple[int, Message]] = []
