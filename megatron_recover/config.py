@@ -153,8 +153,8 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     node_s: float | None = None
     """`--node-timeout`; None: the job has one node."""
     newcomer: bool = False
-    """True: the replica is formed while others train. It has read no checkpoint, and reads its state
-    from the others (`core/joining.py`)."""
+    """True: the replica is formed while others train, and reads its state from them instead of a
+    checkpoint (`core/joining.py`)."""
     dry_run: bool = False
     """True: judge the arguments as this rank would, and end with exit code `DRY_RUN_PASSED` or 2.
 
