@@ -22,7 +22,7 @@ from megatron_recover.control_plane.leader_link import LeaderLink
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
-from megatron_recover.control_plane.wire import Enter, Heard, Message, RankHello
+from megatron_recover.control_plane.wire import Enter, Heard, Message, RankHello, ReadFrom
 from megatron_recover.core import rank as machine
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.exit_code import ExitCode
@@ -30,7 +30,7 @@ from megatron_recover.core.grants import is_last_generation, writer_of
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.rank_messages import Apply, Close, Holds, Plan, RankFailing, Report, Stop
+from megatron_recover.core.rank_messages import Apply, Close, EnterTraining, Holds, Plan, RankFailing, Report, Stop
 from megatron_recover.core.values import Held, Shape, Work
 from megatron_recover.data_plane.transport import Endpoint, Operand, Revoked, Transport, TransportError
 from megatron_recover.deadlines import Deadlines
@@ -111,6 +111,12 @@ class RankDriver:
         """Guards what several threads use below. Notified when the training thread may have
         something to do."""
         self._state = machine.RankState(context.replica, context.rank, ())
+        self._sources: tuple[tuple[int, str], ...] = ()
+        """Members from which this newcomer may read state, and where."""
+        self._refusal = ""
+        """Reason why the newest claim of this newcomer was refused."""
+        self._is_admitted = False
+        """True once this newcomer has the order to begin training, or has begun."""
         self._known_addresses: dict[int, str] = {}
         """Replica -> data address of its rank at this rank's position, for all replicas ever
         announced."""
@@ -167,14 +173,17 @@ class RankDriver:
 
     # --- The life of a training thread, in order -------------------------------------------------
 
-    def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Parts = (), beginning: Parts = (), state_address: str = "") -> None:
         """Start the control thread, report this rank ready, and wait for the first generation.
 
-        Called once, when the rank's buckets are known.
+        Called once, when the rank's buckets are known. A rank of a newcomer waits for nothing: it
+        reads state (`sources`), and asks to join (`ask_to_join`).
 
-        - `fingerprint` covers all that has to be equal in the same rank of every replica:
-          configuration, initial state, data.
+        - `fingerprint` covers all that has to be equal in the same rank of every replica, also of a
+          newcomer: configuration, software, data.
         - `parts` has the same by name and value, for the message that reports a difference.
+        - `beginning` has what has to be equal at the start only: the initial state.
+        - `state_address`: where newcomers read the state of this rank; empty if they cannot.
 
         Raises `JobStopped` if the job ends, or this rank fails, before the job has begun.
         """
@@ -182,14 +191,62 @@ class RankDriver:
             self._faults.at(FaultPoint.START_UP)
         buckets = tuple(bucket for bucket, ranks in enumerate(shape.bucket_ranks) if self.rank in ranks)
         self._state = machine.RankState(self.replica, self.rank, buckets)
-        hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address, parts)
+        hello = RankHello(
+            self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address, parts, beginning, state_address
+        )  # fmt: skip
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: driver.close_in_child() if (driver := itself()) is not None else None)
         self._loop.post(lambda: self._introduce(hello))
         self._control.start()
         with self._changed:
-            self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
+            if not self._context.newcomer:
+                self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
             self._raise_if_stopped()
+
+    def sources(self) -> tuple[tuple[int, str], ...]:
+        """Wait until there is a member from which this newcomer can read state; return all of them.
+
+        Each is (replica, address of its rank at this rank's position). Raises `JobStopped`.
+        """
+        with self._changed:
+            self._wait_until(lambda: bool(self._sources) or self._stopped_by() is not None)
+            self._raise_if_stopped()
+            return self._sources
+
+    def digested(self, label: str, digest: int) -> None:
+        """Report the digest of the state of this rank with which the training step `label` begins.
+
+        A newcomer has read that state, a member serves it. Any thread may call this.
+        """
+        with self._changed:
+            self._feed(machine.Digest(label, digest))
+
+    def ask_to_join(self, member: int) -> str:
+        """Have a member vouch for what all ranks of this newcomer have read and digested.
+
+        Wait for the answer: empty once the members have admitted this newcomer, else the reason why
+        not. Rank 0 only. Raises `JobStopped`.
+        """
+        leader = self._leader
+        assert leader is not None, "rank 0 alone asks"
+        with self._changed:
+            self._refusal = ""
+            self._loop.post(lambda: leader.ask(member))
+            self._wait_until(lambda: self._is_admitted or bool(self._refusal) or self._stopped_by() is not None)
+            self._raise_if_stopped()
+            return "" if self._is_admitted else self._refusal
+
+    def enter(self) -> int:
+        """Wait for the order to begin training, in a newcomer that is admitted; return the step.
+
+        Raises `JobStopped`.
+        """
+        with self._changed:
+            self._wait_until(lambda: self._is_admitted or self._stopped_by() is not None)
+            self._raise_if_stopped()
+            self._feed(machine.Take())
+            assert isinstance(self._state.taken, EnterTraining), self._state.taken
+            return self._state.step
 
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
         """Begin the next step and return its number.
@@ -483,6 +540,7 @@ class RankDriver:
             self._leader = ReplicaDriver(
                 self._context, self._config, hello, key=self._key, clock=self._clock, loop=self._loop, deliver=self._deliver,
                 fail=self._fail, record=self._record, faults=self._faults, deadlines=self._deadlines, naming=self._naming,
+                refused=self._refused,
             )  # fmt: skip
             return
         self._link = LeaderLink(
@@ -503,15 +561,31 @@ class RankDriver:
                     self._feed(promise)
                 if self._link is not None:
                     self._link.has_order()
+            case EnterTraining():  # repeated by each generation in which this newcomer is judged anew
+                with self._changed:
+                    if not self._is_admitted:
+                        self._is_admitted = True
+                        self._feed(message)
             case Plan() | Close() | Apply() | Stop():
                 with self._changed:
                     self._feed(message)
+            case ReadFrom(sources):
+                with self._changed:
+                    self._sources = sources
+                    self._changed.notify_all()
+                if self._link is not None:
+                    self._link.has_order()
             case Heard():
                 with self._changed:
                     self._heard = True
                     self._changed.notify_all()
             case _:
                 self._fail(f"the leader sent a {type(message).__name__}")
+
+    def _refused(self, reason: str) -> None:
+        with self._changed:
+            self._refusal = reason
+            self._changed.notify_all()
 
     def _send_reports(self) -> None:
         while self._outbox:

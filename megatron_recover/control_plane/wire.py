@@ -148,6 +148,10 @@ class RankHello(Value, frozen=True):
     data_address: str
     parts: tuple[tuple[str, str], ...] = ()
     """The named values that the fingerprint covers, as (name, value) pairs (`core/alike.py`)."""
+    beginning: tuple[tuple[str, str], ...] = ()
+    """Such pairs of what must be alike at the start only (`Hello.beginning`)."""
+    state_address: str = ""
+    """Where newcomers read the state of this rank; empty if they cannot."""
 
 
 class LeaderHello(Value, frozen=True):
@@ -155,12 +159,43 @@ class LeaderHello(Value, frozen=True):
 
     hello: Hello
     peer: Peer
+    state_addresses: tuple[str, ...] = ()
+    """Where newcomers read the state of each rank, by rank; empty if they cannot."""
 
 
 class PeerHello(Value, frozen=True):
     """The first message of a leader to another leader."""
 
     replica: ReplicaId
+    address: str = ""
+    """Where this leader listens, if it is that of a newcomer: the other may not know it yet."""
+
+
+class Source(Value, frozen=True):
+    """A member from which a newcomer can read state."""
+
+    replica: ReplicaId
+    leader_address: str
+    state_addresses: tuple[str, ...]
+    """By rank."""
+
+
+class Sources(Value, frozen=True):
+    """Message of the coordinator to the leader of a newcomer: the members that it may read from.
+
+    It is sent when the newcomer is formed, and again after each new generation. It names some of
+    the members, so that forming costs the same in a job of any size.
+    """
+
+    generation: Generation
+    sources: tuple[Source, ...]
+
+
+class ReadFrom(Value, frozen=True):
+    """Message of a newcomer's leader to a rank: where to read state, in place of an older list."""
+
+    sources: tuple[tuple[ReplicaId, str], ...]
+    """(member, address of its rank at this rank's position)."""
 
 
 class Announcement(Value, frozen=True):
@@ -244,7 +279,8 @@ def encode(message: Message) -> bytes:
 
 
 Message = (
-    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat | FromAgent | ToAgent
+    RankHello | LeaderHello | PeerHello | Sources | ReadFrom | Announcement | Enter | Heard | Beat | LeaderBeat
+    | FromAgent | ToAgent
     | Plan | Close | Apply | Stop | EnterTraining
     | Begun | Promised | Holds | RankBlocked | RankFailing | RankFinished | StateDigested
     | Vote | Votes | Status | Statuses | Claim | JoinRefused | Admission

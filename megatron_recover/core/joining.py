@@ -48,6 +48,9 @@ from megatron_recover.core.replica_state import ReplicaPhase, ReplicaState
 from megatron_recover.core.request import RequestKind, details
 from megatron_recover.core.values import Claim, Generation, ReplicaId, Status, Value, Work
 
+MAX_SOURCES = 8
+"""Members from which a newcomer reads state at most."""
+
 
 class Admissions(Value, frozen=True):
     """The judgement of the claims of a generation."""

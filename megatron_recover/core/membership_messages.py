@@ -123,9 +123,12 @@ class Hello(Value, frozen=True):
 
     replica: ReplicaId
     fingerprint: str
-    """Digest of all that must be alike. The run ends if two replicas differ."""
+    """Digest of the configuration, which all replicas share, newcomers too. If two replicas of the
+    start differ, the run ends; a newcomer that differs is removed."""
     parts: tuple[tuple[str, str], ...] = ()
-    """(name, value) of what must be alike, to describe a difference (`core/alike.py`)."""
+    """(name, value) of that configuration, to describe a difference (`core/alike.py`)."""
+    beginning: tuple[tuple[str, str], ...] = ()
+    """(name, value) of what must be alike at the start only, such as the digest of all state."""
 
 
 class Entered(Value, frozen=True):
