@@ -29,6 +29,7 @@ from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.grants import is_last_generation, writer_of
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import StepKind, label_of
+from megatron_recover.core.membership_messages import JoinRefused
 from megatron_recover.core.progress import Phase
 from megatron_recover.core.rank_messages import Apply, Close, EnterTraining, Holds, Plan, RankFailing, Report, Stop
 from megatron_recover.core.values import Held, Shape, Work
@@ -113,8 +114,8 @@ class RankDriver:
         self._state = machine.RankState(context.replica, context.rank, ())
         self._sources: tuple[tuple[int, str], ...] = ()
         """Members from which this newcomer may read state, and where."""
-        self._refusal = ""
-        """Reason why the newest claim of this newcomer was refused."""
+        self._refusal: JoinRefused | None = None
+        """The answer to the newest claim of this newcomer, if it was refused."""
         self._is_admitted = False
         """True once this newcomer has the order to begin training, or has begun."""
         self._known_addresses: dict[int, str] = {}
@@ -221,20 +222,20 @@ class RankDriver:
         with self._changed:
             self._feed(machine.Digest(label, digest))
 
-    def ask_to_join(self, member: int) -> str:
+    def ask_to_join(self, member: int) -> JoinRefused | None:
         """Have a member vouch for what all ranks of this newcomer have read and digested.
 
-        Wait for the answer: empty once the members have admitted this newcomer, else the reason why
-        not. Rank 0 only. Raises `JobStopped`.
+        Wait for the answer: None once the members have admitted this newcomer, else why not. Rank 0
+        only. Raises `JobStopped`.
         """
         leader = self._leader
         assert leader is not None, "rank 0 alone asks"
         with self._changed:
-            self._refusal = ""
+            self._refusal = None
             self._loop.post(lambda: leader.ask(member))
-            self._wait_until(lambda: self._is_admitted or bool(self._refusal) or self._stopped_by() is not None)
+            self._wait_until(lambda: self._is_admitted or self._refusal is not None or self._stopped_by() is not None)
             self._raise_if_stopped()
-            return "" if self._is_admitted else self._refusal
+            return None if self._is_admitted else self._refusal
 
     def enter(self) -> int:
         """Wait for the order to begin training, in a newcomer that is admitted; return the step.
@@ -582,9 +583,9 @@ class RankDriver:
             case _:
                 self._fail(f"the leader sent a {type(message).__name__}")
 
-    def _refused(self, reason: str) -> None:
+    def _refused(self, answer: JoinRefused) -> None:
         with self._changed:
-            self._refusal = reason
+            self._refusal = answer
             self._changed.notify_all()
 
     def _send_reports(self) -> None:

@@ -113,7 +113,7 @@ class ReplicaDriver:
         faults: FaultInjector | None,
         deadlines: Deadlines,
         naming: NamingRight,
-        refused: Callable[[str], None] = lambda reason: None,
+        refused: Callable[[JoinRefused], None] = lambda refused: None,
     ) -> None:
         """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
@@ -122,7 +122,7 @@ class ReplicaDriver:
         - `deliver(message)` delivers a message of the leader to rank 0.
         - `fail(reason)` or `fail(reason, exit_code)` ends rank 0, and so the replica.
         - `naming` is this replica's right to name checkpoints.
-        - `refused(reason)`: the claim of this newcomer is refused.
+        - `refused(answer)`: the claim of this newcomer is refused.
         """
         self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
@@ -364,7 +364,7 @@ class ReplicaDriver:
             self._claim_when_complete()
         if isinstance(event, JoinRefused) and before.claim is not None and self._state.claim is None:
             self._asked = None
-            self._refused(event.reason)
+            self._refused(event)
         self._watch_for_a_stall()
 
     def _claim_when_complete(self) -> None:

@@ -113,6 +113,9 @@ class JoinRefused(Value, frozen=True):
     reason: str
     generation: Generation = 0
     """The generation that the coordinator announced with the claim; 0: there is none."""
+    is_fault: bool = False
+    """True if the newcomer was too slow, or its state was not equal. Such a refusal uses up one of
+    its tries; any other is about the job."""
 
 
 # --- From a leader to the coordinator -------------------------------------------------------------
