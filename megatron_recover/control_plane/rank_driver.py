@@ -204,13 +204,19 @@ class RankDriver:
                 self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
             self._raise_if_stopped()
 
-    def sources(self) -> tuple[tuple[int, str], ...]:
-        """Wait until there is a member from which this newcomer can read state; return all of them.
+    def sources(self, known: tuple[tuple[int, str], ...] = ()) -> tuple[tuple[int, str], ...]:
+        """Return the members from which this newcomer can read state, once there are any.
 
-        Each is (replica, address of its rank at this rank's position). Raises `JobStopped`.
+        Each is (replica, address of its rank at this rank's position). If the members are still
+        those `known`, from none of which it can read, wait for others, for `stall_s` at most.
+        Raises `JobStopped`.
         """
         with self._changed:
             self._wait_until(lambda: bool(self._sources) or self._stopped_by() is not None)
+            if known:
+                self._changed.wait_for(
+                    lambda: self._sources != known or self._stopped_by() is not None, self._deadlines.stall_s
+                )  # fmt: skip
             self._raise_if_stopped()
             return self._sources
 
