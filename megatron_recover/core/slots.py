@@ -25,7 +25,7 @@ Note [When a slot is set aside]
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -52,6 +52,10 @@ class Settings(Value, frozen=True):
     """Committed steps after which a newcomer ends the row of breaks of its slots."""
     patience_s: float = 10.0
     """Time for which a lost replica's processes may take to end before spares replace it."""
+    num_ranks: int = 1
+    """Ranks of each replica."""
+    tp: int = 1
+    """Ranks of a tensor-parallel group, as in `placement.place`."""
 
 
 class Past(Value, frozen=True):
@@ -70,6 +74,8 @@ class Past(Value, frozen=True):
     """Breaks of its own in a row."""
     num_set_aside: int = 0
     """Number of times that the slot was set aside in that row."""
+    for_s: float = 0.0
+    """Time for which the slot was set aside the last time."""
     until_s: float | None = None
     """Time until which the slot is set aside; None: it never was in that row."""
     why: str = ""
@@ -184,7 +190,7 @@ def proven(pasts: Pasts, replica: ReplicaId) -> Pasts:
     return _each(pasts, replica, lambda past: replace(past, num_breaks=0, num_set_aside=0, until_s=None, why=""))
 
 
-def _each(pasts: Pasts, replica: ReplicaId, change) -> Pasts:  # type: ignore[no-untyped-def]
+def _each(pasts: Pasts, replica: ReplicaId, change: Callable[[Past], Past]) -> Pasts:
     return tuple(change(each) if each.user == replica else each for each in pasts)
 
 
@@ -193,7 +199,7 @@ def _broken(past: Past, why: str, settings: Settings, now_s: float) -> Past:
     if past.num_breaks < _STRIKES:
         return past
     for_s = settings.backoff_s * 2 ** min(past.num_set_aside, _MOST_DOUBLINGS)
-    return replace(past, num_set_aside=past.num_set_aside + 1, until_s=now_s + for_s)
+    return replace(past, num_set_aside=past.num_set_aside + 1, for_s=for_s, until_s=now_s + for_s)
 
 
 def _sorted(pasts: Iterable[Past]) -> Pasts:
@@ -203,11 +209,12 @@ def _sorted(pasts: Iterable[Past]) -> Pasts:
 # --- The plan -------------------------------------------------------------------------------------
 
 
-def plan(pasts: Pasts, *, wanted: int, num_ranks: int, settings: Settings, now_s: float, tp: int = 1) -> Plan:
-    """Return the newcomers to form now, at most `wanted`, of `num_ranks` ranks each, and the rest.
+def plan(pasts: Pasts, *, wanted: int, settings: Settings, now_s: float) -> Plan:
+    """Return the newcomers to form now, at most `wanted`, and the slots that are left out.
 
-    `tp`: as in `placement.place`. See Note [Where newcomers are formed].
+    See Note [Where newcomers are formed].
     """
+    num_ranks = settings.num_ranks
     free = {each.slot: each for each in pasts if not each.is_taken and not each.is_given_back}
     hindered = {slot: found for slot, past in free.items() if (found := _hindrance(past, settings, now_s)) is not None}
     newcomers: list[Newcomer] = []
@@ -222,7 +229,7 @@ def plan(pasts: Pasts, *, wanted: int, num_ranks: int, settings: Settings, now_s
             num_awaited += 1
     used = {slot for each in newcomers for slot in each.slots}
     pool = [slot for slot in free if slot not in hindered and slot not in used]
-    together = _together(pool, wanted - len(newcomers) - num_awaited, num_ranks, tp)
+    together = _together(pool, wanted - len(newcomers) - num_awaited, num_ranks, settings.tp)
     newcomers += (Newcomer(seat, f"in healthy and spare slots ({described(seat)})") for seat in together)
     used |= {slot for seat in together for slot in seat}
     rest = [slot for slot in pool if slot not in used]
@@ -273,7 +280,7 @@ def _hindrance(past: Past, settings: Settings, now_s: float) -> LeftOut | None:
         return LeftOut(past.slot, f"never used again, as {times}: {past.why}")
     if past.until_s is not None and now_s < past.until_s:
         which = f"{past.num_set_aside} of {settings.budget}"
-        return LeftOut(past.slot, f"set aside for {past.until_s - now_s:.0f} s ({which}): {past.why}", past.until_s)
+        return LeftOut(past.slot, f"set aside for {past.for_s:g} s ({which}): {past.why}", past.until_s)
     if not past.is_gone:
         until_s = (past.lost_at_s or 0.0) + settings.patience_s
         return LeftOut(past.slot, f"a process of {_user(past)} may live", until_s if now_s < until_s else None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megatron_recover.core import slots
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.placement import Slot
 from megatron_recover.core.slots import Pasts, Settings
 
-SETTINGS = Settings(backoff_s=60.0, budget=3)
+SETTINGS = Settings(backoff_s=60.0, budget=3, num_ranks=2)
 
 
 def seat(node: int, first: int, num: int = 2) -> tuple[Slot, ...]:
@@ -30,9 +31,9 @@ def crashed(pasts: Pasts, replica: int, *, now_s: float = 100.0, rank: int | Non
     return slots.gone(pasts, replica)
 
 
-def plan(pasts: Pasts, wanted: int, *, now_s: float = 100.0, num_ranks: int = 2, settings: Settings = SETTINGS) -> str:
+def plan(pasts: Pasts, wanted: int, *, now_s: float = 100.0, settings: Settings = SETTINGS) -> str:
     """The plan in words, a line for each newcomer and each slot that is left out."""
-    found = slots.plan(pasts, wanted=wanted, num_ranks=num_ranks, settings=settings, now_s=now_s)
+    found = slots.plan(pasts, wanted=wanted, settings=settings, now_s=now_s)
     lines = [f"{' '.join(f'{slot.node}.{slot.slot}' for slot in each.slots)} {each.reason}" for each in found.newcomers]
     lines += [f"not {each.slot.node}.{each.slot.slot} {each.reason} [{each.again_at_s}]" for each in found.left_out]
     return "\n".join(lines)
@@ -122,7 +123,7 @@ def test_a_slot_that_breaks_twice_before_ten_steps_is_set_aside_for_longer_each_
     assert plan(pasts, 1) == "0.2 0.3 in the slots of replica 1 (node 0: slots 2 and 3)", "the first break of its own is healed"
     for replica in range(3, 8):
         pasts = crashed(slots.taken(pasts, replica, seat(0, 2)), replica, now_s=now_s)
-        found = slots.plan(pasts, wanted=1, num_ranks=2, settings=SETTINGS, now_s=now_s)
+        found = slots.plan(pasts, wanted=1, settings=SETTINGS, now_s=now_s)
         assert not found.newcomers
         told.append(found.left_out[0].reason)
         if found.again_at_s is None:
@@ -175,7 +176,7 @@ def test_the_slots_of_a_replica_that_has_left_are_given_back() -> None:
 
 
 def test_without_a_budget_the_second_break_is_the_last() -> None:
-    settings = Settings(budget=0)
+    settings = Settings(budget=0, num_ranks=2)
     pasts = crashed(THREE, 1)
     pasts = slots.lost(slots.taken(pasts, 3, seat(0, 2)), 3, LossKind.EXCEPTION, "", settings, now_s=1.0)
     assert plan(slots.gone(pasts, 3), 1, settings=settings).startswith("not 0.2 never used again, as no try is left: ")
@@ -208,7 +209,9 @@ def test_whatever_happens_nobody_sits_where_a_former_process_may_live_or_on_a_lo
                 pasts = slots.node_lost(pasts, node)
             case "proven" if living:
                 pasts = slots.proven(pasts, data.draw(st.sampled_from(sorted(living))))
-        found = slots.plan(pasts, wanted=max(0, num_replicas - len(living)), num_ranks=num_ranks, settings=SETTINGS, now_s=now_s)
+        found = slots.plan(
+            pasts, wanted=max(0, num_replicas - len(living)), settings=replace(SETTINGS, num_ranks=num_ranks), now_s=now_s
+        )
         assert len(found.newcomers) <= max(0, num_replicas - len(living))
         for each in found.newcomers:
             assert len(each.slots) == len(set(each.slots)) == num_ranks
