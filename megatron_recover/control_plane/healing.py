@@ -9,7 +9,6 @@ member waits for any of this.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -88,7 +87,7 @@ class Healing:
     # --- What becomes of replicas -----------------------------------------------------------------
 
     def broke(self, replica: ReplicaId, rank: int | None) -> None:
-        """Note the rank that has caused the loss of a replica; call it before the loss is judged."""
+        """Note the rank that causes the loss of a replica; call it before the loss is judged."""
         if rank is not None:
             self._broken.setdefault(replica, rank)
 
@@ -215,8 +214,9 @@ class Healing:
         """Say which slots stay empty although replicas are missing, each reason once per slot."""
         fresh = [each for each in plan.left_out if (each.slot, each.reason) not in self._told]
         self._told.update((each.slot, each.reason) for each in fresh)
-        for reason, group in itertools.groupby(sorted(fresh, key=lambda each: (each.reason, each.slot)), lambda each: each.reason):
-            self._say(f"no newcomer on {slots.described(each.slot for each in group)}: {reason}")
+        for reason in dict.fromkeys(each.reason for each in fresh):
+            where = slots.described(each.slot for each in fresh if each.reason == reason)
+            self._say(f"no newcomer is formed on {where}: {reason}")
 
     def _say(self, text: str) -> None:
         self._send(0, Say(text))

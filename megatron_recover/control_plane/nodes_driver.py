@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import get_args
 
 import msgspec
