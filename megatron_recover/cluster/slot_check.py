@@ -29,7 +29,7 @@ _LOOK_S = 0.02
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is checked."""
+    """The slots to check, and what they need."""
 
     run_dir: Path
     num_ranks: int

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Mapping
 import msgspec
 
 from megatron_recover.cluster.agent import descriptors_needed
-from megatron_recover.cluster.job import Job, sharing_a_gpu
+from megatron_recover.cluster.job import Job, link_logs_of_newcomer, sharing_a_gpu
 from megatron_recover.cluster.node import Node
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
@@ -185,6 +185,8 @@ class Starting:
                 output = self.outputs[replica, rank] = self._recording.output_of_rank(
                     replica, rank, self._seats.stands_for(replica, rank)
                 )
+            if replica >= job.num_replicas:
+                link_logs_of_newcomer(job, replica, rank, (output.stdout or output).log)
             if rank == 0:
                 handed_down |= {name: each.fileno() for name, each in sockets.items()}
             self._node.spawn(

@@ -68,7 +68,7 @@ class NodeReady(Value, frozen=True):
     seats: tuple[tuple[ReplicaId, tuple[Seat, ...]], ...] = ()
     """The slots here of each replica's ranks, if lost replicas are to be replaced."""
     healing: Healing | None = None
-    """How lost replicas are replaced; None: they are not."""
+    """The settings by which lost replicas are replaced; None: they are not."""
 
 
 class NodeFailed(Value, frozen=True):

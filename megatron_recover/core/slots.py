@@ -1,4 +1,4 @@
-"""Which newcomers are formed in which slots, and which slots are set aside: pure functions.
+"""Decides in which slots newcomers are formed, and which slots are set aside: pure functions.
 
 A newcomer is a replica that is formed while others train (`core/joining.py`). This module decides
 where; it never decides when a replica is lost. It knows no clock: the caller gives the time in
@@ -44,22 +44,22 @@ OUTSIDE = frozenset({LossKind.PROCESS_ENDED, LossKind.NODE_LOST})
 class Settings(Value, frozen=True):
     """The settings of healing, fixed for the run."""
 
-    backoff_s: float = 60.0
+    backoff_s: float
     """Time for which a slot is set aside for the first time."""
-    budget: int = 3
+    budget: int
     """Number of times that a slot is set aside before it is never used again."""
+    patience_s: float
+    """Time for which a lost replica's processes may take to end before spares replace it."""
+    num_ranks: int
+    """Ranks of each replica."""
     proven_steps: int = 10
     """Committed steps after which a newcomer ends the row of breaks of its slots."""
-    patience_s: float = 10.0
-    """Time for which a lost replica's processes may take to end before spares replace it."""
-    num_ranks: int = 1
-    """Ranks of each replica."""
     tp: int = 1
     """Ranks of a tensor-parallel group, as in `placement.place`."""
 
 
 class Past(Value, frozen=True):
-    """What is known of one slot."""
+    """The knowledge of one slot and its users."""
 
     slot: Slot
     user: ReplicaId | None = None
@@ -113,7 +113,7 @@ class LeftOut(Value, frozen=True):
 
 
 class Plan(Value, frozen=True):
-    """What is formed now."""
+    """The newcomers to form now, and the slots that stay empty although replicas are missing."""
 
     newcomers: tuple[Newcomer, ...]
     left_out: tuple[LeftOut, ...]

@@ -12,7 +12,7 @@ from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.placement import Slot
 from megatron_recover.core.slots import Pasts, Settings
 
-SETTINGS = Settings(backoff_s=60.0, budget=3, num_ranks=2)
+SETTINGS = Settings(backoff_s=60.0, budget=3, patience_s=10.0, num_ranks=2)
 
 
 def seat(node: int, first: int, num: int = 2) -> tuple[Slot, ...]:
@@ -176,7 +176,7 @@ def test_the_slots_of_a_replica_that_has_left_are_given_back() -> None:
 
 
 def test_without_a_budget_the_second_break_is_the_last() -> None:
-    settings = Settings(budget=0, num_ranks=2)
+    settings = replace(SETTINGS, budget=0)
     pasts = crashed(THREE, 1)
     pasts = slots.lost(slots.taken(pasts, 3, seat(0, 2)), 3, LossKind.EXCEPTION, "", settings, now_s=1.0)
     assert plan(slots.gone(pasts, 3), 1, settings=settings).startswith("not 0.2 never used again, as no try is left: ")
