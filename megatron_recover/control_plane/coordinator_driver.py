@@ -134,6 +134,11 @@ class CoordinatorDriver:
         """Return the generation, its roster, and the number of committed steps."""
         return self._state.generation, self._state.roster, self._state.step
 
+    @property
+    def state(self) -> machine.CoordinatorState:
+        """Return what the machine knows."""
+        return self._state
+
     def lost(self, loss: Loss) -> None:
         """Feed the machine the loss of a replica. The same replica may be reported twice."""
         self._notice()
