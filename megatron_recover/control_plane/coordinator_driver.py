@@ -37,12 +37,14 @@ from megatron_recover.core.membership_messages import (
     LossKind,
     Miscounted,
     Named,
+    NewcomersProven,
     NewGeneration,
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
     ReplicaLeaving,
     ReplicaSaving,
+    TurnedAway,
 )
 from megatron_recover.core.rank_messages import Stop
 from megatron_recover.deadlines import Deadlines
@@ -62,6 +64,23 @@ def announcements(
     to_new = encode(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
     for replica in new.roster:
         yield replica, to_old if replica in announced else to_new
+
+
+def judgements(
+    before: machine.CoordinatorState, after: machine.CoordinatorState, told: TurnedAway | NewcomersProven
+) -> Iterator[trace.TurnedAway | trace.Proven]:
+    """Yield the event for the newcomers on which a member's report has decided, if there are any.
+
+    One that was lost by the report makes a generation instead, which names it.
+    """
+    if before.generation != after.generation or before.losses != after.losses:
+        return
+    unproven = {claim.replica for claim in before.joins} - {claim.replica for claim in after.joins}
+    newcomers = tuple(sorted(unproven))
+    if newcomers and isinstance(told, TurnedAway):
+        yield trace.TurnedAway(generation=before.generation, newcomers=newcomers, reason=told.reason)
+    elif newcomers:
+        yield trace.Proven(generation=before.generation, newcomers=newcomers)
 
 
 class CoordinatorDriver:
@@ -98,6 +117,8 @@ class CoordinatorDriver:
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
+        self._forms_for: tuple[tuple[int, ...], str] = ((), "")
+        """For the trace: `in_place_of` and `reason` of the newest `ask_form`."""
         self._announced: set[int] = set()
         """Replicas that were in a roster; the leaders of that roster have their addresses."""
         self._noticed: float | None = None
@@ -177,8 +198,12 @@ class CoordinatorDriver:
             return dict.fromkeys(replicas, "the run has ended")
         return {refusal.replica: refusal.why for refusal in judged.refused}
 
-    def ask_form(self, num_newcomers: int) -> None:
-        """Have newcomers formed, under ids that were never used; see `form`."""
+    def ask_form(self, num_newcomers: int, in_place_of: tuple[int, ...] = (), reason: str = "") -> None:
+        """Have newcomers formed, under ids that were never used; see `form`.
+
+        For the trace: the replicas whose slots they get, and the reason, which may be empty.
+        """
+        self._forms_for = in_place_of, reason
         self._step(machine.FormAsked(num_newcomers))
 
     def launched(self) -> None:
@@ -256,7 +281,11 @@ class CoordinatorDriver:
             self._noticed = time.monotonic()
 
     def _step(self, event: machine.Input) -> tuple[machine.Effect, ...]:
-        self._state, effects = machine.step(self._state, event)
+        before = self._state
+        self._state, effects = machine.step(before, event)
+        if isinstance(event, TurnedAway | NewcomersProven):
+            for judged in judgements(before, self._state, event):
+                self._record(judged)
         for effect in effects:
             match effect:
                 case machine.Announce(new):
@@ -265,8 +294,14 @@ class CoordinatorDriver:
                     self._leaders.forget(replica)
                     self._fence(replica)
                 case machine.Form(replica):
+                    in_place_of, reason = self._forms_for
+                    self._record(trace.Forming(newcomer=replica, in_place_of=in_place_of, reason=reason))
                     self._form(replica)
                 case machine.Refuse(refused):
+                    if not refused.generation:  # else it is turned away, which is recorded for all
+                        self._record(
+                            trace.ClaimRefused(newcomer=refused.newcomer, label=refused.label, reason=refused.reason)
+                        )  # fmt: skip
                     self._loop.send(self._links[refused.newcomer], refused)
                 case machine.Ask(replica, requests):
                     self._loop.send(self._links[replica], AddRequests(requests))
@@ -309,6 +344,7 @@ class CoordinatorDriver:
                 reason=new.reason,
                 void=void,
                 gives_up=gives_up,
+                newcomers=tuple(claim.replica for claim in new.joins),
             )  # fmt: skip
         )
         for replica, body in announcements(new, self._peers, self._announced, noticed_s):
