@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.control_plane import membership_events
 from megatron_recover.control_plane.beats import LeaderWatch
 from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.loop import Loop
@@ -37,14 +38,12 @@ from megatron_recover.core.membership_messages import (
     LossKind,
     Miscounted,
     Named,
-    NewcomersProven,
     NewGeneration,
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
     ReplicaLeaving,
     ReplicaSaving,
-    TurnedAway,
 )
 from megatron_recover.core.rank_messages import Stop
 from megatron_recover.deadlines import Deadlines
@@ -64,23 +63,6 @@ def announcements(
     to_new = encode(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
     for replica in new.roster:
         yield replica, to_old if replica in announced else to_new
-
-
-def judgements(
-    before: machine.CoordinatorState, after: machine.CoordinatorState, told: TurnedAway | NewcomersProven
-) -> Iterator[trace.TurnedAway | trace.Proven]:
-    """Yield the event for the newcomers on which a member's report has decided, if there are any.
-
-    One that was lost by the report makes a generation instead, which names it.
-    """
-    if before.generation != after.generation or before.losses != after.losses:
-        return
-    unproven = {claim.replica for claim in before.joins} - {claim.replica for claim in after.joins}
-    newcomers = tuple(sorted(unproven))
-    if newcomers and isinstance(told, TurnedAway):
-        yield trace.TurnedAway(generation=before.generation, newcomers=newcomers, reason=told.reason)
-    elif newcomers:
-        yield trace.Proven(generation=before.generation, newcomers=newcomers)
 
 
 class CoordinatorDriver:
@@ -283,9 +265,8 @@ class CoordinatorDriver:
     def _step(self, event: machine.Input) -> tuple[machine.Effect, ...]:
         before = self._state
         self._state, effects = machine.step(before, event)
-        if isinstance(event, TurnedAway | NewcomersProven):
-            for judged in judgements(before, self._state, event):
-                self._record(judged)
+        for judged in membership_events.judgements(before, self._state, event):
+            self._record(judged)
         for effect in effects:
             match effect:
                 case machine.Announce(new):
@@ -298,10 +279,8 @@ class CoordinatorDriver:
                     self._record(trace.Forming(newcomer=replica, in_place_of=in_place_of, reason=reason))
                     self._form(replica)
                 case machine.Refuse(refused):
-                    if not refused.generation:  # else it is turned away, which is recorded for all
-                        self._record(
-                            trace.ClaimRefused(newcomer=refused.newcomer, label=refused.label, reason=refused.reason)
-                        )  # fmt: skip
+                    for recorded in membership_events.refusal(refused):
+                        self._record(recorded)
                     self._loop.send(self._links[refused.newcomer], refused)
                 case machine.Ask(replica, requests):
                     self._loop.send(self._links[replica], AddRequests(requests))
@@ -332,21 +311,7 @@ class CoordinatorDriver:
     def _announce(self, new: NewGeneration) -> None:
         noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
         self._noticed = None
-        losses = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
-        void = (new.void.step, new.void.since) if new.void is not None else None
-        gives_up = new.void is not None and new.void.gives_up
-        self._record(
-            trace.Generation(
-                generation=new.generation,
-                roster=new.roster,
-                losses=losses,
-                left=new.left,
-                reason=new.reason,
-                void=void,
-                gives_up=gives_up,
-                newcomers=tuple(claim.replica for claim in new.joins),
-            )  # fmt: skip
-        )
+        self._record(membership_events.generation(new))
         for replica, body in announcements(new, self._peers, self._announced, noticed_s):
             self._loop.put(self._links[replica], body)
         self._announced |= set(new.roster)
