@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
+
 from megatron_recover import trace
 from megatron_recover.control_plane import membership_events
 from megatron_recover.control_plane.protocol_events import ProtocolEvents
 from megatron_recover.core import coordinator, invariants, replica
-from megatron_recover.core.membership_messages import Diverged, Entered, Hello, JoinRefused, Miscounted
+from megatron_recover.core.membership_messages import Diverged, Entered, Hello, JoinRefused, LossKind, Miscounted
 from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.values import Claim, ReplicaId, Status, Vote
 from megatron_recover.sim.multiset import voted
@@ -135,7 +137,19 @@ class TracedJob(RandomJob):
 
     def record(self, event: trace.Event) -> None:
         """Append an event to the trace."""
+        event = msgspec.structs.replace(event, t=round(self.clock.now, 6))
         self.trace.append((len(self.trace) + 1, cast(trace.AnyEvent, event)))
+
+    @property
+    def gone_drifted(self) -> set[ReplicaId]:
+        """Return the replicas whose results have shown a drift, and that went before a vote.
+
+        They were lost or have left for another reason, so nobody has outvoted them. What they did
+        is in the trace, and differs from what the others did; it is in no committed step.
+        """
+        outvoted = {loss.replica for loss in self.coordinator.state.losses if loss.kind is LossKind.DIVERGED}
+        results = (event for _, event in self.trace if isinstance(event, trace.Reduced | trace.Transferred))
+        return {event.replica for event in results if event.checksum < 0} - outvoted
 
     def finish(self) -> None:
         """Write the end of the trace: what was lost is dead by then."""
