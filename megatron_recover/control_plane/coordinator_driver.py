@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.control_plane import membership_events
 from megatron_recover.control_plane.beats import LeaderWatch
 from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.loop import Loop
@@ -106,6 +107,8 @@ class CoordinatorDriver:
         self._links: dict[int, Link] = {}
         self._state_addresses: dict[int, tuple[str, ...]] = {}
         """Replica -> where newcomers read the state of its ranks; empty if they cannot."""
+        self._forms_for: tuple[tuple[int, ...], str] = ((), "")
+        """For the trace: `in_place_of` and `reason` of the newest `ask_form`."""
         self._announced: set[int] = set()
         """Replicas that were in a roster; the leaders of that roster have their addresses."""
         self._noticed: float | None = None
@@ -192,8 +195,12 @@ class CoordinatorDriver:
             return dict.fromkeys(replicas, "the run has ended")
         return {refusal.replica: refusal.why for refusal in judged.refused}
 
-    def ask_form(self, num_newcomers: int) -> None:
-        """Have newcomers formed, under ids that were never used; see `form`."""
+    def ask_form(self, num_newcomers: int, in_place_of: tuple[int, ...] = (), reason: str = "") -> None:
+        """Have newcomers formed, under ids that were never used; see `form`.
+
+        For the trace: the replicas whose slots they get, and the reason, which may be empty.
+        """
+        self._forms_for = in_place_of, reason
         self._step(machine.FormAsked(num_newcomers))
 
     def launched(self) -> None:
@@ -288,7 +295,10 @@ class CoordinatorDriver:
             self._noticed = time.monotonic()
 
     def _step(self, event: machine.Input) -> tuple[machine.Effect, ...]:
-        self._state, effects = machine.step(self._state, event)
+        before = self._state
+        self._state, effects = machine.step(before, event)
+        for judged in membership_events.judgements(before, self._state, event):
+            self._record(judged)
         for effect in effects:
             match effect:
                 case machine.Announce(new):
@@ -297,10 +307,14 @@ class CoordinatorDriver:
                     self._leaders.forget(replica)
                     self._fence(replica)
                 case machine.Form(replica):
+                    in_place_of, reason = self._forms_for
+                    self._record(trace.Forming(newcomer=replica, in_place_of=in_place_of, reason=reason))
                     self._form(replica)
                 case machine.Refuse(refused):
                     if refused.generation:  # it was announced, and may miss what is announced meanwhile
                         self._announced.discard(refused.newcomer)
+                    for recorded in membership_events.refusal(refused):
+                        self._record(recorded)
                     self._loop.send(self._links[refused.newcomer], refused)
                     self._tell_sources(refused.newcomer)
                 case machine.Ask(replica, requests):
@@ -332,20 +346,7 @@ class CoordinatorDriver:
     def _announce(self, new: NewGeneration) -> None:
         noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
         self._noticed = None
-        losses = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
-        void = (new.void.step, new.void.since) if new.void is not None else None
-        gives_up = new.void is not None and new.void.gives_up
-        self._record(
-            trace.Generation(
-                generation=new.generation,
-                roster=new.roster,
-                losses=losses,
-                left=new.left,
-                reason=new.reason,
-                void=void,
-                gives_up=gives_up,
-            )  # fmt: skip
-        )
+        self._record(membership_events.generation(new))
         for replica, body in announcements(new, self._peers, self._announced, noticed_s):
             self._loop.put(self._links[replica], body)
         self._announced |= set(new.roster)

@@ -100,13 +100,9 @@ class Published(State):
         """Return all tensors of the state."""
         return self._state.tensors()
 
-    def layout_digest(self) -> int:
-        """Return the digest of the layout of the state alone."""
-        return self._state.layout_digest()
-
-    def digest(self) -> int:
-        """Return the digest of the state alone."""
-        return self._state.digest()
+    def compared(self) -> dict[str, Scalar]:
+        """Return the scalars of the state alone."""
+        return self._state.compared()
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:

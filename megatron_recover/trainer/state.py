@@ -90,9 +90,13 @@ class State(Protocol):
         """Return all scalars of the state."""
         return {name: value for name, value in self.values() if not isinstance(value, Tensor)}
 
+    def compared(self) -> dict[str, Scalar]:
+        """Return the scalars that layout and digest cover: all, unless a trainer says otherwise."""
+        return self.scalars()
+
     def layout_digest(self) -> int:
         """Return a 63-bit digest of the names, shapes and dtypes of all state."""
-        return layout_digest_of(self.tensors(), self.scalars())
+        return layout_digest_of(self.tensors(), self.compared())
 
     def digest(self) -> int:
         """Return a 63-bit digest of all state of this rank.
@@ -100,7 +104,7 @@ class State(Protocol):
         The digest changes with any bit, scalar or layout, except as rarely as `checksum` explains
         in Note [What a checksum misses].
         """
-        return digest_of(self.tensors(), self.scalars())
+        return digest_of(self.tensors(), self.compared())
 
 
 def layout_digest_of(tensors: Sequence[StateTensor], scalars: Mapping[str, Scalar]) -> int:

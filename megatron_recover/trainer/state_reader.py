@@ -107,7 +107,7 @@ class StateReader:
         if not 1 <= len(set(sources)) == len(sources) <= MAX_SOURCES:
             raise ValueError(f"{len(sources)} sources, {len(set(sources))} of them different; 1 to {MAX_SOURCES} can be read")
         tensors = state.tensors()
-        reading = _Reading(label, [self._source(address) for address in sources], tensors, state.scalars(), self._deadlines)
+        reading = _Reading(label, [self._source(address) for address in sources], tensors, state.compared(), self._deadlines)
         try:
             found = reading.run()
         finally:

@@ -99,7 +99,7 @@ class _Opened:
         self.label, self.reads = label, reads
         self._digested = digested
         self._state: State | None = state
-        self._scalars = state.scalars()
+        self._scalars, self._compared = state.scalars(), state.compared()
         self._lock = threading.Lock()
         """Guards the fields below. The training thread never takes it."""
         self._found: _Found | None = None
@@ -118,7 +118,7 @@ class _Opened:
         return Description(self.label, found.layout, found.bytes.num_bytes)
 
     def parts(self) -> list[str]:
-        return [*(tensor.layout for tensor in self._find().tensors), *sorted(self._scalars)]
+        return [*(tensor.layout for tensor in self._find().tensors), *sorted(self._compared)]
 
     def begun(self) -> None:
         found = self._find()
@@ -153,7 +153,7 @@ class _Opened:
             if found is None and state is not None:
                 try:
                     with self.reads.enqueuing():
-                        found = _Found(state.tensors(), self._scalars)
+                        found = _Found(state.tensors(), self._compared)
                 except RuntimeError:  # a dictionary or a tensor that changed meanwhile
                     if self.reads.is_open:
                         raise
@@ -164,7 +164,7 @@ class _Opened:
 
     def _digest(self, found: _Found) -> None:
         with self.reads.enqueuing():
-            digest = digest_of(found.tensors, self._scalars)
+            digest = digest_of(found.tensors, self._compared)
         if self.reads.is_open:
             self._digested(self.label, digest)
 
