@@ -136,9 +136,7 @@ def refusal(state: ReplicaState, claim: Claim) -> JoinRefused | None:
         return refused(claim, "the job is about to end")
     digest = state_digest(state)
     if digest is None:
-        return refused(
-            claim, f"replica {state.replica} does not know its digest of the state with which {claim.label} begins"
-        )
+        return refused(claim, f"replica {state.replica} does not know its digest of the state with which {claim.label} begins")
     if digest != claim.digest:
         return refused(claim, f"the digest of replica {state.replica} for {claim.label} is {digest}", is_fault=True)
     return None

@@ -27,7 +27,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -58,15 +58,20 @@ from megatron_recover.trainer.communication import is_communication_error, is_de
 from megatron_recover.trainer.compiling import show_compilations
 from megatron_recover.trainer.crossing import NotFinite
 from megatron_recover.trainer.driver import Driver
+from megatron_recover.trainer.entering import Entering, Reader
 from megatron_recover.trainer.in_work import InWork
 from megatron_recover.trainer.ledger import count_tokens, read_losses
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
 from megatron_recover.trainer.state import Scalar
+from megatron_recover.trainer.state_server import StateServer
 from megatron_recover.trainer.state_window import StateWindow
 from megatron_recover.trainer.stopwatch import Stopwatch
 from megatron_recover.trainer.work_queue import WorkQueue
+
+if TYPE_CHECKING:
+    from megatron_recover.megatron.newcomer import Newcomer
 
 OF_A_STEP_GIVEN_UP = ({}, True, True, True, 0, None, None, None)
 """A tuple as upstream's train_step returns it for an untrusted result: no losses, iteration
@@ -106,6 +111,7 @@ class CommitLoop:
         page: ProgressPage | None = None,
         before_joining: Callable[[], None] = lambda: None,
         window: StateWindow | None = None,
+        server: StateServer | None = None,
     ) -> None:
         """Store the collaborators; nothing is sent or called yet.
 
@@ -120,8 +126,9 @@ class CommitLoop:
         - `page` shows what this rank does. None: nobody reads it.
         - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
         - `window` is opened and closed here. None: nobody copies from it.
+        - `server` serves the state of each window to newcomers. None: none can join.
         """
-        self._window = window or StateWindow()
+        self._window, self._server = window or StateWindow(), server
         self._before_joining = before_joining
         self._page = page or ProgressPage()
         self._in_work = InWork(None)
@@ -156,8 +163,10 @@ class CommitLoop:
         self._has_given_up = False
 
     def close(self) -> None:
-        """End the thread that reads samples ahead. No step with microbatches may follow."""
+        """End the threads that read samples ahead and serve the state. No step may follow."""
         self._cursor.close(self._config.deadlines.close_s)
+        if self._server is not None:
+            self._server.end()
 
     # --- seams ------------------------------------------------------------------------------------
 
@@ -248,10 +257,24 @@ class CommitLoop:
             show_compilations(self._page)
             computed = self._parameter_digest.compute().everything
             self._parameters_checksum = computed if self._carried_checksum is None else self._carried_checksum
-            parts = self._parts(self._reduction).beginning
+            parts = self._parts(self._reduction)
             self._before_joining()
-            self._driver.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
+            self._driver.join(
+                self._reduction.shape, hashlib.blake2b(repr(parts.configuration).encode(), digest_size=8).hexdigest(),
+                parts.configuration, parts.beginning, self._server.address if self._server is not None else "",
+            )  # fmt: skip
         return self._reduction
+
+    def enter(self, newcomer: Newcomer, reader: Reader) -> None:
+        """Bring this rank of a newcomer, which is prepared, into the job (`trainer/entering.py`).
+
+        Returns when upstream may begin its first step. Raises `CannotJoin` and `JobStopped`.
+        """
+        self.join(newcomer.arguments.model)
+        entering = Entering(
+            self._driver, reader, newcomer.state, install=newcomer.install, gather=self._gather, record=self._record
+        )  # fmt: skip
+        self._step = self._next_step = entering.enter()
 
     def _parts(self, reduction: Reduction) -> Alike:
         """Return what must be equal on the same rank of replicas, as far as it is known by now."""
@@ -302,6 +325,8 @@ class CommitLoop:
         due = not forward_only and self._iteration() % self._config.state_digest_interval == 0
         work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only), due)
         self._cursor.begin(arguments["data_iterator"], num_microbatches)
+        if self._server is not None and self._num_trained and not forward_only:  # before, an optimizer may lack its tensors
+            self._server.open(work.label, self.published())
         self._step = step = self._begin(work, self.know_state(chunks))
         exactly = self._config.determinism == "exact"
         reduction.begin(
@@ -443,6 +468,8 @@ class CommitLoop:
         if any(chunk.ddp_config.check_for_large_grads for chunk in chunks):
             warn_of_large(reduction.mean_norms(), iteration=self._iteration())
         self._window.close()
+        if self._server is not None:
+            self._server.close()
         reduction.apply(tuple(version.bucket for version in order.record.versions))
         config = get_model_config(chunks[0])
         tokens = None

@@ -68,7 +68,10 @@ if TYPE_CHECKING:
     from megatron_recover.data_plane.transport import Endpoint
     from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.newcomer import Newcomer
     from megatron_recover.megatron.seams import seams
+    from megatron_recover.trainer.state_server import StateServer
+    from megatron_recover.trainer.state_window import StateWindow
 
 Provider = script.Provider
 
@@ -371,7 +374,7 @@ class _Training:
             alike=lambda: parts.arguments(args, driver.rank) | around(),
             configuration=lambda: parts.arguments(args, driver.rank, unchanging=True) | around(),
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
-            before_joining=before_joining, window=window,
+            before_joining=before_joining, window=window, server=self._server(config, driver, window),
         )  # fmt: skip
         checkpoints = Checkpoints(
             driver, originals, get_args, agree=lambda iteration, *state: loop.agree(Label(StepKind.SAVE, iteration), *state),
@@ -388,7 +391,7 @@ class _Training:
         progress = Progress(get_args)
         carried |= {**progress.carried(), **loop.carried(), **checkpoints.carried()}
         entrance = Entrance(
-            originals["load_checkpoint"], originals["train"], enter=None,
+            originals["load_checkpoint"], originals["train"], enter=self._enter(config, loop),
             newcomer=lambda arguments: Newcomer(
                 arguments, loop.know_state(arguments.model, arguments.optimizer, arguments.opt_param_scheduler), get_args,
                 carried=carried, cursor=cursor, seed=seed, train_step=originals["train_step"],
@@ -420,6 +423,45 @@ class _Training:
             raise RuntimeError(f"nothing was installed for {', '.join(missing)}")
         return checkpoints, loop
 
+    def _server(self, config: RecoverConfig, driver: RankDriver, window: StateWindow) -> StateServer | None:
+        """Return what serves the state of this rank to newcomers; None if none are formed."""
+        from megatron_recover.trainer.state_server import StateServer
+
+        if config.heal == "off":
+            return None
+        context = self._context
+        return StateServer(
+            key=self._key, replica=context.replica, rank=context.rank, host=context.address, ports=context.ports,
+            deadlines=config.deadlines, digested=driver.digested, window=window,
+            report=_strangers(context, self._log.record),
+        )  # fmt: skip
+
+    def _enter(self, config: RecoverConfig, loop: CommitLoop) -> Callable[[Newcomer], None] | None:
+        """Return what brings this rank into the job if it is one of a newcomer, else None."""
+        from megatron_recover.trainer.state_reader import StateReader
+
+        context = self._context
+        if not context.newcomer:
+            return None
+
+        def enter(newcomer: Newcomer) -> None:
+            reader = StateReader(key=self._key, replica=context.replica, rank=context.rank, deadlines=config.deadlines)
+            try:
+                loop.enter(newcomer, reader)
+            finally:
+                reader.end()
+
+        return enter
+
+
+def _strangers(context: RankContext, record: Callable[[trace.Event], None]) -> Callable[[str, int], None]:
+    """Return what records the connections of strangers to a listener of this rank."""
+
+    def report(name: str, number: int) -> None:
+        record(trace.Strangers(replica=context.replica, rank=context.rank, listener=name, num_connections=number))
+
+    return report
+
 
 def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: Callable[[trace.Event], None]) -> Endpoint:
     """Open this rank's endpoint on the data plane and return it.
@@ -431,13 +473,9 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
     from megatron_recover.data_plane.endpoints import open_endpoint
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def report(name: str, number: int) -> None:
-        record(trace.Strangers(replica=context.replica, rank=context.rank, listener=name, num_connections=number))
-
     return open_endpoint(
         config.transport, key=key, rank=context.rank, num_ranks=context.num_ranks, device=device,
-        deadlines=config.deadlines, report=report, host=context.address, ports=context.ports,
+        deadlines=config.deadlines, report=_strangers(context, record), host=context.address, ports=context.ports,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_recover.core.membership_messages import JoinRefused
+from megatron_recover.trace import RankTrace, StateRead
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.reduction import Gather
 from megatron_recover.trainer.state import Scalar, State
@@ -49,6 +50,7 @@ class Entering:
         *,
         install: Callable[[Mapping[str, Scalar]], None],
         gather: Gather,
+        record: RankTrace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare to fill `state`, all of whose tensors exist.
@@ -58,8 +60,10 @@ class Entering:
         - `clock()` returns seconds.
         """
         self._driver, self._reader, self._state = driver, reader, state
-        self._install, self._gather, self._clock = install, gather, clock
-        self._newest = Read({}, 0, 0.0)
+        self._install, self._gather, self._record, self._clock = install, gather, record, clock
+        self._newest: Read | None = None
+        self._num_tries = 0
+        """Number of states that this rank has begun to read since the last that it has read."""
         self._windows: list[float] = []
         """Times at which the windows opened that rank 0 has chosen."""
 
@@ -79,7 +83,10 @@ class Entering:
         raise CannotJoin(f"this newcomer gives up after {NUM_TRIES} tries ({'; '.join(faults)}); {self._figures()}")
 
     def _choose(self) -> tuple[str, tuple[int, ...]]:
-        """Wait for the next window at a member; return its label and all members, that one first."""
+        """Wait for the next window at a member.
+
+        Return its label, and all members, that one first.
+        """
         sources = self._driver.sources()
         while True:
             for position, (_, address) in enumerate(sources):
@@ -96,7 +103,7 @@ class Entering:
     def _try(self, label: str, members: Sequence[int]) -> JoinRefused | None:
         """Read the state of `label` on all ranks, and ask to join; return the refusal, if any."""
         addresses = dict(self._driver.sources())
-        fault = ""
+        fault, self._num_tries = "", self._num_tries + 1
         try:
             read = self._reader.read(label, [addresses[each] for each in members if each in addresses], self._state)
         except StateVoid as void:
@@ -104,29 +111,40 @@ class Entering:
         else:
             self._newest = read
             self._install(read.scalars)
-            self._driver.digested(label, self._state.digest())
+            digest = self._state.digest()
+            self._record(
+                StateRead, label=label, digest=f"{digest:016x}", num_bytes=read.num_bytes, seconds=round(read.seconds, 6),
+                num_sources=sum(count > 0 for count in read.bytes_by_source.values()), num_tries=self._num_tries,
+            )  # fmt: skip
+            self._num_tries = 0
+            self._driver.digested(label, digest)
         if faults := [each for each in self._gather(fault) if each]:
             return JoinRefused(self._driver.replica, label, faults[0], is_fault=True)
         return self._at_rank_0(lambda: self._driver.ask_to_join(members[0]))
 
-    def _at_rank_0(self, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns at rank 0. If the job stops meanwhile, all ranks raise that."""
-        value, stopped = None, None
+    def _at_rank_0[T](self, call: Callable[[], T]) -> T:
+        """Return what `call` returns at rank 0.
+
+        If the job stops meanwhile, all ranks raise `JobStopped`.
+        """
+        value: Any = None
+        stopped: SystemExit | None = None
         if self._driver.rank == 0:
             try:
                 value = call()
             except SystemExit as stop:  # `JobStopped`: the other ranks wait for rank 0 here
                 stopped = stop
-        value, is_over = self._gather((value, stopped is not None))[0]
+        found: tuple[T, bool] = self._gather((value, stopped is not None))[0]
         if stopped is not None:
             raise stopped
-        if is_over:
+        if found[1]:
             self._driver.enter()  # raises what the order to stop says
-        return value
+        return found[0]
 
     def _figures(self) -> str:
         """Describe the newest reading and the time between windows."""
         steps = [later - earlier for earlier, later in zip(self._windows, self._windows[1:], strict=False)]
         step = f"a step takes {min(steps):.2f} s at most" if steps else "no second window opened"
-        read = self._newest
+        if (read := self._newest) is None:
+            return f"no state was read whole, and {step}"
         return f"it read {read.num_bytes / 2**20:.1f} MiB in {read.seconds:.2f} s on rank {self._driver.rank}, and {step}"
