@@ -121,8 +121,6 @@ class RankDriver:
         self._known_addresses: dict[int, str] = {}
         """Replica -> data address of its rank at this rank's position, for all replicas ever
         announced."""
-        self._addresses: dict[int, str] = {}
-        """Replica -> data address, for the members of the promised generation."""
         self._transport: Transport | None = None
         self._unsaid: list[str] = []
         self._has_agreed_to_save = False
@@ -371,7 +369,9 @@ class RankDriver:
             retired = None
             if self._transport is None or self._transport.generation != generation:
                 retired = self._transport
-                self._transport = self._endpoint.open(generation, self.replica, self._addresses)
+                # Those of the plan: newcomers that it turns away take part in no sum.
+                addresses = {replica: self._known_addresses[replica] for replica in self.roster}
+                self._transport = self._endpoint.open(generation, self.replica, addresses)
             transport = self._transport
         if retired is not None:
             retired.close()
@@ -563,8 +563,6 @@ class RankDriver:
                     self._faults.at(FaultPoint.PROMISE, step=self._state.step)
                 with self._changed:
                     self._known_addresses |= dict(data_addresses)
-                    if promise.generation > self._state.promised:
-                        self._addresses = {replica: self._known_addresses[replica] for replica in promise.roster}
                     self._feed(promise)
                 if self._link is not None:
                     self._link.has_order()

@@ -289,9 +289,7 @@ class ReplicaDriver:
                 self._naming.received(message, self._state.generation)
             case Announcement(new=new):
                 self._peers |= {peer.replica: peer for peer in message.peers}
-                self._neighbours = neighbours(new.roster, self._context.replica, self._config.tree_above)
-                for peer in self._outgoing.keys() - set(self._neighbours):
-                    self._loop.drop(self._outgoing.pop(peer))
+                self._link_to_neighbours_of(new.roster)
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
             case AddRequests() | JoinRefused():
@@ -360,12 +358,21 @@ class ReplicaDriver:
             self.clock.agreed(self._state.step, begun=self._state.phase is not machine.ReplicaPhase.IDLE)
         for effect in effects:
             self._carry_out(effect)
+        if len(self._state.roster) < len(before.roster) and self._state.generation == before.generation:
+            self._link_to_neighbours_of(self._state.roster)  # newcomers are turned away
         if isinstance(event, StateDigested):
             self._claim_when_complete()
         if isinstance(event, JoinRefused) and before.claim is not None and self._state.claim is None:
             self._asked = None
             self._refused(event)
         self._watch_for_a_stall()
+
+    def _link_to_neighbours_of(self, roster: tuple[int, ...]) -> None:
+        """Drop links to leaders that are no neighbours in a roster that has this replica."""
+        if self._context.replica in roster:
+            self._neighbours = neighbours(roster, self._context.replica, self._config.tree_above)
+            for peer in self._outgoing.keys() - set(self._neighbours):
+                self._loop.drop(self._outgoing.pop(peer))
 
     def _claim_when_complete(self) -> None:
         if (member := self._to_ask) is None or len(self._state.served) < self._context.num_ranks:
