@@ -297,6 +297,9 @@ class Accounts:
     def takes(self) -> Mapping[type, Taker]:
         return {}
 
+    def takes_void(self) -> Mapping[type, Taker]:
+        return {}
+
     def closed(self, step: Step) -> Iterable[None]:
         self.work.add(step)
         label = step.plans[0][1].label if step.plans else ""

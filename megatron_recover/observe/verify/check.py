@@ -84,6 +84,9 @@ class _Judge:
     def takes(self) -> Mapping[type, Taker]:
         return self.rule.takes()
 
+    def takes_void(self) -> Mapping[type, Taker]:
+        return self.rule.takes_void()
+
     def closed(self, step: Step) -> Iterable[Finding]:
         return self.rule.closed(step)
 
