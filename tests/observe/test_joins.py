@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,8 +12,18 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.core.digest import combined
 from megatron_recover.core.membership_messages import LossKind
+from megatron_recover.observe.follow.metrics import RunMetrics
+from megatron_recover.observe.follow.notices import Joined, Notices
+from megatron_recover.observe.follow.progress import RunProgress
+from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History
-from megatron_recover.observe.verify.check import violations
+from megatron_recover.observe.joins import doings, sizes
+from megatron_recover.observe.report import perfetto
+from megatron_recover.observe.report.lanes import newcomers_picture
+from megatron_recover.observe.report.page import render
+from megatron_recover.observe.report.timeline import Timeline
+from megatron_recover.observe.summary import summarize
+from megatron_recover.observe.verify.check import check, describe, violations
 from tests.observe import traces
 
 Events = list[trace.Event]
@@ -366,3 +378,104 @@ def test_a_trace_from_before_newcomers_is_read() -> None:
     old = b'{"event":"status","v":2,"t":0.5,"replica":0,"generation":1,"step":0,"work":false,"contributions":[],"complete":[],'
     event, _ = trace.parse(old + b'"committed":null}\n')
     assert isinstance(event, trace.Status) and event.state_digest is None
+
+
+# --- What people see -----------------------------------------------------------------------------------------------------
+
+
+def _history() -> History:
+    return History(enumerate(traces.joining_run().events, start=1))
+
+
+def test_the_summary_tells_what_became_of_a_newcomer() -> None:
+    summary = summarize(_history())
+    assert (summary.replicas_start, summary.replicas_end, summary.generations) == (3, 3, 4)
+    [joined] = summary.joins
+    assert (joined.replica, joined.in_place_of, joined.generation, joined.label) == (3, (2,), 4, "train 5")
+    assert joined.states_read == 3 and joined.bytes_read == 2000 and joined.formed_s == pytest.approx(0.001)
+    assert joined.refusals == ("its state digest differs", "a save is in progress") and joined.failed == ""
+    assert joined.words.startswith("replica 3, in the place of replica 2, joined at train 5 0.")
+    assert joined.words.endswith("refused 2 times")
+
+
+def test_a_newcomer_that_dies_while_it_forms_is_told_and_costs_nobody_anything() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.form(3)
+    run.add(trace.Failure, replica=3, rank=1, cause="SIGKILL")
+    run.add(trace.Fenced, replica=3, ranks=(0, 1))
+    run.quiet_step()
+    history = History(enumerate(run.finish().events, start=1))
+    assert _broken(run.events) == {}
+    summary = summarize(history)
+    assert summary.joins[0].words == "replica 3 was formed and did not join: it ended (SIGKILL)"
+    assert (summary.recoveries, summary.goodput) == ((), 1.0)
+
+
+def test_a_step_in_which_a_newcomer_joins_is_not_lost_to_faults() -> None:
+    summary = summarize(_history())
+    assert [(one.generation, one.newcomers) for one in summary.recoveries] == [(2, ()), (3, (3,)), (4, (3,))]
+    disturbed = [one.label for one in Goodput(_history()).steps if one.is_disturbed]
+    assert disturbed == ["train 2"]
+    assert [one.replicas for one in Goodput(_history()).steps] == [3, 3, 2, 2, 2, 3]
+
+
+def test_members_rise_again_with_the_first_step_of_a_newcomer() -> None:
+    assert [size for _, size in sizes(_history())] == [3, 2, 2, 2, 3]
+
+
+def test_what_a_newcomer_does_has_a_lane_of_its_own() -> None:
+    [(replica, mine)] = doings(_history()).items()
+    assert replica == 3
+    kinds = [one.kind for one in mine]
+    assert kinds.count("reading") == 3 and kinds.count("asking") == 3 and kinds.count("joining") == 2 and kinds[0] == "forming"
+    assert all(one.begin < one.end for one in mine)
+    history = _history()
+    found = newcomers_picture(history)
+    assert found is not None and [group.name for group in found.groups] == ["replica 3"]
+    assert [mark.name for mark in found.marks] == ["generation 2", "generation 3", "generation 4"]
+    timeline = Timeline(history)
+    [episode] = timeline.episodes
+    assert episode.lost == (2,), "a join is no recovery"
+    drawn = [event for event in perfetto.events(history, timeline) if event.get("cat") == "join"]
+    assert {event["name"] for event in drawn} == {"forming", "reading", "asking", "joining"}
+    assert {event["pid"] for event in drawn} == {4}, "the process of replica 3"
+
+
+def test_the_page_has_a_part_about_replicas(tmp_path: Path) -> None:
+    verdict = check(traces.write(tmp_path / "run", traces.joining_run().events))
+    page = render(verdict, Timeline(verdict.history))
+    assert '<section id="replicas">' in page and "joined at train 5" in page and "Replicas" in page
+    assert "replica 3, in the place of replica 2, joined at train 5" in describe(verdict)
+
+
+def test_the_metrics_count_joins_and_refusals() -> None:
+    metrics = RunMetrics()
+    live = []
+    for event in traces.joining_run().events:
+        metrics.take(event)  # type: ignore[arg-type]
+        live.append({one.metric.name: one.value for one in metrics.samples() if not one.label_value})
+    assert [size for size, _ in itertools.groupby(one["replicas_live"] for one in live)] == [3, 2, 3]
+    assert [size for size, _ in itertools.groupby(one["replicas_forming"] for one in live)] == [0, 1, 0, 1, 0]
+    assert (live[-1]["joins_total"], live[-1]["joins_refused_total"]) == (1, 2)
+
+
+def test_operators_are_told_of_a_join() -> None:
+    notices = Notices(run_dir="/runs/x", host="node-1", began_at=0.0)
+    told = [one for event in traces.joining_run().events for one in notices.take(event)]  # type: ignore[arg-type]
+    assert [type(one).__name__ for one in told] == ["Lost", "Degraded", "Joined", "Ended"]
+    joined = told[2]
+    assert isinstance(joined, Joined) and (joined.newcomers, joined.replicas_live, joined.replicas_configured) == ([3], 3, 3)
+
+
+def test_the_live_line_names_who_forms_and_counts_members() -> None:
+    progress, lines = RunProgress(), []
+    for event in traces.joining_run().events:
+        progress.take(event)  # type: ignore[arg-type]
+        parts = progress.line().split(" | ")
+        lines.append(" | ".join(part for part in parts if part.startswith(("replicas", "forming"))))
+    shown = [line for line, _ in itertools.groupby(lines)][1:]
+    assert shown == [
+        "replicas 3/3", "replicas 2/3", "replicas 2/3 | forming replica 3", "replicas 2/3",
+        "replicas 2/3 | forming replica 3", "replicas 2/3", "replicas 3/3",
+    ]  # fmt: skip

@@ -293,7 +293,7 @@ class Run:
                 self.add(trace.StateDigested, replica=replica, rank=rank, step=self.step, label=self.label, digest=digest)
         for rank in (0, 1):
             digest = f"{self.state_of(rank) + off:016x}"
-            told = {"label": self.label, "digest": digest, "num_bytes": 1000, "seconds": 0.1, "num_sources": 2}
+            told = {"label": self.label, "digest": digest, "num_bytes": 1000, "seconds": 0.001, "num_sources": 2}
             self.add(trace.StateRead, replica=newcomer, rank=rank, **told)
         digest = f"{combined([self.state_of(rank) + off for rank in (0, 1)]):016x}"
         self.add(trace.Claimed, replica=newcomer, member=self.roster[0], label=self.label, digest=digest)

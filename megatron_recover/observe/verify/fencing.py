@@ -41,7 +41,10 @@ def backed_statuses(history: History, step: Step) -> Findings:
 
 
 class Promised(Rule):
-    """A rule: a replica acts in a generation only after it has entered and reported its status."""
+    """A rule: a replica acts in a generation only after it has entered and reported its status.
+
+    The status may be part of an attempt that was made void since.
+    """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
@@ -52,6 +55,9 @@ class Promised(Rule):
     def takes(self) -> Mapping[type, Taker]:
         acts = (trace.Plan, trace.Voted, trace.Committed, *RANK_WORK)
         return {trace.Entered: self._promises, trace.Status: self._promises, **dict.fromkeys(acts, self._acts)}
+
+    def takes_void(self) -> Mapping[type, Taker]:
+        return {trace.Status: self._promises}
 
     def _promises(self, line: Line, event: trace.Entered | trace.Status, step: Step | None) -> Iterable[Finding]:
         self._seen[type(event)].add((event.replica, event.generation))

@@ -45,7 +45,7 @@ def admitted_with_equal_state(history: History, step: Step) -> Findings:
     - It has claimed the state of this step.
     - At least one older member gives its digest in its status, and all that are given are equal to
       the digest of the claim.
-    - The digest of each of its ranks is that of the same rank of each older member that has one.
+    - The digest of each of its ranks is that of the same rank of each of these members.
     """
     for line, plan, newcomer in _admitting(history, step):
         what = f"generation {plan.generation} admits newcomer {newcomer} in step {step.number} ({plan.label})"
@@ -66,7 +66,7 @@ def admitted_with_equal_state(history: History, step: Step) -> Findings:
             one.rank: one.digest for at, one in history.of(trace.StateRead)
             if (one.replica, one.label) == (newcomer, plan.label) and at < line
         }  # fmt: skip
-        for member in sorted({*plan.roster} - history.newcomers(plan.generation)):
+        for member in sorted(given):
             for rank, (_, digest) in sorted(step.digests.get(member, {}).items()):
                 if read.get(rank, digest) != digest:
                     yield line, f"{what}, whose rank {rank} has read {read[rank]}; that of replica {member} began with {digest}"
