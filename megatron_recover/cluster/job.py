@@ -120,6 +120,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         slots = self.placement.replicas[replica]
         return {rank: slot.slot for rank, slot in enumerate(slots) if slot.node == self.node}
 
+    @property
+    def spares(self) -> tuple[int, ...]:
+        """Return the slots of this node that have no rank at the start, ascending."""
+        left_over = () if self.placement is None else self.placement.left_over
+        return tuple(slot.slot for slot in left_over if slot.node == self.node)
+
     def spans_nodes(self, replica: int) -> bool:
         """Return whether a replica has ranks on several nodes."""
         return self.placement is not None and len(self.placement.nodes_of(replica)) > 1

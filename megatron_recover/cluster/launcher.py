@@ -411,10 +411,10 @@ class Launcher:
             case FenceReplica(replica):
                 self._starting.forget(replica)
                 self._fences.fence(replica)
-            case FormReplica():
-                self._newcomers.form(message)
-            case StartReplica():
-                self._newcomers.start(message)
+            case FormReplica() | StartReplica():
+                if isinstance(message, FormReplica) and message.spans_nodes and self._others is not None:
+                    self._others.spans(message.replica)
+                self._newcomers.handle(message)
             case Say(text):
                 self._recording.says(text)
             case DismissReplica(replica):

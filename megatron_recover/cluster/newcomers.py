@@ -41,11 +41,18 @@ class Newcomers:
         """Return the newcomers here that are not fenced and not in the roster."""
         return {*self._seats.newcomers} - {*roster} - self._fences.gone
 
-    def form(self, asked: FormReplica) -> None:
+    def handle(self, message: FormReplica | StartReplica) -> None:
+        """Carry out what the coordinator asks, unless the newcomer is fenced or the job over."""
+        if self._is_over or message.replica in self._fences.gone:
+            return
+        if isinstance(message, FormReplica):
+            self._form(message)
+        else:
+            self._start(message)
+
+    def _form(self, asked: FormReplica) -> None:
         """Take and check the slots of a newcomer, and listen for it."""
         replica, slots = asked.replica, dict(asked.seats)
-        if self._is_over or replica in self._fences.gone:
-            return
         former = [user for slot in slots.values() for user in self._seats.users(slot)]
         groups = self._node.former_groups(former)
         try:
@@ -90,10 +97,8 @@ class Newcomers:
         else:
             self._send(SlotsReady(replica, leader, store))
 
-    def start(self, told: StartReplica) -> None:
+    def _start(self, told: StartReplica) -> None:
         """Start the ranks of a newcomer here. If one cannot be started, end the others again."""
-        if self._is_over or told.replica in self._fences.gone:
-            return
         try:
             self._starting.newcomer(told)
         except (OSError, NodeLost) as error:  # of a fork server that is gone, the next poll says so, too

@@ -43,10 +43,10 @@ class Seats:
         """Return the place of a rank among the ranks of the start.
 
         It is that of the first user of its slot: what a user has chosen for that rank's output
-        holds for every later one.
+        holds for every later one. In a slot that had no rank at the start it is the rank's own.
         """
         first = self._users[self.slots(replica)[rank]][0]
-        return self._job.place_of(*first)
+        return self._job.place_of(*(first if first[0] < self._job.num_replicas else (replica, rank)))
 
     def take(self, replica: int, slots: Mapping[int, int], lives: Callable[[int, int], bool]) -> None:
         """Have a newcomer sit in `slots`, by rank.

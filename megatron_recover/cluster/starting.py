@@ -99,7 +99,7 @@ class Starting:
             num_ranks=job.num_ranks, tp=job.layout.tp,
         )  # fmt: skip
         seats = tuple((replica, tuple(self._seats.slots(replica).items())) for replica in job.replicas_here)
-        return NodeReady(membership, job.replicas_here, leaders, stores, seats, healing)
+        return NodeReady(membership, job.replicas_here, leaders, stores, seats, job.spares, healing)
 
     def _listen(self, replica: int, *, spans_nodes: bool) -> None:
         names = [listening.LEADER, *([listening.STORE] if spans_nodes else [])]

@@ -49,7 +49,7 @@ class Healing:
         self,
         settings: slots.Settings,
         seats: Mapping[ReplicaId, Sequence[Slot]],
-        spares: Iterable[Slot] = (),
+        spares: Iterable[Slot],
         *,
         membership: CoordinatorDriver,
         loop: Loop,
@@ -148,7 +148,7 @@ class Healing:
         self._again_at_s = float("inf")
         if not state.generation or _is_ending(state):
             return
-        living = {each.user for each in self._pasts if each.is_taken}
+        living = {each.user for each in self._pasts if each.is_taken and not each.is_given_back}
         wanted = state.policy.num_replicas - len(state.left) - len(living)
         if wanted < 1:
             return
@@ -229,6 +229,11 @@ def _nodes(of: Iterable[Slot]) -> tuple[int, ...]:
 def _is_ending(state: CoordinatorState) -> bool:
     """Return whether the job ends: nobody is formed who would not train."""
     return state.over or bool(state.finished) or policy.exit_code(state.requests) != ExitCode.OK
+
+
+def spares_of(ready: Mapping[int, NodeReady]) -> list[Slot]:
+    """Return the slots without a rank, from what the nodes have reported."""
+    return [Slot(node, slot) for node, one in ready.items() for slot in one.spares]
 
 
 def seats_of(ready: Mapping[int, NodeReady]) -> dict[ReplicaId, tuple[Slot, ...]]:

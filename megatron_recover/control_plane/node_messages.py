@@ -67,6 +67,8 @@ class NodeReady(Value, frozen=True):
     """(replica, address of its store) of those that also have ranks on other nodes."""
     seats: tuple[tuple[ReplicaId, tuple[Seat, ...]], ...] = ()
     """The slots here of each replica's ranks, if lost replicas are to be replaced."""
+    spares: tuple[int, ...] = ()
+    """The slots here that have no rank, in the same case."""
     healing: Healing | None = None
     """The settings by which lost replicas are replaced; None: they are not."""
 

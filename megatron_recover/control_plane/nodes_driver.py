@@ -29,7 +29,7 @@ from megatron_recover.control_plane.agents import Agent, Agents
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.hangs import Hangs
-from megatron_recover.control_plane.healing import Healing, seats_of
+from megatron_recover.control_plane.healing import Healing, seats_of, spares_of
 from megatron_recover.control_plane.job_report import JobReport
 from megatron_recover.control_plane.job_start import JobStart, NodesSettings
 from megatron_recover.control_plane.loop import Loop
@@ -324,7 +324,7 @@ class NodesDriver:
         ready = {each.number: each.ready for each in self._agents.used if each.ready is not None}
         if (settings := ready[min(ready)].healing) is not None:
             self._healing = Healing(
-                settings, seats_of(ready), membership=membership, loop=self._loop, deadlines=self._deadlines,
+                settings, seats_of(ready), spares_of(ready), membership=membership, loop=self._loop, deadlines=self._deadlines,
                 send=lambda node, message: self._send_to((each for each in self._agents if each.number == node), message),
                 hosts=self._hosts_newcomer,
             )  # fmt: skip

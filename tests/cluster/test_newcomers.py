@@ -90,3 +90,14 @@ def test_a_newcomer_that_exits_with_code_0_before_it_is_a_member_has_broken(tmp_
     outcome = heal(tmp_path, "exit 0", "1 0 forward 1", steps=40)
     assert sorted({replica for replica, _ in notes(tmp_path)} - {0, 1, 2}) == [3, 4, 5, 6]
     outcome.assert_finished([0, 2])
+
+
+@pytest.mark.parametrize(("check", "why"), [("refuse", "a test says so"), ("hang", "its check has not ended within 0.4 s")])
+def test_slots_that_fail_their_check_are_set_aside_and_nobody_is_started(tmp_path: Path, check: str, why: str) -> None:
+    waits = {**Spec(run_dir="").deadlines, "slots_s": 0.4}
+    outcome = heal(tmp_path, "wait", "1 0 forward 1", steps=30, slot_check=check, deadlines=waits)
+    assert {replica for replica, _ in notes(tmp_path)} == {0, 1, 2}
+    launcher_log = (tmp_path / "run" / "launcher.log").read_text()
+    for line in (f"set aside for 0.5 s (1 of 2): {why}", f"never used again, as it was set aside 2 times before: {why}"):
+        assert line in launcher_log
+    outcome.assert_finished([0, 2])
