@@ -332,6 +332,7 @@ class ReplicaDriver:
             case Status() | Statuses() | Vote() | Votes() | Claim() | Admission() if message.replica == self._incoming[link]:
                 self._feed(message)
             case JoinRefused():
+                self._events.refused(message, self._incoming[link])
                 self._feed(message)
             case _:
                 self._peer_lost(link, f"sent a {type(message).__name__}")
@@ -457,8 +458,10 @@ class ReplicaDriver:
     def _send_to_peers(self, peers: tuple[int, ...], message: machine.PeerMessage) -> None:
         """Send to all `peers`, with a fault point after the first: some have the message then."""
         if isinstance(message, Claim | JoinRefused | Admission):
-            for newcomer in peers:
-                self._send_to_peer(newcomer, [encode(message)])
+            for other in peers:
+                if isinstance(message, Claim):
+                    self._events.claim(other, message)
+                self._send_to_peer(other, [encode(message)])
             return
         match message:
             case Status() | Statuses():
