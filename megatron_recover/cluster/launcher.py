@@ -131,8 +131,6 @@ class Launcher:
         self._monitoring: Monitoring | None = None
         self._generation = 0
         """Newest generation that the coordinator has announced."""
-        self._roster: tuple[int, ...] = ()
-        """Newest roster that the coordinator has announced."""
         self._others: OtherNodes | None = None
         """None: the job has one node."""
         self._node: Node
@@ -380,16 +378,22 @@ class Launcher:
                 pass  # this node knew its place before it was given a job
             case Launch():
                 self._starting.may_start(message)
-            case Roster(generation, roster, losses, reason):
+            case Roster(generation, roster, losses, reason, left, newcomers):
                 self._generation = generation
                 if self._others is not None:
                     self._others.num_members = len(roster)
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
-                left = tuple(sorted({*self._roster} - {*roster} - {loss.replica for loss in losses}))
-                self._roster = roster
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
-                    trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason, left=left)
+                    trace.Generation(
+                        t=seconds,
+                        generation=generation,
+                        roster=roster,
+                        losses=lost,
+                        reason=reason,
+                        left=left,
+                        newcomers=newcomers,
+                    )  # fmt: skip
                 )
             case FenceReplica(replica):
                 self._fences.fence(replica)

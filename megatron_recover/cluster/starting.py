@@ -84,7 +84,8 @@ class Starting:
                     where = format_address(job.address, 0)
                     self._listeners[replica] = {name: listen(where, job.ports) for name in names}
         membership = MembershipSettings(
-            num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)
+            num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job),
+            waits_for_newcomers=job.config.below_min == "wait",
         )  # fmt: skip
         leaders, stores = (
             tuple((replica, address_of(sockets[name])) for replica, sockets in self._listeners.items() if name in sockets)
