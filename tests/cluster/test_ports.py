@@ -102,7 +102,7 @@ def test_the_coordinator_is_told_whether_a_job_with_too_few_replicas_waits(
     settings = starting.listen().settings
     starting.close()
     assert (settings.min_replicas, settings.waits_for_newcomers) == (2, waits)
-    assert not RecoverConfig().below_min == "wait", "it ends by default"
+    assert RecoverConfig().below_min != "wait", "it ends by default"
 
 
 def test_a_stranger_cannot_take_the_ports_of_a_replica_that_starts(spawned: Spawned) -> None:
