@@ -143,10 +143,10 @@ def members_on(name: str, nodes: Iterable[HasReplicas], roster: Sequence[int]) -
 def targets(name: str, num_replicas: int, nodes: Iterable[HasReplicas], roster: Sequence[int]) -> tuple[int, ...]:
     """Return the members of the roster that a target of `drain` names.
 
-    The target is the shortest form of the number of a replica, below `num_replicas`,
-    or else the name of a node.
+    The target is the shortest form of the number of a replica, of the `num_replicas` at the start
+    or of the roster, or else the name of a node.
     """
-    if any(name == str(replica) for replica in range(num_replicas)):
+    if any(name == str(replica) for replica in (*range(num_replicas), *roster)):
         return tuple(replica for replica in roster if str(replica) == name)
     return members_on(name, nodes, roster)
 
