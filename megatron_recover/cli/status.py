@@ -66,9 +66,10 @@ def _described(found: status.Status, run_dir: Path) -> str:
     done = f"{found.step} steps, evaluations and saves included"
     if found.iteration is not None:
         done = f"iteration {found.iteration}" + (f" of {found.iterations}" if found.iterations is not None else "")
+    forming = "".join(f", replica {replica} forms" for replica in found.forming)
     lines.append(
         f"generation {found.generation}, {done}, {len(found.roster)} of {found.replicas} replicas "
-        f"({' '.join(map(str, found.roster)) or 'none'}), {found.losses} lost; {found.checkpoint}"
+        f"({' '.join(map(str, found.roster)) or 'none'}), {found.losses} lost{forming}; {found.checkpoint}"
     )
     for node in found.nodes:
         replicas = f"replicas {' '.join(map(str, node.replicas))}" if node.replicas else "no replicas"

@@ -27,6 +27,7 @@ from megatron_recover.cluster.status import Seen
 from megatron_recover.cluster.streams import Tee
 from megatron_recover.deadlines import figure
 from megatron_recover.observe.ending import Account
+from megatron_recover.observe.follow.members import Members
 from megatron_recover.observe.follow.progress import RunProgress
 
 HOLD_S = 0.5
@@ -79,7 +80,7 @@ class Narrator:
         {
             "run_started", "generation", "leave_asked", "leader_silent", "node_silent", "node_lost", "plan", "committed",
             "applied", "fault", "waiting", "checkpoint", "failure", "fenced", "rank_moved", "rank_silent", "recovery",
-            "run_finished",
+            "run_finished", *Members.WANTED,
         }
     )  # fmt: skip
     """Names of the events that have an effect here: all that `_event`, `RunProgress.take` or
@@ -114,6 +115,10 @@ class Narrator:
         self._repairing = 0
         """The newest generation, if it lost a replica and no step is committed since; else 0."""
         self._labels: dict[int, str] = {}
+        self._joins_in: tuple[int, str] = (0, "")
+        """The newest generation with newcomers, and the label of the first step planned in it."""
+        self._refused: set[int] = set()
+        """Newcomers of which a refused claim was shown: only the first one is."""
         self._nodes = _Silence("more nodes are silent: `megatron-recover status` with the run directory names all")
         self._leaders = _Silence("the leaders of more replicas have not answered")
 
@@ -152,7 +157,7 @@ class Narrator:
         is_here = account.here is None or not {*account.here}.isdisjoint(self._roster)
         return Seen(
             progress.num_steps, progress.iteration if is_here else None, progress.num_iterations, account.saved,
-            account.checkpoint(), is_here,
+            account.checkpoint(), is_here, progress.members.forming,
         )  # fmt: skip
 
     def is_writer(self, replica: int) -> bool:
@@ -187,6 +192,8 @@ class Narrator:
         return lines
 
     def _take_now(self, seconds: float, event: trace.AnyEvent) -> None:
+        if isinstance(event, trace.Failure) and event.replica in self.progress.members.forming:
+            self._tell(seconds, f"replica {event.replica} has ended before it joined: rank {event.rank}, {event.cause}")
         self.progress.take(event)
         for text in self._event(event):
             self._tell(seconds, text)
@@ -207,7 +214,10 @@ class Narrator:
 
     def _event(self, event: trace.AnyEvent) -> Iterable[str]:
         match event:
+            case trace.Forming() | trace.ClaimRefused() | trace.TurnedAway() | trace.Proven():
+                yield from self._of_newcomers(event)
             case trace.Generation():
+                self._joins_in = (event.generation, "") if event.newcomers else (0, "")
                 for loss in event.losses:
                     self._leaders.is_over(loss.replica)
                 self._repairing = event.generation if event.losses else 0
@@ -240,6 +250,8 @@ class Narrator:
                     yield f"node {event.name} is heard again, after {event.seconds:.1f} s"
             case trace.Plan():
                 self._labels[event.step] = event.label
+                if self._joins_in == (event.generation, ""):
+                    self._joins_in = event.generation, event.label
                 self._labels.pop(event.step - 2, None)  # members are at most one step apart
             case trace.Fault():
                 where = "".join(
@@ -265,6 +277,28 @@ class Narrator:
                 self._repairing = 0  # shown once, for the first leader to report
                 label = self._labels.get(event.step, f"step {event.step}")
                 yield f"{label} was finished without loss in generation {event.generation}"
+
+    def _of_newcomers(self, event: trace.Forming | trace.ClaimRefused | trace.TurnedAway | trace.Proven) -> Iterable[str]:
+        match event:
+            case trace.Forming(newcomer=newcomer, in_place_of=places, reason=reason):
+                where = f" in the place of {_replicas(places)}" if places else ""
+                yield f"replica {newcomer} forms{where}{f' ({reason})' if reason else ''}"
+            case trace.ClaimRefused(newcomer=newcomer, label=label, reason=reason) if newcomer not in self._refused:
+                self._refused.add(newcomer)
+                yield f"replica {newcomer} does not join in {label}: {reason}; it reads again, as often as needed"
+            case trace.TurnedAway(newcomers=newcomers, reason=reason):
+                verb, pronoun = ("is", "it reads") if len(newcomers) == 1 else ("are", "they read")
+                yield f"{_replicas(newcomers)} {verb} turned away: {reason}; {pronoun} again"
+            case trace.Proven(newcomers=newcomers, generation=generation):
+                number, label = self._joins_in
+                where = f"at {label}" if number == generation and label else f"in generation {generation}"
+                now = len(self.progress.members.roster)
+                verb = "joins" if len(newcomers) == 1 else "join"
+                yield f"{_replicas(newcomers)} {verb} {where}: {now} replica{'s train' if now > 1 else ' trains'}"
+
+
+def _replicas(numbers: tuple[int, ...]) -> str:
+    return f"replica{'s' if len(numbers) > 1 else ''} {' '.join(map(str, numbers))}"
 
 
 def _names(roster: tuple[int, ...]) -> str:

@@ -82,6 +82,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Number of lost replicas."""
     lost: tuple[int, ...] = ()
     """The lost replicas."""
+    forming: tuple[int, ...] = ()
+    """Newcomers that are formed or read a state, as far as node 0 knows; they may join the
+    roster."""
     saved: int | None
     """Newest iteration that the job has saved, as far as node 0 knows."""
     knows_saved: bool = True
@@ -106,6 +109,7 @@ class Seen(msgspec.Struct, frozen=True):
     checkpoint: str
     sees_iterations: bool = True
     """False if no member of the roster has its events here."""
+    forming: tuple[int, ...] = ()
 
     def added_to(self, status: Status, before: Status | None) -> Status:
         """Return a state with what is newer here.
@@ -119,6 +123,7 @@ class Seen(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             status, step=max(status.step, self.step), iteration=iteration, iterations=self.iterations,
             saved=self.saved if status.knows_saved and self.saved is not None else status.saved, checkpoint=self.checkpoint,
+            forming=tuple(replica for replica in self.forming if replica not in status.roster),
         )  # fmt: skip
 
 
@@ -143,8 +148,8 @@ def members_on(name: str, nodes: Iterable[HasReplicas], roster: Sequence[int]) -
 def targets(name: str, num_replicas: int, nodes: Iterable[HasReplicas], roster: Sequence[int]) -> tuple[int, ...]:
     """Return the members of the roster that a target of `drain` names.
 
-    The target is the shortest form of the number of a replica, of the `num_replicas` at the start
-    or of the roster, or else the name of a node.
+    The target is the shortest form of the number of a replica, below `num_replicas` or in the
+    roster, or else the name of a node.
     """
     if any(name == str(replica) for replica in (*range(num_replicas), *roster)):
         return tuple(replica for replica in roster if str(replica) == name)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from megatron_recover import trace
 from megatron_recover.core import replica as machine
 from megatron_recover.core.digest import bare, digest
-from megatron_recover.core.membership_messages import Diverged
+from megatron_recover.core.membership_messages import Diverged, JoinRefused
 from megatron_recover.core.rank_messages import Plan
-from megatron_recover.core.values import Record, Status, Vote, Work
+from megatron_recover.core.values import Claim, Record, Status, Vote, Work
 
 
 class ProtocolEvents:
@@ -56,8 +56,21 @@ class ProtocolEvents:
                 committed=status.committed.record.step if status.committed is not None else None,
                 finished=status.journal.finished,
                 computing=status.journal.computing,
+                state_digest=_hex(status.state_digest),
             )  # fmt: skip
         )
+
+    def claim(self, member: int, claim: Claim) -> None:
+        """Record the claim of this newcomer, which it is about to send to a member."""
+        self._record(
+            trace.Claimed(replica=claim.replica, member=member, label=claim.label, digest=f"{claim.digest:016x}")
+        )  # fmt: skip
+
+    def refused(self, refused: JoinRefused, member: int) -> None:
+        """Record that a member does not vouch for a claim of this newcomer."""
+        self._record(
+            trace.ClaimRefused(newcomer=refused.newcomer, label=refused.label, reason=refused.reason, member=member)
+        )  # fmt: skip
 
     def plan(self, plan: Plan) -> None:
         """Record the plan that this replica's ranks get."""

@@ -165,6 +165,10 @@ class Account(msgspec.Struct):
     lost: set[int] = msgspec.field(default_factory=set)
     left: set[int] = msgspec.field(default_factory=set)
     """Replicas that have left as requested."""
+    newcomers: set[int] = msgspec.field(default_factory=set)
+    """Replicas that were formed while others trained."""
+    joined: set[int] = msgspec.field(default_factory=set)
+    """Those of them that became members."""
     failed: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Ranks (replica, rank) that have failed since the last recovery, the first of them first."""
     saved: int | None = None
@@ -189,6 +193,10 @@ class Account(msgspec.Struct):
                 self.left |= {*left}
                 if self.here is not None and min(roster, default=-1) not in self.here:
                     self.saved, self.loaded, self.is_complete = None, None, False  # another node sees what the writer saves
+            case trace.Forming(newcomer=newcomer):
+                self.newcomers.add(newcomer)
+            case trace.Proven(newcomers=newcomers):
+                self.joined |= {*newcomers}
             case trace.Failure(replica=replica, rank=rank) if replica >= 0 and replica not in self.left:
                 self.lost.add(replica)
                 self.failed.append((replica, rank))
@@ -217,8 +225,10 @@ class Account(msgspec.Struct):
         lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
         if not self.has_begun and (exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED) or exit_code not in ENDINGS):
             return lines  # nothing was trained, and the folder is as it was
-        left, num_lost = self.replicas - len(self.lost | self.left), len(self.lost)
+        lost = self.lost - (self.newcomers - self.joined)
+        left, num_lost = self.replicas + len(self.joined) - len(lost | self.left), len(lost)
         losses = f"{num_lost or 'no'} {'loss' if num_lost == 1 else 'losses'}"
+        losses += f", {len(self.joined)} joined" if self.joined else ""
         losses += f", {len(self.left)} asked to leave" if self.left else ""
         lines.append(
             f"{left} of {self.replicas} replicas left, {losses}; {self.checkpoint()}; trace and logs are in {self.run_dir}"

@@ -12,7 +12,8 @@ The time of a step without its fault is estimated from the undisturbed steps:
 - If there are none, it is taken over the steps with the nearest number of replicas.
 
 In a disturbed step the time above the estimate is *lost to faults*. The *goodput* is the share of
-the time that is not lost.
+the time that is not lost. A step in which newcomers join is not disturbed, nor is one in which they
+form or read: the others train on meanwhile.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ class StepTime:
     """Number of members when the step began, including those lost in it."""
     num_microbatches: int
     is_disturbed: bool
-    """True if a new generation was announced in the step, other than one that only carries a
-    request to end."""
+    """True if a recovery was announced in the step (`trace.Generation.is_recovery`)."""
 
     @property
     def seconds(self) -> float:
@@ -83,12 +83,12 @@ class Goodput:
                 continue
             begin = found[-1].end if found else facts.planned_at
             while passed < len(announced) and announced[passed].t <= begin:
-                roster, passed = announced[passed].roster, passed + 1
+                roster, passed = history.roster(announced[passed].generation), passed + 1
             replicas, is_disturbed = len(roster), False
             while passed < len(announced) and announced[passed].t <= record.t:
                 newer, passed = announced[passed], passed + 1
                 is_disturbed |= newer.is_recovery
-                roster = newer.roster
+                roster = history.roster(newer.generation)
             found.append(StepTime(step, record.label, begin, record.t, replicas, microbatches, is_disturbed))
         return tuple(found)
 

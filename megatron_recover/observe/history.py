@@ -111,6 +111,8 @@ class History:
         self._complete: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
         """(generation, step) -> (bucket, version) -> replicas that report in their status that they
         hold it complete."""
+        self._first_plan: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Generation -> the first step that was planned in it, and the roster of the first plan."""
         self._quotas_of: dict[int, QuotaRun] = {}
         self._newest_plan: dict[int, int] = {}
         first_pass = self.events if file is None else file.first_pass(lambda line, fragment: self.cuts.append((line, fragment)))
@@ -182,6 +184,9 @@ class History:
         else:
             facts.planned_at = min(facts.planned_at, event.t)
         self._newest_plan[event.replica] = event.step
+        first = self._first_plan.get(event.generation)
+        if first is None or event.step < first[0]:
+            self._first_plan[event.generation] = event.step, first[1] if first else event.roster
         self.last_planned[event.replica] = max(event.step, self.last_planned.get(event.replica, event.step))
         run = self._quotas_of.get(event.generation)
         if not label_of(event.label).is_training or (run is not None and event.step <= run.last_step):
@@ -255,7 +260,7 @@ class History:
         """
         started = self.first(trace.RunStarted)
         ranks = range(started.layout.num_ranks if started else 0)
-        all_places = ((replica, rank) for replica in range(started.replicas if started else 0) for rank in ranks)
+        all_places = ((replica, rank) for replica in self.replicas for rank in ranks)
         gaps = self._by_type[trace.Gap]
         gaps += [(0, gap) for gap in merged.lay_on_unread(all_places)]
         for index, (line, gap) in enumerate(gaps):
@@ -290,15 +295,67 @@ class History:
             found.setdefault(event.generation, event)
         return found
 
-    def roster(self, generation: int) -> tuple[int, ...]:
-        """Return the members of a generation; empty if the generation was never announced."""
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """Return all replicas of the run, ascending: those of its start, and all newcomers."""
+        started = self.first(trace.RunStarted)
+        found = {*range(started.replicas if started else 0)}
+        found |= {event.newcomer for _, event in self.of(trace.Forming)}
+        found |= {event.replica for _, event in self.of(trace.Joined)}
+        return tuple(sorted(found.union(*(event.roster for event in self.generations.values()))))
+
+    def announced(self, generation: int) -> tuple[int, ...]:
+        """Return the announced roster of a generation; empty if it was never announced."""
         event = self.generations.get(generation)
         return event.roster if event else ()
 
+    def newcomers(self, generation: int) -> frozenset[int]:
+        """Return the unproven newcomers in an announced roster that has older members, too."""
+        event = self.generations.get(generation)
+        if event is None or not event.newcomers:
+            return frozenset()
+        found = frozenset(event.newcomers)
+        return found if not found.issuperset(event.roster) else frozenset()
+
+    @cached_property
+    def turned_away(self) -> dict[int, frozenset[int]]:
+        """Return the newcomers of each generation that its common plan has not admitted."""
+        found: dict[int, frozenset[int]] = {}
+        for _, event in self.of(trace.TurnedAway):
+            found[event.generation] = found.get(event.generation, frozenset()) | {*event.newcomers}
+        return found
+
+    def roster(self, generation: int) -> tuple[int, ...]:
+        """Return the working roster of a generation; empty if it was never announced.
+
+        That is the announced one without the newcomers that were turned away. A coordinator that
+        makes the next generation at once does not record them; then the first plan shows them.
+        """
+        return self._working.get(generation, ())
+
+    @cached_property
+    def _working(self) -> dict[int, tuple[int, ...]]:
+        found = {number: event.roster for number, event in self.generations.items()}
+        for number, announced in found.items():
+            if newcomers := self.newcomers(number):
+                _, planned = self._first_plan.get(number, (0, announced))
+                is_told = number in self.turned_away or not newcomers.issuperset({*announced} - {*planned})
+                out = self.turned_away.get(number, frozenset()) if is_told else newcomers.difference(planned)
+                found[number] = tuple(replica for replica in announced if replica not in out)
+        return found
+
+    def first_step(self, generation: int) -> int | None:
+        """Return the first step that was planned in a generation, or None.
+
+        The newcomers of the generation are unproven until it is committed.
+        """
+        found = self._first_plan.get(generation)
+        return found[0] if found else None
+
     @cached_property
     def members(self) -> dict[int, frozenset[int]]:
-        """Return the members of each generation."""
-        return {number: frozenset(event.roster) for number, event in self.generations.items()}
+        """Return the members of each generation, by its working roster."""
+        return {number: frozenset(roster) for number, roster in self._working.items()}
 
     @cached_property
     def bucket_ranks(self) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,8 @@ step was never committed.
 Memory holds only the steps that have begun and not ended in the trace: two while nothing fails, and
 one more for each step whose last event comes late.
 
-Attempts at a step that were made void are left out (`History.is_void`).
+Attempts at a step that were made void are left out (`History.is_void`), except for watchers that
+ask for their events.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Watcher(Protocol):
     def takes(self) -> Mapping[type, Taker]:
         """Return the function that takes each type of event."""
 
+    def takes_void(self) -> Mapping[type, Taker]:
+        """Return the function that takes each type of event of attempts that were made void."""
+
     def closed(self, step: Step) -> Iterable[Any]:
         """Look at a step that is whole; return what was found."""
 
@@ -42,9 +46,12 @@ def replay[W: Watcher](history: History, watchers: Sequence[W]) -> Iterator[tupl
     A finding comes with its watcher, and with its step or None.
     """
     takers: dict[type, list[tuple[W, Taker]]] = defaultdict(list)
+    of_void: dict[type, list[tuple[W, Taker]]] = defaultdict(list)
     for watcher in watchers:
         for kind, take in watcher.takes().items():
             takers[kind].append((watcher, take))
+        for kind, take in watcher.takes_void().items():
+            of_void[kind].append((watcher, take))
     recovered_in = {generation: facts.step for generation, facts in history.recoveries.items()}
     steps, open_steps = history.steps, dict[int, Step]()
     number: int | None = None
@@ -60,7 +67,7 @@ def replay[W: Watcher](history: History, watchers: Sequence[W]) -> Iterator[tupl
                     step = open_steps[number] = Step(history, number)
                 facts_last = steps[number].last_line
         is_void = history.is_void(event)
-        for watcher, take in takers.get(kind, ()) if not is_void else ():
+        for watcher, take in (of_void if is_void else takers).get(kind, ()):
             if findings := take(line, event, step):  # `()` for nearly all events
                 for found in findings:
                     yield watcher, step, found
@@ -93,6 +100,9 @@ def each_step(history: History) -> Iterator[Step]:
 
     class Closing:
         def takes(self) -> Mapping[type, Taker]:
+            return {}
+
+        def takes_void(self) -> Mapping[type, Taker]:
             return {}
 
         def closed(self, step: Step) -> Iterable[Step]:

@@ -22,6 +22,7 @@ from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History
+from megatron_recover.observe.joins import JoinSummary, joins
 from megatron_recover.observe.leaves import LeaveSummary, leaves
 from megatron_recover.observe.replay import Taker, replay
 from megatron_recover.observe.standstills import Standstill, standstills
@@ -80,6 +81,8 @@ class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: int
     lost_replicas: tuple[int, ...]
+    newcomers: tuple[int, ...] = ()
+    """Newcomers of the roster, if the generation lets them join and answers to no fault."""
     reason: str
     step: int | None
     label: str | None
@@ -124,6 +127,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: tuple[RecoverySummary, ...]
     leaves: tuple[LeaveSummary, ...] = ()
     """Replicas that were asked to leave, and what became of each."""
+    joins: tuple[JoinSummary, ...] = ()
+    """Replicas that were formed while others trained, and what became of each."""
     standstills: tuple[Standstill, ...]
     """Periods in which a rank, a leader, the coordinator or the job showed no progress."""
     microbatches_lost: int
@@ -273,6 +278,7 @@ def _recovery(
     return RecoverySummary(
         generation=announced.generation,
         lost_replicas=tuple(one.replica for one in announced.losses),
+        newcomers=announced.newcomers if announced.is_join else (),
         reason=announced.reason,
         step=step,
         label=history.label(step),
@@ -295,6 +301,9 @@ class Accounts:
         compare."""
 
     def takes(self) -> Mapping[type, Taker]:
+        return {}
+
+    def takes_void(self) -> Mapping[type, Taker]:
         return {}
 
     def closed(self, step: Step) -> Iterable[None]:
@@ -354,7 +363,7 @@ def summarize(
         evaluation_steps=sum(label_of(record.label).is_evaluation for record in records),
         microbatches_per_step=history.num_microbatches(training[-1]) if training else None,
         replicas_start=started.replicas if started else 0,
-        replicas_end=len(newest.roster) if newest else 0,
+        replicas_end=_num_members(history, newest) if newest else 0,
         generations=len(history.generations),
         determinism=started.determinism if started else None,
         exit_code=ended.exit_code if ended else None,
@@ -366,6 +375,7 @@ def summarize(
             for one in list(history.generations.values())[1:]
         ),
         leaves=leaves(history, work.lost),
+        joins=joins(history),
         microbatches_lost=len(work.lost),
         microbatches_redone=len(work.redone),
         microbatches_redone_in_schedule=sum(each.in_schedule for each in work.redone),
@@ -379,6 +389,13 @@ def summarize(
         steps_not_vouched_for=gaps.ranges(),
         **(msgspec.structs.asdict(comparison) if comparison else {}),
     )
+
+
+def _num_members(history: History, newest: trace.Generation) -> int:
+    """Return the size of the newest generation without newcomers that never became members."""
+    proven = {replica for _, event in history.of(trace.Proven) for replica in event.newcomers}
+    unproven = history.newcomers(newest.generation) - proven
+    return len({*history.roster(newest.generation)} - unproven)
 
 
 def save(folder: Path, summary: Summary) -> Path:

@@ -106,6 +106,9 @@ class Generation(Event, frozen=True, kw_only=True):
     gives_up: bool = False
     """True if that step was miscounted twice: it is committed without a result, and the run
     ends."""
+    newcomers: tuple[int, ...] = ()
+    """Members of `roster` that are unproven: no step was committed with their vote yet. The common
+    plan may turn them away (`TurnedAway`)."""
 
     @property
     def request(self) -> str | None:
@@ -116,9 +119,15 @@ class Generation(Event, frozen=True, kw_only=True):
     def is_recovery(self) -> bool:
         """Return whether the generation follows from a fault.
 
-        The first one does not, nor one that only carries a request or lets replicas leave.
+        The first one does not, nor one that only carries a request, lets replicas leave or lets
+        newcomers join.
         """
-        return self.generation > 1 and self.request is None and not self.left
+        return self.generation > 1 and self.request is None and not self.left and not self.is_join
+
+    @property
+    def is_join(self) -> bool:
+        """Return whether newcomers join in the generation, and nothing was lost before it."""
+        return bool(self.newcomers) and not self.losses
 
 
 class Refused(Part, frozen=True, kw_only=True):

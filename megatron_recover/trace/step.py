@@ -71,6 +71,9 @@ class Status(Event, frozen=True, kw_only=True):
     they ended."""
     computing: tuple[int, ...] = ()
     """Microbatches that rank 0 had then begun and not finished."""
+    state_digest: str | None = None
+    """Digest of the state that the step began with, as in `Committed`. Given for newcomers, if the
+    generation has any and the digest is known."""
 
 
 class Plan(Event, frozen=True, kw_only=True):
@@ -230,7 +233,11 @@ class ReductionFailed(Event, frozen=True, kw_only=True):
 
 
 class StateDigested(Event, frozen=True, kw_only=True):
-    """Rank: the digest of its state as a step begins whose record carries the state digest."""
+    """Rank: the digest of the state with which it began a step.
+
+    It is recorded if the record of the step carries the state digest, and for each newcomer's
+    reading of that state. Both are the same digest.
+    """
 
     replica: int
     rank: int

@@ -13,6 +13,7 @@ from typing import get_args
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.digest import combined
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.request import coordinator_lost
 
@@ -176,16 +177,20 @@ class Run:
         lost = trace.Loss(replica=victim, kind=LossKind.PROCESS_ENDED, detail="SIGKILL")
         self.add(trace.Generation, generation=self.generation, roster=self.roster, losses=(lost,), reason="loss")
 
-    def statuses(self, held: dict[int, tuple[int, ...]], complete: Callable[[int], tuple[tuple[int, int], ...]]) -> None:
-        """All members enter the generation and say what they have: `complete(replica)`."""
+    def statuses(
+        self, held: dict[int, tuple[int, ...]], complete: Callable[[int], tuple[tuple[int, int], ...]],
+        newcomers: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """All members enter the generation, and all but newcomers say what they have: `complete(replica)`."""
+        digest = f"{combined([self.state_of(rank) for rank in (0, 1)]):016x}" if newcomers else None
         for replica in self.roster:
             self.add(trace.Entered, replica=replica, generation=self.generation, seconds=0.002)
-        for replica in self.roster:
+        for replica in (one for one in self.roster if one not in newcomers):
             ids = held.get(replica, ())
             self.add(
                 trace.Status, **self.where(replica), work=bool(held),
                 contributions=(trace.Contribution(buckets=BUCKETS, microbatches=ids),) if ids else (),
-                complete=complete(replica), committed=self.step - 1 if self.step else None,
+                complete=complete(replica), committed=self.step - 1 if self.step else None, state_digest=digest,
             )  # fmt: skip
 
     def step_with_drift(self, victim: int) -> None:
@@ -274,6 +279,49 @@ class Run:
         self.reduce((1, 2))
         self.recovered()
         self.commit({0: older, 1: self.generation, 2: self.generation})
+
+    def form(self, newcomer: int, in_place_of: tuple[int, ...] = ()) -> None:
+        """A newcomer is formed and greets the coordinator."""
+        self.add(trace.Forming, newcomer=newcomer, in_place_of=in_place_of)
+        self.add(trace.Joined, replica=newcomer, fingerprint="f", bucket_ranks=BUCKET_RANKS)
+
+    def claim(self, newcomer: int, off: int = 0) -> None:
+        """The members digest the state of this step, and a newcomer has read it and claims it; with `off` another one."""
+        for replica in self.roster:
+            for rank in (0, 1):
+                digest = f"{self.state_of(rank):016x}"
+                self.add(trace.StateDigested, replica=replica, rank=rank, step=self.step, label=self.label, digest=digest)
+        for rank in (0, 1):
+            digest = f"{self.state_of(rank) + off:016x}"
+            told = {"label": self.label, "digest": digest, "num_bytes": 1000, "seconds": 0.001, "num_sources": 2}
+            self.add(trace.StateRead, replica=newcomer, rank=rank, **told)
+        digest = f"{combined([self.state_of(rank) + off for rank in (0, 1)]):016x}"
+        self.add(trace.Claimed, replica=newcomer, member=self.roster[0], label=self.label, digest=digest)
+
+    def state_of(self, rank: int) -> int:
+        """The digest of the state with which a rank begins the step."""
+        return 100 * self.step + rank
+
+    def step_with_join(self, newcomer: int, off: int = 0) -> None:
+        """A newcomer claims the state of this step and is announced. With `off` it is turned away, as its state differs."""
+        dealt, older = self.deal(range(self.num_microbatches)), self.roster
+        self.plan(dealt, BUCKETS)
+        for replica, ids in dealt.items():
+            self.compute(replica, ids, BUCKETS)
+        self.claim(newcomer, off)
+        self.roster = tuple(sorted((*older, newcomer)))
+        self.generation += 1
+        what = {"newcomers": (newcomer,), "reason": f"replicas {newcomer} join"}
+        self.add(trace.Generation, generation=self.generation, roster=self.roster, **what)
+        self.statuses(dealt, lambda replica: (), newcomers=(newcomer,))
+        if off:
+            self.roster = older
+            self.add(trace.TurnedAway, generation=self.generation, newcomers=(newcomer,), reason="its state digest differs")
+        self.plan({}, BUCKETS)
+        self.reduce(BUCKETS)
+        self.commit(dict.fromkeys(BUCKETS, self.generation))
+        if not off:
+            self.add(trace.Proven, generation=self.generation, newcomers=(newcomer,))
 
     def ask_to_leave(self, replica: int) -> None:
         """A step whose record asks a replica to leave."""
@@ -391,6 +439,21 @@ def leaving_run() -> Run:
     run.quiet_step()
     run.ask_to_leave(2)
     run.step_with_leave(2)
+    run.quiet_step()
+    return run.finish()
+
+
+def joining_run() -> Run:
+    """3 -> 2 -> 3 replicas: replica 3 forms in the place of replica 2, is turned away once, and joins two steps later."""
+    run = Run()
+    run.quiet_step()
+    run.step_with_kill_in_backward(2)
+    run.form(3, in_place_of=(2,))
+    run.step_with_join(3, off=1)
+    run.claim(3)
+    run.add(trace.ClaimRefused, newcomer=3, label=run.label, reason="a save is in progress")
+    run.quiet_step()
+    run.step_with_join(3)
     run.quiet_step()
     return run.finish()
 

@@ -16,6 +16,7 @@ from megatron_recover.cluster.narrator import Narrator
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.follow.progress import RunProgress
+from tests.observe import traces
 
 BEGAN_AT = 1_700_000_000.25
 PREFIX = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] megatron-recover: "
@@ -103,6 +104,44 @@ def test_a_silent_node_is_told_in_a_run_of_several() -> None:
         "node n2 is heard again, after 5.0 s",
     ], "it is told at once, before lines that are kept for their order"
     assert Told().after(*silence).texts == []
+
+
+def test_each_step_of_a_newcomer_is_told() -> None:
+    told = Told(num_replicas=3).after(*traces.joining_run().events)  # type: ignore[arg-type]
+    mine = [text for text in told.texts if "replica 3" in text or "replicas 3" in text]
+    assert mine == [
+        "replica 3 forms in the place of replica 2",
+        "generation 3: replicas 0 1 3 (replicas 3 join)",
+        "replica 3 is turned away: its state digest differs; it reads again",
+        "replica 3 does not join in train 4: a save is in progress; it reads again, as often as needed",
+        "generation 4: replicas 0 1 3 (replicas 3 join)",
+        "replica 3 joins at train 5: 3 replicas train",
+    ]
+    assert told.narrator.seen.forming == ()
+
+
+def test_a_newcomer_that_ends_before_it_joins_is_told() -> None:
+    formed = trace.Forming(t=2.0, newcomer=2, reason="on spare node b")
+    told = Told().after(BEGUN, formed)
+    assert told.narrator.seen.forming == (2,)
+    told.after(trace.Failure(t=3.0, replica=2, rank=1, cause="SIGKILL"), trace.Fenced(t=3.1, replica=2, ranks=(0, 1)))
+    assert told.texts[1:] == [
+        "replica 2 forms (on spare node b)", "replica 2 has ended before it joined: rank 1, SIGKILL",
+    ]  # fmt: skip
+    assert told.narrator.seen.forming == ()
+    closing = told.narrator.account.lines(ExitCode.OK, "training finished")
+    assert "2 of 2 replicas left, no losses; " in closing[1], "it was no member"
+
+
+def test_a_refused_newcomer_is_told_once_and_two_that_join_together_in_one_line() -> None:
+    refused = trace.ClaimRefused(t=2.0, newcomer=2, label="train 3", reason="it is too late in train 3", member=0)
+    joined = trace.Generation(t=4.0, generation=2, roster=(0, 1, 2, 3), newcomers=(2, 3), reason="replicas 2, 3 join")
+    told = Told().after(BEGUN, refused, refused, joined, trace.Proven(t=5.0, generation=2, newcomers=(2, 3)))
+    assert [text for text in told.texts if "does not join" in text] == [
+        "replica 2 does not join in train 3: it is too late in train 3; it reads again, as often as needed"
+    ]
+    assert told.texts[-1] == "replicas 2 3 join in generation 2: 4 replicas train"
+    assert "4 of 2 replicas left, no losses, 2 joined; " in told.narrator.account.lines(ExitCode.OK, "training finished")[1]
 
 
 def test_lines_have_the_time_of_what_they_tell_in_the_format_of_megatrons() -> None:

@@ -19,6 +19,7 @@ from megatron_recover.core.label import label_of
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.flags import value_of
 from megatron_recover.observe.follow.held import HeldWork
+from megatron_recover.observe.follow.members import Members
 from megatron_recover.observe.goodput import StepTime
 
 PREFIX = "megatron_recover_"
@@ -49,9 +50,16 @@ METRICS = {
     each.name: each
     for each in (
         Metric("replicas_configured", "gauge", "Replicas at the start of the run."),
-        Metric("replicas_live", "gauge", "Members of the newest generation; before the first one, the replicas that start."),
+        Metric(
+            "replicas_live",
+            "gauge",
+            "Members of the newest generation, without unproven newcomers; before the first one, the replicas that start.",
+        ),
+        Metric("replicas_forming", "gauge", "Newcomers that are formed or read a state: they are not in the roster."),
         Metric("replicas_min", "gauge", "Replicas below which the run ends (--recover-min-replicas)."),
         Metric("generation", "gauge", "Newest generation; 0 before the first one."),
+        Metric("joins_total", "counter", "Newcomers that became members: a step was committed with their vote."),
+        Metric("joins_refused_total", "counter", "Claims of newcomers that were refused, or turned away by the common plan."),
         Metric("recoveries_total", "counter", "Generations that a loss, a broken link or a miscounted step made.", "cause"),
         Metric("microbatches_lost_total", "counter", "Microbatches lost with the replicas that held them."),
         Metric("microbatches_recomputed_total", "counter", "Microbatches dealt again in recoveries."),
@@ -108,7 +116,7 @@ class Sample(NamedTuple):
 class RunMetrics:
     """The metrics of one run. Not for several threads at once."""
 
-    WANTED = frozenset({"run_started", "generation", "plan", "committed", "recovery", "checkpoint", "gap", "run_finished"})
+    WANTED = Members.WANTED | {"run_started", "plan", "committed", "recovery", "checkpoint", "gap", "run_finished"}
     """Names of the events that have an effect here."""
 
     def __init__(self, began_at: float = 0.0) -> None:
@@ -125,7 +133,7 @@ class RunMetrics:
         self._step_seconds = {"train": Histogram(_STEP_BOUNDS), "evaluate": Histogram(_STEP_BOUNDS)}
         self._recovery_seconds = Histogram(_RECOVERY_BOUNDS)
         self._held = HeldWork()
-        self._roster: tuple[int, ...] = ()
+        self._members = Members()
         self._step = -1
         """Newest committed step."""
         self._times = _StepTimes()
@@ -134,13 +142,14 @@ class RunMetrics:
     def take(self, event: trace.AnyEvent) -> None:
         """Take the next event of the run. An event that is not in `WANTED` changes nothing."""
         self._held.take(event)
+        self._members.take(event)
         match event:
             case trace.RunStarted():
                 self._started(event)
             case trace.Generation():
                 self._generation(event)
             case trace.Plan():
-                self._times.planned(event, len(self._roster))
+                self._times.planned(event, len(self._members.roster))
             case trace.Committed() if event.step > self._step:
                 self._committed(event)
             case trace.Recovery() if self._recovery is not None and self._recovery.take(event):
@@ -169,7 +178,12 @@ class RunMetrics:
         values = self._values | {
             "microbatches_lost_total": self._held.num_lost,
             "microbatches_recomputed_total": self._held.num_dealt_again,
+            "replicas_forming": len(self._members.forming),
+            "joins_total": self._members.num_joins,
+            "joins_refused_total": self._members.num_refused,
         }
+        if self._members.announced:
+            values["replicas_live"] = len(self._members.roster)
         by_label: dict[str, dict[str, int] | dict[str, Histogram]] = {
             "recoveries_total": self._recoveries, "saves_total": self._saves, "step_seconds": self._step_seconds,
             "recovery_seconds": {"": self._recovery_seconds},
@@ -192,8 +206,7 @@ class RunMetrics:
 
     def _generation(self, event: trace.Generation) -> None:
         self._recovered()
-        self._roster = event.roster
-        self._values |= {"generation": event.generation, "replicas_live": len(event.roster)}
+        self._values["generation"] = event.generation
         if event.is_recovery:
             cause = event.losses[0].kind.value.replace(" ", "_") if event.losses else "no_loss"
             self._recoveries[cause] += 1
@@ -208,7 +221,7 @@ class RunMetrics:
         self._values["last_commit_timestamp_seconds"] = round(self._began_at + event.t, 3)
         if label.is_training:
             self._values["last_committed_iteration"] = label.iteration
-        seconds = self._times.committed(event, len(self._roster))
+        seconds = self._times.committed(event, len(self._members.announced))
         if seconds is not None and (label.is_training or label.is_evaluation):
             self._step_seconds[label.kind.value].add(seconds)
         self._values["lost_to_faults_seconds_total"] = self._times.lost_s

@@ -14,6 +14,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.label import label_of
+from megatron_recover.observe.follow.members import Members
 
 MAX_LOSSES = 32
 """Largest number of lost replicas that one notice describes; `num_lost` counts all of them."""
@@ -67,6 +68,17 @@ class Degraded(Notice, kw_only=True, tag="degraded"):
     last_committed_iteration: int | None
 
 
+class Joined(Notice, kw_only=True, tag="joined"):
+    """Newcomers became members: the first step with their votes is committed."""
+
+    generation: int
+    newcomers: list[int]
+    """At most `MAX_LOSSES`."""
+    replicas_live: int
+    replicas_configured: int
+    last_committed_iteration: int | None
+
+
 class SaveFailed(Notice, kw_only=True, tag="save_failed"):
     """A checkpoint could not be written; the run tries again later, or at its end gives up."""
 
@@ -87,13 +99,13 @@ class Ended(Notice, kw_only=True, tag="ended"):
     last_durable_iteration: int | None
 
 
-AnyNotice = Lost | Degraded | SaveFailed | Ended
+AnyNotice = Lost | Degraded | Joined | SaveFailed | Ended
 
 
 class Notices:
     """The notices of one run, made from its events one by one."""
 
-    WANTED = frozenset({"run_started", "generation", "committed", "recovery", "checkpoint", "run_finished"})
+    WANTED = Members.WANTED | {"run_started", "committed", "recovery", "checkpoint", "run_finished"}
     """Names of the events that have an effect here."""
 
     def __init__(self, *, run_dir: str, host: str, began_at: float) -> None:
@@ -101,6 +113,7 @@ class Notices:
         self._run_dir, self._host, self._began_at = run_dir[:MAX_TEXT], host, began_at
         self._number = 0
         self._configured = self._min = 0
+        self._members = Members()
         self._newest: trace.Generation | None = None
         self._is_repairing = False
         self._iteration: int | None = None
@@ -110,6 +123,7 @@ class Notices:
 
     def take(self, event: trace.AnyEvent) -> Iterator[AnyNotice]:
         """Take the next event of the run; yield the notices that follow from it."""
+        self._members.take(event)
         match event:
             case trace.RunStarted():
                 self._configured, self._min = event.replicas, event.min_replicas
@@ -123,6 +137,13 @@ class Notices:
                 yield from self._goes_on(event.generation, event.t)
             case trace.Recovery(phase="commit"):  # as well, since `--trace-level faults` leaves commits out
                 yield from self._goes_on(event.generation, event.t)
+            case trace.Proven():
+                joined = Joined(
+                    generation=event.generation, newcomers=[*event.newcomers[:MAX_LOSSES]],
+                    replicas_live=len(self._members.roster), replicas_configured=self._configured,
+                    last_committed_iteration=self._iteration,
+                )  # fmt: skip
+                yield self._made(joined, event.t)
             case trace.Checkpoint(phase="finished"):
                 self._durable = event.iteration
             case trace.Checkpoint(phase="loaded"):
@@ -157,13 +178,13 @@ class Notices:
     def _lost(self, event: trace.Generation) -> Lost:
         losses = [LostReplica(one.replica, one.kind.value, one.detail[:MAX_TEXT]) for one in event.losses[:MAX_LOSSES]]
         return Lost(
-            generation=event.generation, num_lost=len(event.losses), losses=losses, replicas_live=len(event.roster),
+            generation=event.generation, num_lost=len(event.losses), losses=losses, replicas_live=len(self._members.roster),
             replicas_configured=self._configured,
         )  # fmt: skip
 
     def _degraded(self, newest: trace.Generation) -> Degraded:
         return Degraded(
-            generation=newest.generation, replicas_live=len(newest.roster), replicas_configured=self._configured,
+            generation=newest.generation, replicas_live=len(self._members.roster), replicas_configured=self._configured,
             replicas_min=self._min, last_committed_iteration=self._iteration,
         )  # fmt: skip
 

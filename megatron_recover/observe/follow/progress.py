@@ -5,12 +5,13 @@ The line is made of the events that were taken so far, and of the silence that t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_recover import trace
 from megatron_recover.core.label import label_of
 from megatron_recover.flags import number_of
+from megatron_recover.observe.follow.members import Members
 
+SHOWN_FORMING = 4
+"""Largest number of newcomers that are named while they form; of more the rest is counted."""
 SHOWN_QUOTAS = 16
 """Largest number of members whose quotas are listed; more are shown as a range."""
 
@@ -36,7 +37,8 @@ class RunProgress:
         self._seconds: float | None = None
         """Seconds that the newest committed step took."""
         self._generation = 0
-        self._roster: Sequence[int] = ()
+        self.members = Members()
+        """The members, and the newcomers that form."""
         self._quotas: tuple[int, ...] = ()
         self._recoveries = 0
         self._repairing: tuple[int, str] | None = None
@@ -63,6 +65,7 @@ class RunProgress:
         at the commit of the next such step or at the end of the run.
         """
         told = None
+        self.members.take(event)
         if isinstance(event, trace.Committed):
             self._commits(event)
         match event:
@@ -111,7 +114,7 @@ class RunProgress:
         return line
 
     def _generation_begins(self, event: trace.Generation) -> None:
-        self._generation, self._roster = event.generation, event.roster
+        self._generation = event.generation
         self._silent = {key: silent for key, silent in self._silent.items() if key[0] in event.roster}
         if event.request is not None:
             self._asked = event.request
@@ -144,7 +147,11 @@ class RunProgress:
         if self._seconds is not None:
             parts.append(f"{1000 * self._seconds:.0f} ms" if self._seconds < 10 else f"{self._seconds:.1f} s")
         if self._generation:
-            parts.append(f"replicas {len(self._roster)}/{self._num_replicas}")
+            parts.append(f"replicas {len(self.members.roster)}/{self._num_replicas}")
+        if self.members.forming:
+            parts.append(f"forming {', '.join(f'replica {one}' for one in self.members.forming[:SHOWN_FORMING])}")
+        if len(self.members.forming) > SHOWN_FORMING:
+            parts[-1] += f" and {len(self.members.forming) - SHOWN_FORMING} more"
         if self._recoveries:
             parts.append(f"recoveries {self._recoveries}")
         if self._generation:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_recover import trace
 from megatron_recover.observe.history import History
+from megatron_recover.observe.joins import Doing, doings, ended_at
 from megatron_recover.observe.report import charts
 from megatron_recover.observe.report.timeline import Episode, Span, Still, Timeline, within
 
@@ -131,6 +132,10 @@ def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dic
     """
     before = [one for one in history.generations.values() if one.t <= episode.fault]
     members = sorted({member for one in (*before[-1:], *episode.generations) for member in one.roster} | {*episode.lost})
+    members += [
+        replica for replica, mine in timeline.joining.items() if replica not in members
+        and any(one.begin < episode.end_shown and one.end > episode.begin_shown for one in mine)
+    ]  # fmt: skip
     started = history.first(trace.RunStarted)
     known = {rank for _, rank in timeline.computing}
     num_ranks = max(started.layout.num_ranks if started else 0, max(known, default=0) + 1)
@@ -156,6 +161,7 @@ def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dic
 
 def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, ranks: Sequence[int]) -> ReplicaRows:
     phases = within(timeline.recovering.get(replica, ()), x.low, x.high)
+    joining = [one for one in timeline.joining.get(replica, ()) if one.begin < x.high and one.end > x.low]
     lanes = []
     for rank in ranks:
         place = (replica, rank)
@@ -181,7 +187,8 @@ def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, 
             )
         )
     is_lost = replica in episode.lost
-    return ReplicaRows(f"replica {replica}", tuple(_bar(x, span, 10.0) for span in phases), tuple(lanes), is_lost)
+    bars = (*(_bar(x, span, 10.0) for span in phases), *(_doing(x, one) for one in joining))
+    return ReplicaRows(f"replica {replica}", bars, tuple(lanes), is_lost)
 
 
 def _still(x: charts.Scale, one: Still) -> Bar:
@@ -204,6 +211,38 @@ def _bar(x: charts.Scale, span: Span, wide: float = WIDE) -> Bar:
     what += "; its backward never ended" if span.is_lost else f", {length}"
     label = f"{'↻' if span.is_again else ''}{span.number}"
     return Bar(kind, at, width, what, label if width >= wide * max(1.0, 0.4 * len(label)) else "")
+
+
+def newcomers_picture(history: History) -> Picture | None:
+    """Return what each newcomer did until it was a member, over the whole run; None without any.
+
+    Of more than `MAX_LANES` newcomers the first ones are drawn.
+    """
+    found = doings(history)
+    if not found:
+        return None
+    shown = dict(list(found.items())[:MAX_LANES])
+    x = charts.Scale(0.0, history.seconds)
+    groups = tuple(
+        ReplicaRows(f"replica {replica}", tuple(_doing(x, one) for one in mine), (), ended_at(history, replica) is not None)
+        for replica, mine in shown.items()
+    )
+    events = list(history.generations.values())[1:]
+    marks = [(one.t, f"generation {one.generation}", one.reason) for one in events if one.losses or one.newcomers]
+    rows = charts.rows([x.at(t) for t, _, _ in marks], room=14.0) if len(marks) <= MAX_LANES else []
+    return Picture(
+        about=f"What newcomers did until they were members: {len(shown)} of {len(found)}.", groups=groups,
+        marks=tuple(charts.Mark(x.at(t), name, text, row) for (t, name, text), row in zip(marks, rows, strict=False)),
+        ticks=charts.ticks(x, 9), x_label="s since the start of the run", num_shown=len(shown), num_ranks=len(found),
+        is_coarse=False,
+    )  # fmt: skip
+
+
+def _doing(x: charts.Scale, one: Doing) -> Bar:
+    at = x.at(one.begin)
+    width = round(x.at(one.end) - at, 3)
+    label = one.kind if width >= 0.45 * WIDE * len(one.kind) else ""
+    return Bar(one.kind, at, width, f"{one.text}, {one.end - one.begin:.2f} s", label)
 
 
 def _marks(history: History, episode: Episode, x: charts.Scale) -> tuple[charts.Mark, ...]:

@@ -18,8 +18,9 @@ from megatron_recover import __version__, trace
 from megatron_recover.core.label import label_of
 from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History
+from megatron_recover.observe.joins import sizes as joined_sizes
 from megatron_recover.observe.report import charts
-from megatron_recover.observe.report.lanes import Picture, picture
+from megatron_recover.observe.report.lanes import Picture, newcomers_picture, picture
 from megatron_recover.observe.report.perfetto import TRACE_FILE
 from megatron_recover.observe.report.timeline import MAX_DRAWN, Episode, Timeline
 from megatron_recover.observe.standstills import Standstill
@@ -87,7 +88,9 @@ def render(
         links_to_logs=links_to_logs,
         phases=get_args(trace.Phase),
         recoveries=[(one, _bar(one)) for one in summary.recoveries],
-        slowest=max((one.total_s for one in summary.recoveries if one.total_s is not None), default=None),
+        slowest=max((one.total_s for one in summary.recoveries if one.total_s is not None and not one.newcomers), default=None),
+        members=_members_chart(history),
+        newcomers=newcomers_picture(history),
         quotas=_quotas(history),
         max_quota_rows=MAX_QUOTA_ROWS,
         max_segments=MAX_SEGMENTS,
@@ -323,6 +326,21 @@ def _speed_chart(goodput: Goodput, faults: tuple[FaultSummary, ...]) -> charts.C
         f"and {max(rate for *_, rate in rates):.1f}.",
         x_ticks=charts.ticks(x, 7), y_ticks=charts.ticks(y, 5), curves=tuple(curves),
         marks=_marks(x, [mark for mark in marks if x.low <= mark[1] <= x.high]),
+    )  # fmt: skip
+
+
+def _members_chart(history: History) -> charts.Chart | None:
+    """Return the chart of the number of members over time, or None if it never changes."""
+    sizes = joined_sizes(history)
+    if len({size for _, size in sizes}) < 2:
+        return None
+    pieces = [(t, end, float(size)) for (t, size), (end, _) in zip(sizes, [*sizes[1:], (history.seconds, 0)], strict=True)]
+    x, y = charts.Scale(sizes[0][0], history.seconds), charts.Scale(0.0, 1.15 * max(size for _, size in sizes))
+    return charts.Chart(
+        name="Replicas over time", x_label="seconds since the start of the run", y_label="replicas",
+        about=f"Number of members, from {sizes[0][1]} to {sizes[-1][1]}; at least {min(size for _, size in sizes)}.",
+        x_ticks=charts.ticks(x, 7), y_ticks=charts.ticks(y, 5, whole=True),
+        curves=(charts.Curve("members", "run", charts.path(_stairs(pieces), x, y)),),
     )  # fmt: skip
 
 

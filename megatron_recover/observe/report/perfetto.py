@@ -18,6 +18,7 @@ from megatron_recover.core.label import label_of
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History
+from megatron_recover.observe.joins import sizes
 from megatron_recover.observe.report.timeline import MAX_SPANS, Span, Timeline
 from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import faults
@@ -53,14 +54,20 @@ def events(history: History, timeline: Timeline, *, is_whole: bool = True) -> It
     """
     labels = {step: facts.label for step, facts in history.steps.items() if facts.label is not None}
     ranks = sorted(timeline.computing.keys() | timeline.reducing.keys() | timeline.still.keys())
-    for replica in sorted({replica for replica, _ in ranks} | timeline.recovering.keys()):
+    for replica in sorted({replica for replica, _ in ranks} | timeline.recovering.keys() | timeline.joining.keys()):
         yield from _named(replica + 1, f"replica {replica}", replica + 1)
         yield from _thread(replica + 1, _RECOVERY, "recovery", -1)
         for span in timeline.recovering.get(replica, ()):
             yield _complete(replica + 1, _RECOVERY, span.kind, span, generation=span.generation)
+        for one in timeline.joining.get(replica, ()):
+            yield {
+                "ph": "X", "pid": replica + 1, "tid": _RECOVERY, "name": one.kind, "cat": "join", "ts": _micros(one.begin),
+                "dur": _micros(one.end) - _micros(one.begin), "args": {"what": one.text},
+            }  # fmt: skip
     for replica, rank in ranks:
         yield from _of_rank(timeline, labels, replica, rank, is_whole)
-    yield from _of_job(history, 1 + max((replica for replica, _ in ranks), default=-1) + 1)
+    replicas = [replica for replica, _ in ranks] + [*timeline.joining]
+    yield from _of_job(history, 1 + max(replicas, default=-1) + 1)
 
 
 def _of_rank(timeline: Timeline, labels: dict[int, str], replica: int, rank: int, is_whole: bool) -> Iterator[dict[str, Any]]:
@@ -131,7 +138,8 @@ def _of_job(history: History, process: int) -> Iterator[dict[str, Any]]:
     for generation in history.generations.values():
         name = f"generation {generation.generation}" + (f": {generation.reason}" if generation.reason else "")
         yield _instant(process, name, generation.t, {"roster": generation.roster, "losses": generation.losses})
-        yield _counter(process, "replicas", generation.t, len(generation.roster))
+    for t, size in sizes(history):
+        yield _counter(process, "replicas", t, size)
     for _, facts in sorted(history.steps.items()):
         if facts.loss is not None and facts.loss_at is not None and label_of(facts.loss_label or "").is_training:
             yield _counter(process, "loss", facts.loss_at, facts.loss)

@@ -17,6 +17,7 @@ from typing import Literal
 from megatron_recover import trace
 from megatron_recover.faults import STANDS_STILL, FaultKind
 from megatron_recover.observe.history import History, Numbered
+from megatron_recover.observe.joins import Doing, doings
 from megatron_recover.observe.report.details import Details, Window, collect
 from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import FaultSummary, faults, struck_at
@@ -273,6 +274,11 @@ class Timeline:
         return {replica: _apart(found[replica], None) for replica in sorted(found)}
 
     @cached_property
+    def joining(self) -> dict[int, list[Doing]]:
+        """Return what each newcomer did until it was a member: it forms, reads, asks and joins."""
+        return doings(self._history)
+
+    @cached_property
     def steps(self) -> dict[RankPlace, list[Span]]:
         """Return a span for each rank and step: from the first forward to the optimizer's end.
 
@@ -296,7 +302,7 @@ class Timeline:
     def episodes(self) -> tuple[Episode, ...]:
         """Return every recovery, in the order of time.
 
-        A generation that only carries a request, or lets replicas leave, is no recovery.
+        A generation that only carries a request, or lets replicas leave or join, is no recovery.
         """
         history = self._history
         announced = [one for one in list(history.generations.values())[1:] if one.is_recovery]

@@ -42,7 +42,7 @@ def equal_records(history: History, step: Step) -> Findings:
     record = step.record[1]
     unusual: dict[int, list[tuple[trace.Result, Held, dict[int, int]]]] = {}
     for line, event in step.committed:
-        for field in ("label", "digest", "versions", "requests", "state_digest"):
+        for field in ("label", "digest", "versions", "state_digest"):
             mine, theirs = getattr(event, field), getattr(record, field)
             if mine != theirs:
                 what = f"{field} of step {step.number}: {mine} on replica {event.replica}"
@@ -81,18 +81,22 @@ def _held_by(held: Held, replica: int) -> Iterator[tuple[Line, int, int]]:
 
 
 def equal_paces(history: History, step: Step) -> Findings:
-    """Require that members of the newest generation that committed the step learn the same paces.
+    """Require that members of the newest generation that committed the step learn the same.
 
-    A member that was lost since may have committed by votes that no other member had.
+    That is the paces and the requests of its voters. A member that was lost since may have
+    committed by votes that no other member had.
     """
     if not step.commits:
         return
     members = history.roster(max(event.generation for _, event in step.commits.values()))
     commits = [commit for replica, commit in step.commits.items() if replica in members]
     for line, event in commits:
-        if event.paces != commits[0][1].paces:
-            what = f"paces of step {step.number}: {list(event.paces)} on replica {event.replica}"
-            yield line, f"{what}, {list(commits[0][1].paces)} on replica {commits[0][1].replica}"
+        for field in ("requests", "paces"):
+            mine, theirs = getattr(event, field), getattr(commits[0][1], field)
+            if mine != theirs:
+                what = f"{field} of step {step.number}: {list(mine)} on replica {event.replica}"
+                yield line, f"{what}, {list(theirs)} on replica {commits[0][1].replica}"
+                break
 
 
 def backed_votes(history: History, step: Step) -> Findings:
@@ -275,7 +279,10 @@ def equal_ranks(history: History, step: Step) -> Findings:
 
 
 class AdoptedFromAMember(Rule):
-    """A rule: a replica adopts a step only if a member has reported that it committed the step."""
+    """A rule: a replica adopts a step only if a member has reported that it committed the step.
+
+    It may have reported that with the status of a later step that was made void since.
+    """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
@@ -284,6 +291,9 @@ class AdoptedFromAMember(Rule):
 
     def takes(self) -> Mapping[type, Taker]:
         return {trace.Status: self._tells, trace.Committed: self._adopts}
+
+    def takes_void(self) -> Mapping[type, Taker]:
+        return {trace.Status: self._tells}
 
     def _tells(self, line: Line, event: trace.Status, step: Step) -> Iterable[Finding]:
         if event.committed is not None:

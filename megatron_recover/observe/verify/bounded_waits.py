@@ -67,8 +67,9 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
 class EntersTheLast(Rule):
     """A rule: every member of the last generation enters it, unless the member had finished.
 
-    A run is not judged that has not ended, that was killed on request, or for which `stopping` or
-    `coordinator_left` was recorded. A member whose entry a gap of the trace may hide is not judged.
+    A newcomer need not enter: nobody waits for it. A run is not judged that has not ended, that was
+    killed on request, or for which `stopping` or `coordinator_left` was recorded. A member whose
+    entry a gap of the trace may hide is not judged.
     """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
@@ -92,7 +93,8 @@ class EntersTheLast(Rule):
         if self._newest is None or finished is None or finished.exit_code > 128 or has_failed:
             return
         line, newest = self._newest
-        for replica in newest.roster:
+        awaited = {*newest.roster} - history.newcomers(newest.generation)
+        for replica in sorted(awaited):
             is_excused = replica in history.final_commits or self.gaps.explain(replica, newest.t, float("inf"))
             if replica not in self._entered and not is_excused:
                 yield line, f"replica {replica} never entered generation {newest.generation}"

@@ -84,6 +84,9 @@ class _Judge:
     def takes(self) -> Mapping[type, Taker]:
         return self.rule.takes()
 
+    def takes_void(self) -> Mapping[type, Taker]:
+        return self.rule.takes_void()
+
     def closed(self, step: Step) -> Iterable[Finding]:
         return self.rule.closed(step)
 
@@ -241,6 +244,7 @@ def describe(verdict: Verdict) -> str:
         if times > SHOWN_VIOLATIONS:
             lines.append(f"  and {times - SHOWN_VIOLATIONS} more")
     lines += [one.words for one in summary.leaves]
+    lines += [one.words for one in summary.joins]
     lines += [f"computed anew: {message}" for message in miscounts(history)]
     if summary.reference is not None:
         answers = {True: "bit-identical", False: "not bit-identical", None: "digests not comparable"}

@@ -31,4 +31,6 @@ def survivors(history: History) -> Iterator[int]:
     # A loss after the others have finished makes no generation, so no announcement names it.
     broken = {event.replica for _, event in history.of(trace.Failure)}
     broken |= {event.replica for _, event in history.of(trace.Fenced)}
-    yield from (replica for replica in announced[-1][1].roster if replica not in broken | history.lost_at.keys())
+    yield from (
+        replica for replica in history.roster(announced[-1][1].generation) if replica not in broken | history.lost_at.keys()
+    )

@@ -41,7 +41,10 @@ def backed_statuses(history: History, step: Step) -> Findings:
 
 
 class Promised(Rule):
-    """A rule: a replica acts in a generation only after it has entered and reported its status."""
+    """A rule: a replica acts in a generation only after it has entered and reported its status.
+
+    The status may be part of an attempt that was made void since.
+    """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
@@ -53,8 +56,13 @@ class Promised(Rule):
         acts = (trace.Plan, trace.Voted, trace.Committed, *RANK_WORK)
         return {trace.Entered: self._promises, trace.Status: self._promises, **dict.fromkeys(acts, self._acts)}
 
+    def takes_void(self) -> Mapping[type, Taker]:
+        return {trace.Status: self._promises}
+
     def _promises(self, line: Line, event: trace.Entered | trace.Status, step: Step | None) -> Iterable[Finding]:
         self._seen[type(event)].add((event.replica, event.generation))
+        if event.replica in self.history.newcomers(event.generation):  # its claim stands for its status
+            self._seen[trace.Status].add((event.replica, event.generation))
         return ()
 
     def _acts(self, line: Line, event: trace.Voted, step: Step) -> Iterable[Finding]:
@@ -118,7 +126,7 @@ class Fencing(Rule):
         super().__init__(history, gaps)
         self._entered: dict[int, int] = {}
         self._fenced: dict[tuple[int, int], Line] = {}
-        self._good: set[tuple[int, int, int | None]] = set()
+        self._good: set[tuple[int, int, int]] = set()
         """(replica, rank, generation) that may act, until the next rank is fenced. Most events are
         judged by this set alone."""
 
@@ -143,16 +151,18 @@ class Fencing(Rule):
         return () if (event.replica, event.rank, event.generation) in self._good else self._acts(line, event, step)
 
     def _acts(self, line: Line, event: trace.MicrobatchStarted, step: Step | None) -> list[Finding]:
-        replica, rank, generation = event.replica, getattr(event, "rank", 0), getattr(event, "generation", None)
+        replica, rank, generation = event.replica, getattr(event, "rank", 0), getattr(event, "generation", -1)
         if (replica, rank, generation) in self._good:
             return []
         found, did = [], f"{who(event)} wrote {type(event).__name__}"
         dead_since = self._fenced.get((replica, rank))
         if dead_since is not None:
             found.append((line, f"{did} after it was fenced (line {dead_since})"))
-        if generation in self.history.members and replica not in self.history.members[generation]:
+        is_entry = isinstance(event, trace.Entered)  # a newcomer enters before it is turned away
+        members = self.history.members.get(generation)
+        if members is not None and replica not in (self.history.announced(generation) if is_entry else members):
             found.append((line, f"{did} in generation {generation}, to which it does not belong"))
-        if not found:
+        if not found and not is_entry:
             self._good.add((replica, rank, generation))
         return found
 

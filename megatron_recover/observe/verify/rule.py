@@ -40,6 +40,10 @@ class Rule:
         """Return the function that takes each type of event; the function returns findings."""
         return {}
 
+    def takes_void(self) -> Mapping[type, Taker]:
+        """Return the function that takes each type of event of attempts that were made void."""
+        return {}
+
     def closed(self, step: Step) -> Iterable[Finding]:
         """Return what is wrong with a whole step."""
         return ()

@@ -23,6 +23,12 @@ if a frame of the control plane gives it to them. A rule may need no other order
   those of one.
 - INV-7: backwards are of one rank. The rest compares sets.
 - INV-8: compares sets.
+
+A newcomer adds: its ranks have read a state before its leader claims it (`StateDigested`), and the
+claim is before the announcement (`Claim`, `NewcomerReady`, `Announcement`). The statuses of all
+older members are before a plan that admits it, its own included (`Admission`). The commit by which
+it is proven is before the coordinator's event (`NewcomersProven`), and the end of the processes
+whose slots it gets is before it is formed (`Ended`).
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from megatron_recover.observe.verify import (
     exactly_once,
     fencing,
     least_work,
+    newcomers,
     no_corruption,
     single_history,
 )
@@ -41,12 +48,12 @@ from megatron_recover.observe.verify.rule import Rule
 
 RULES: tuple[tuple[str, str, tuple[type[Rule], ...]], ...] = (
     ("INV-1", "exactly once", exactly_once.RULES),
-    ("INV-2", "agreement", agreement.RULES),
+    ("INV-2", "agreement", (*agreement.RULES, *newcomers.AGREEMENT)),
     ("INV-3", "no corruption", no_corruption.RULES),
-    ("INV-4", "decided once", decided_once.RULES),
-    ("INV-5", "fencing", fencing.RULES),
-    ("INV-6", "single history", single_history.RULES),
-    ("INV-7", "least work", least_work.RULES),
+    ("INV-4", "decided once", (*decided_once.RULES, *newcomers.DECIDED_ONCE)),
+    ("INV-5", "fencing", (*fencing.RULES, *newcomers.FENCING)),
+    ("INV-6", "single history", (*single_history.RULES, *newcomers.SINGLE_HISTORY)),
+    ("INV-7", "least work", (*least_work.RULES, *newcomers.LEAST_WORK)),
     ("INV-8", "bounded waits", bounded_waits.RULES),
 )
 """Number, name and rules of every invariant that a trace can show."""

@@ -55,7 +55,12 @@ class SingleHistory(Rule):
     - Generations and checkpoints only advance. In a merged trace only the checkpoints of each
       replica must: no frame need carry the order in which two writers name checkpoints.
     - A replica that was lost or has left never returns. No replica leaves a roster without a loss,
-      except one that has committed the last step, or leaves as requested.
+      except one that has committed the last step, leaves as requested, or is a newcomer that was
+      turned away.
+    - A roster grows only by newcomers that the announcement names, and their ids are new: none was
+      a member before. One that was turned away before it planned anything may come again.
+    - Members plan with the working roster: the announced one without newcomers that are turned
+      away. All older members are in it.
     """
 
     needs = "faults"
@@ -65,6 +70,8 @@ class SingleHistory(Rule):
         self._newest: trace.Generation | None = None
         self._lost: set[int] = set()
         self._entered: dict[int, int] = {}
+        self._known: set[int] = set()
+        """Replicas that were members and no newcomers, or newcomers that have planned."""
         self._saved: dict[int, int] = {}
         """Writer -> iteration of its newest checkpoint; in a trace of one node 0 for all."""
         self._knows_who_finished = provides(history) != LEVELS[0] and not gaps.of_launcher
@@ -77,9 +84,10 @@ class SingleHistory(Rule):
 
     def _announced(self, line: Line, event: trace.Generation, step: None) -> list[Finding]:
         finished = {replica for replica, committed in self.history.final_commits.items() if committed < line}
-        found = [(line, message) for message in self._follows(event, finished)]
+        found = [(line, message) for message in (*self._follows(event, finished), *self._grows(event))]
         self._newest = event
         self._lost |= {one.replica for one in event.losses} | {*event.left}
+        self._known |= {*event.roster} - {*event.newcomers}
         return found
 
     def _follows(self, event: trace.Generation, finished: set[int]) -> Iterator[str]:
@@ -95,11 +103,32 @@ class SingleHistory(Rule):
             yield f"generation {number} has the roster {roster}"
         if back := self._lost & set(roster):
             yield f"generation {number} contains replicas that were lost or had left before: {sorted(back)}"
-        gone = set(before.roster if before else ()) - set(roster)
+        gone = self._kept(before) - set(roster)
         unexplained = gone - {one.replica for one in event.losses} - {*event.left} - finished
         unexplained = {replica for replica in unexplained if not self.gaps.explain(replica, 0.0, float("inf"))}
         if unexplained and self._knows_who_finished:
             yield f"generation {number} leaves out {sorted(unexplained)} without naming a loss"
+
+    def _kept(self, before: trace.Generation | None) -> set[int]:
+        """Return the members of a generation whom the coordinator has not dropped since."""
+        return {*before.roster} - self.history.turned_away.get(before.generation, frozenset()) if before else set()
+
+    def _grows(self, event: trace.Generation) -> Iterator[str]:
+        """Yield what is wrong with the members that are new in an announcement."""
+        number, newcomers = event.generation, {*event.newcomers}
+        if strange := newcomers - {*event.roster}:
+            yield f"generation {number} has newcomers {sorted(strange)} outside its roster"
+        if self._newest is None or self.gaps.of_launcher:  # announcements may be missing
+            return
+        fresh = {*event.roster} - self._kept(self._newest) - self._lost
+        if strange := fresh - newcomers:
+            yield f"generation {number} contains replicas {sorted(strange)} that were no members and do not join"
+        started = self.history.first(trace.RunStarted)
+        first = started.replicas if started else 0
+        if used := {one for one in fresh & newcomers if one in self._known or one < first}:
+            yield f"generation {number} has newcomers {sorted(used)} whose ids were used before"
+        if again := newcomers - fresh - {*self._newest.newcomers} - self._lost:
+            yield f"generation {number} takes members {sorted(again)} for newcomers"
 
     def _enters(self, line: Line, event: trace.Entered, step: None) -> Findings:
         is_announced = self._newest is not None and event.generation <= self._newest.generation
@@ -114,7 +143,10 @@ class SingleHistory(Rule):
         roster, first = self.history.roster(event.generation), step.plans[0][1] if step.plans else event
         if event.roster != roster:
             what = f"replica {event.replica} plans generation {event.generation} with roster {list(event.roster)}"
-            yield line, f"{what}; announced was {list(roster)}"
+            announced = self.history.announced(event.generation)
+            out = f", {sorted({*announced} - {*roster})} are turned away" if announced != roster else ""
+            yield line, f"{what}; announced was {list(announced)}{out}"
+        self._known.add(event.replica)
         if (event.label, event.num_microbatches) != (first.label, first.num_microbatches):
             yield line, f"step {event.step} is {event.label!r} on {who(event)} and {first.label!r} on {who(first)}"
 

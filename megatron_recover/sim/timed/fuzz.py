@@ -223,7 +223,9 @@ class RandomJob(TimedJob):
         state = self.coordinator.state
         return number in state.forming or number in {claim.replica for claim in state.joins}
 
-    def judge(self, before: coordinator.CoordinatorState, after: coordinator.CoordinatorState) -> None:
+    def judge(
+        self, before: coordinator.CoordinatorState, message: coordinator.Input, after: coordinator.CoordinatorState
+    ) -> None:
         """Note which newcomers come and go; answer some losses with a newcomer."""
         self.had_too_few |= 0 < len(older(after.roster, after.joins)) < after.policy.min_replicas
         unproven = {*before.forming, *(claim.replica for claim in before.joins)}

@@ -108,28 +108,32 @@ class TimedReplica(Actor):
         """Feed one input to the machine, and carry out its effects."""
         if not self.leader_alive:
             return
-        job = self.job
         self.state, effects = replica.step(self.state, message)
         for effect in effects:
-            if isinstance(effect, replica.ToRanks):
-                if isinstance(effect.order, Plan):
-                    job.planned(self, effect.order)
-                job.order(self, effect.order)
-                if self.is_newcomer and isinstance(effect.order, Stop) and effect.order.exit_code:
-                    job.turned_away(self.number)
-            elif isinstance(effect, replica.Voted):
-                job.observe(invariants.Voted(self.number, effect.generation, effect.record))
-            elif isinstance(effect, replica.ToPeers):
-                self._to_peers(effect)
-            elif isinstance(effect, replica.ToCoordinator):
-                if isinstance(effect.message, Entered):
-                    job.observe(effect.message)
-                job.send(self, job.coordinator, self.occupied(), effect.message)
-            elif isinstance(effect, replica.Committed):
-                job.committed(self, effect)
-        job.watch(self)
+            self.carry_out(effect)
+        self.job.watch(self)
         if self.is_newcomer:
             self.newcomer.follow()
+
+    def carry_out(self, effect: replica.Effect) -> None:
+        """Carry out one effect of the machine."""
+        job = self.job
+        if isinstance(effect, replica.ToRanks):
+            if isinstance(effect.order, Plan):
+                job.planned(self, effect.order)
+            job.order(self, effect.order)
+            if self.is_newcomer and isinstance(effect.order, Stop) and effect.order.exit_code:
+                job.turned_away(self.number)
+        elif isinstance(effect, replica.Voted):
+            job.observe(invariants.Voted(self.number, effect.generation, effect.record))
+        elif isinstance(effect, replica.ToPeers):
+            self._to_peers(effect)
+        elif isinstance(effect, replica.ToCoordinator):
+            if isinstance(effect.message, Entered):
+                job.observe(effect.message)
+            job.send(self, job.coordinator, self.occupied(), effect.message)
+        elif isinstance(effect, replica.Committed):
+            job.committed(self, effect)
 
     def _to_peers(self, effect: replica.ToPeers) -> None:
         job, message = self.job, effect.message
@@ -155,27 +159,32 @@ class TimedCoordinator(Actor):
 
     def feed(self, message: coordinator.Input) -> None:
         """Feed one input to the machine, and carry out its effects."""
-        job, before = self.job, self.state
-        self.state, effects = coordinator.step(self.state, message)
-        job.judge(before, self.state)
+        before = self.state
+        self.state, effects = coordinator.step(before, message)
+        self.job.judge(before, message, self.state)
         for effect in effects:
-            if isinstance(effect, coordinator.Announce):
-                self._announce(effect.generation)
-            elif isinstance(effect, coordinator.Fence):
-                job.fence(effect.replica)
-            elif isinstance(effect, coordinator.Ask):
-                job.send(self, job.replicas[effect.replica], self.occupied(), AddRequests(effect.requests))
-            elif isinstance(effect, coordinator.Form):
-                job.form(effect.replica)
-            elif isinstance(effect, coordinator.Refuse):
-                job.send(self, job.replicas[effect.refused.newcomer], self.occupied(), effect.refused)
-            elif isinstance(effect, coordinator.Dismiss):
-                job.send(self, job.replicas[effect.replica], self.occupied(), Stop(0, "it leaves"))
-                job.clock.after(_DISMISSED_S, job.fence, effect.replica)
-            elif isinstance(effect, coordinator.Arm):
-                job.clock.after(self.timers_s[effect.setting], self.feed, coordinator.TimerFired(effect.timer))
-            elif isinstance(effect, coordinator.EndJob):
-                job.end(effect.exit_code, effect.reason)
+            self.carry_out(effect)
+
+    def carry_out(self, effect: coordinator.Effect) -> None:
+        """Carry out one effect of the machine."""
+        job = self.job
+        if isinstance(effect, coordinator.Announce):
+            self._announce(effect.generation)
+        elif isinstance(effect, coordinator.Fence):
+            job.fence(effect.replica)
+        elif isinstance(effect, coordinator.Ask):
+            job.send(self, job.replicas[effect.replica], self.occupied(), AddRequests(effect.requests))
+        elif isinstance(effect, coordinator.Form):
+            job.form(effect.replica)
+        elif isinstance(effect, coordinator.Refuse):
+            job.send(self, job.replicas[effect.refused.newcomer], self.occupied(), effect.refused)
+        elif isinstance(effect, coordinator.Dismiss):
+            job.send(self, job.replicas[effect.replica], self.occupied(), Stop(0, "it leaves"))
+            job.clock.after(_DISMISSED_S, job.fence, effect.replica)
+        elif isinstance(effect, coordinator.Arm):
+            job.clock.after(self.timers_s[effect.setting], self.feed, coordinator.TimerFired(effect.timer))
+        elif isinstance(effect, coordinator.EndJob):
+            job.end(effect.exit_code, effect.reason)
 
     def _announce(self, new: NewGeneration) -> None:
         job = self.job
@@ -188,6 +197,9 @@ class TimedCoordinator(Actor):
 
 class TimedJob:
     """A job that runs. Subclasses add what can go wrong between its parts (`sim/timed/fuzz.py`)."""
+
+    replica_type = TimedReplica
+    coordinator_type = TimedCoordinator
 
     def __init__(
         self,
@@ -229,9 +241,9 @@ class TimedJob:
         self.tree_above, self.min_replicas = tree_above, min_replicas
         self.answer_s = stall_s
         """Seconds after which a newcomer gives up a claim that nobody answers."""
-        self.replicas = [TimedReplica(self, number, tree_above, min_replicas) for number in range(table.replicas)]
+        self.replicas = [self.replica_type(self, number, tree_above, min_replicas) for number in range(table.replicas)]
         policy = coordinator.MembershipSettings(table.replicas, min_replicas, waits_for_newcomers=waits_for_newcomers)
-        self.coordinator = TimedCoordinator(self, policy, timers_s)
+        self.coordinator = self.coordinator_type(self, policy, timers_s)
         self.struck: list[Fault] = []
         """Exact faults in the order in which they struck."""
         self.unstruck: list[Fault] = []
@@ -309,7 +321,7 @@ class TimedJob:
     def form(self, number: ReplicaId) -> None:
         """Start the ranks of a newcomer."""
         assert number == len(self.replicas)
-        one = TimedReplica(self, number, self.tree_above, self.min_replicas, is_newcomer=True)
+        one = self.replica_type(self, number, self.tree_above, self.min_replicas, is_newcomer=True)
         self.replicas.append(one)
         one.newcomer.form()
 
@@ -339,7 +351,9 @@ class TimedJob:
         lost = coordinator.ReplicaLost(Loss(number, LossKind.EXCEPTION, "it was turned away"))
         self.clock.after(self.detect_s, self.coordinator.feed, lost)
 
-    def judge(self, before: coordinator.CoordinatorState, after: coordinator.CoordinatorState) -> None:
+    def judge(
+        self, before: coordinator.CoordinatorState, message: coordinator.Input, after: coordinator.CoordinatorState
+    ) -> None:
         """Do nothing; a subclass can judge what the coordinator has decided."""
 
     def may_write(self, rank: TimedRank, order: Apply) -> None:

@@ -246,6 +246,8 @@ class TimedRank:
         job = self.job
         job.memory.compute(self, plan)
         self.plans_taken += 1
+        for older in self.passes if plan.voids else ():  # the journal has begun anew
+            older.num_started = older.num_finished = older.num_microbatches
         microbatches = microbatches_of(plan)
         if not microbatches:
             if not self.machine.in_pass:

@@ -1,0 +1,189 @@
+"""Find the newcomers of a run, what each of them did until it was a member, and what became of it.
+
+The words are those of `megatron-recover check` and of the report's page.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.observe.follow.members import Members
+from megatron_recover.observe.history import History, Numbered
+
+
+class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A newcomer: a replica that was formed while others trained."""
+
+    t: float
+    """Seconds since the start of the run, when it began to form."""
+    replica: int
+    in_place_of: tuple[int, ...] = ()
+    """Replicas whose slots it got."""
+    reason: str = ""
+    formed_s: float | None = None
+    """Seconds until its world stood; None if it never did."""
+    states_read: int = 0
+    """Number of states that all or some of its ranks have read."""
+    bytes_read: int = 0
+    """Bytes of the newest state, over all ranks."""
+    read_s: float | None = None
+    """Seconds in which the newest state was read, from its first rank's begin to the last one's
+    end."""
+    refusals: tuple[str, ...] = ()
+    """Reasons why it could not join with what it had read, in order of time."""
+    generation: int | None = None
+    """The generation in which it became a member; None if it did not."""
+    label: str | None = None
+    """Its first step; None if the trace has none, or it did not become a member."""
+    joined_s: float | None = None
+    """Seconds from the begin of its forming until its first step was committed."""
+    failed: str = ""
+    """Reason why it did not become a member; empty if it did."""
+
+    @property
+    def words(self) -> str:
+        """Return a sentence about it."""
+        place = f", in the place of replica {' '.join(map(str, self.in_place_of))}," if self.in_place_of else ""
+        who = f"replica {self.replica}{place}"
+        times = len(self.refusals)
+        refused = "" if not times else f", refused {'once' if times == 1 else f'{times} times'}"
+        if self.generation is None:
+            last = f" (the last time: {self.refusals[-1]})" if self.refusals else ""
+            return f"{who} was formed and did not join: {self.failed}{refused}{last}"
+        parts = [] if self.formed_s is None else [f"{self.formed_s:.1f} s to form"]
+        if self.read_s is not None:
+            parts.append(
+                f"{self.states_read} state{'s' if self.states_read != 1 else ''} read, the last in {self.read_s:.1f} s"
+            )
+        took = "" if self.joined_s is None else f" {self.joined_s:.1f} s after it began to form"
+        where = f"at {self.label}" if self.label else f"in generation {self.generation}"
+        return f"{who} joined {where}{took}{f' ({", ".join(parts)})' if parts else ''}{refused}"
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """One activity of a newcomer. Times are seconds since the start of the run."""
+
+    kind: Literal["forming", "reading", "asking", "joining"]
+    begin: float
+    end: float
+    text: str
+
+
+def newcomers(history: History) -> dict[int, trace.Forming]:
+    """Return all newcomers of a run, with the event of each; one that lacks it gets one at 0 s."""
+    found = {event.newcomer: event for _, event in history.of(trace.Forming)}
+    for event in history.generations.values():
+        for replica in event.newcomers:
+            found.setdefault(replica, trace.Forming(newcomer=replica))
+    return dict(sorted(found.items()))
+
+
+def joins(history: History) -> tuple[JoinSummary, ...]:
+    """Return all newcomers, in the order of their ids."""
+    greeted = {event.replica: event.t for _, event in history.of(trace.Joined)}
+    read = _read(history)
+    refusals: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for _, event in history.of(trace.ClaimRefused):
+        refusals[event.newcomer].append((event.t, event.reason))
+    for _, turned in history.of(trace.TurnedAway):
+        for replica in turned.newcomers:
+            refusals[replica].append((turned.t, turned.reason))
+    proven = {replica: event for _, event in history.of(trace.Proven) for replica in event.newcomers}
+    found = []
+    for replica, forming in newcomers(history).items():
+        states = read.get(replica, [])
+        joined = proven.get(replica)
+        step = history.first_step(joined.generation) if joined is not None else None
+        found.append(
+            JoinSummary(
+                t=forming.t, replica=replica, in_place_of=forming.in_place_of, reason=forming.reason,
+                formed_s=round(greeted[replica] - forming.t, 6) if replica in greeted else None,
+                states_read=len(states), bytes_read=states[-1][3] if states else 0,
+                read_s=round(states[-1][2] - states[-1][1], 6) if states else None,
+                refusals=tuple(reason for _, reason in sorted(refusals[replica])),
+                generation=joined.generation if joined is not None else None, label=history.label(step),
+                joined_s=round(joined.t - forming.t, 6) if joined is not None else None,
+                failed="" if joined is not None else _why_not(history, replica),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _read(history: History) -> dict[int, list[tuple[str, float, float, int]]]:
+    """Return the states that each newcomer has read: label, begin, end, bytes over all ranks."""
+    found: dict[int, dict[str, tuple[float, float, int]]] = defaultdict(dict)
+    for _, event in history.of(trace.StateRead):
+        begin, end, num_bytes = found[event.replica].get(event.label, (event.t - event.seconds, event.t, 0))
+        found[event.replica][event.label] = (
+            min(begin, event.t - event.seconds), max(end, event.t), num_bytes + event.num_bytes,
+        )  # fmt: skip
+    return {replica: [(label, *read) for label, read in of.items()] for replica, of in found.items()}
+
+
+def ended_at(history: History, replica: int) -> float | None:
+    """Return when a replica was lost, has left or ended; None if it lived to the end."""
+    times = [history.gone_at[replica][1].t] if replica in history.gone_at else []
+    times += [event.t for _, event in history.of(trace.Failure) if event.replica == replica]
+    times += [event.t for _, event in history.of(trace.Fenced) if event.replica == replica]
+    return min(times, default=None)
+
+
+def _why_not(history: History, replica: int) -> str:
+    lost = history.lost_at.get(replica)
+    if lost is not None:
+        [detail] = [f"{loss.kind.value} {loss.detail}".strip() for loss in lost[1].losses if loss.replica == replica]
+        return f"it was lost ({detail})"
+    causes = [event.cause for _, event in history.of(trace.Failure) if event.replica == replica]
+    if causes:
+        return f"it ended ({causes[0]})"
+    return "it was lost" if ended_at(history, replica) is not None else "the run ended before"
+
+
+def doings(history: History) -> dict[int, list[Doing]]:
+    """Return what each newcomer did until it was a member, in the order of time."""
+    found: dict[int, list[Doing]] = {}
+    greeted = {event.replica: event.t for _, event in history.of(trace.Joined)}
+    read = _read(history)
+    for replica, forming in newcomers(history).items():
+        until = ended_at(history, replica)
+        end = history.seconds if until is None else until
+        mine = [Doing("forming", forming.t, greeted.get(replica, end), "its world forms")]
+        mine += [Doing("reading", begin, to, f"it reads the state of {label}") for label, begin, to, _ in read.get(replica, ())]
+        announced = [event for event in history.generations.values() if replica in event.newcomers]
+        answers = [event.t for _, event in history.of(trace.ClaimRefused) if event.newcomer == replica]
+        answers += [event.t for event in announced]
+        for _, claim in history.of(trace.Claimed):
+            if claim.replica == replica:
+                answer = min((t for t in answers if t >= claim.t), default=end)
+                mine.append(
+                    Doing("asking", claim.t, answer, f"it asks replica {claim.member}, with the state of {claim.label}")
+                )
+        judged = [event.t for _, event in history.of(trace.TurnedAway) if replica in event.newcomers]
+        judged += [event.t for _, event in history.of(trace.Proven) if replica in event.newcomers]
+        newer = [event.t for event in history.generations.values()]
+        for event in announced:
+            over = min((t for t in (*judged, *newer) if t > event.t), default=end)
+            mine.append(Doing("joining", event.t, over, f"it is announced in generation {event.generation}"))
+        found[replica] = [one for one in sorted(mine, key=lambda one: one.begin) if one.begin < one.end]
+    return found
+
+
+def sizes(history: History) -> list[tuple[float, int]]:
+    """Return the times at which the number of members may have changed, each with the number.
+
+    A newcomer counts from the moment at which it is proven. Each generation has an entry.
+    """
+    members = Members()
+    found: list[tuple[float, int]] = []
+    events: list[Numbered] = [*history.of(trace.Generation), *history.of(trace.TurnedAway), *history.of(trace.Proven)]
+    for _, event in sorted(events, key=lambda one: one[0]):
+        members.take(event)
+        if isinstance(event, trace.Generation | trace.Proven):
+            found.append((event.t, len(members.roster)))
+    return found
