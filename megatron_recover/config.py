@@ -78,6 +78,14 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`same`: refuse to resume from a checkpoint that was trained on other data (content, weights,
     `--split`, `--seed`) than this run would read. `other`: resume; the data was changed on
     purpose."""
+    heal: Literal["in-place", "off"] = "off"
+    """`in-place`: a lost replica's slots are used again for a new replica, which reads its state
+    from the others while they train. `off`: the others train on without it."""
+    heal_backoff_s: float = 60.0
+    """Seconds for which a slot is set aside that breaks of its own (not by a signal from outside)
+    twice before a new replica there has committed 10 steps; twice as long each next time."""
+    heal_budget: int = 3
+    """Number of times that a slot is set aside before it is never used again."""
     accept_unknown_megatron: bool = False
     """Train with a Megatron of which some functions have other bodies than those that were read for
     this release. What is guaranteed holds for the bodies that were read."""
@@ -107,6 +115,10 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             Deadlines.of(self.deadline_s)
         except ValueError as error:
             found.append(str(error))
+        if not 0 < self.heal_backoff_s < float("inf"):
+            found.append(f"--recover-heal-backoff-s is {self.heal_backoff_s:g}; it must be a number of seconds above 0")
+        if self.heal_budget < 0:
+            found.append(f"--recover-heal-budget is {self.heal_budget}; it must be 0 (set aside for good at once) or more")
         if self.digest_interval < 0:
             found.append(f"--recover-digest-interval is {self.digest_interval}; it must be 0 (never) or more")
         if self.state_digest_interval < 1:

@@ -177,6 +177,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     fork_s: float
     """Longest wait of the launcher for the fork server to start a rank. Then the run ends with code
     1. Also the time after which the console names a process that still imports."""
+    slots_s: float
+    """Longest time for the check of the slots of a newcomer; half of it for what former ranks have
+    left there to end. Then the slots are set aside."""
     notice_s: float
     """Longest wait of the launcher for stderr to take one of its own lines. Then the launcher
     continues. Fixed: see `trace_s`."""
@@ -346,6 +349,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             stop_s=close_s,
             end_s=end_s,
             fork_s=end_s,
+            slots_s=end_s,
             notice_s=1.0,
             renew_s=_between(0.5, deadline_s / 60, 30.0),
             store_s=store_s,
@@ -446,6 +450,7 @@ ORDER = (
     Below("stop_s", "end_s", "ranks that ended together may have more to write than ranks after a failure"),
     Below("end_s", "deadline_s", "an end is shorter than a run's longest wait"),
     Below("fork_s", "deadline_s", "a fork server that hangs is named before a replica is late"),
+    Below("slots_s", "deadline_s", "a disk or driver that hangs keeps no newcomer from other slots"),
     Below("notice_s", "terminal_s", "a line on stderr waits no longer for a terminal than the end of a run does"),
     Below("renew_s", "deadline_s", "a recorder is tried anew while people may still mend what ends recorders"),
     Below("store_s", "terminal_s", "the recorder ends by itself before the launcher gives it up"),

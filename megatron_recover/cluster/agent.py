@@ -19,7 +19,7 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -109,6 +109,10 @@ class Agent:
         self._pending: deque[messages.Reply] = deque()
         self._processes: dict[tuple[int, int], WatchedProcess] = {}
         self._pages: dict[tuple[int, int], PageReader] = {}
+        self._asked: deque[tuple[int, int]] = deque()
+        """Ranks (replica, rank) whose start was requested and not answered, in order."""
+        self._fenced: set[int] = set()
+        """Replicas of which nothing may live."""
         self._decode = msgspec.json.Decoder(messages.Reply).decode
 
     def is_ready(self) -> bool:
@@ -159,6 +163,7 @@ class Agent:
         if output.stdout is not None:
             handed_down[messages.STDOUT] = output.stdout.descriptor
         spawn = messages.Spawn(replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(handed_down))
+        self._asked.append((replica, rank))
         try:
             self._request(spawn, [output.descriptor, *handed_down.values()])
         finally:
@@ -225,7 +230,7 @@ class Agent:
             reply = self._pending.popleft()
             if isinstance(reply, messages.Exited):
                 process = self._processes[reply.replica, reply.rank]
-                process.confirmed = True
+                process.confirm()
                 if not process.reported:
                     process.reported = True
                     ends.append(ProcessEnd(process.replica, process.rank, reply.status))
@@ -240,6 +245,7 @@ class Agent:
 
         `is_fenced` reports when all of them are dead.
         """
+        self._fenced.add(replica)  # also for a rank whose start is answered late
         for process in self._processes.values():
             if process.replica == replica and not process.confirmed:
                 process.kill()
@@ -320,12 +326,24 @@ class Agent:
 
         What else was in their process groups has got SIGKILL.
         """
+        if any(asked == replica for asked, _ in self._asked):
+            return False
         ranks = [each for each in self._processes.values() if each.replica == replica]
         return all(each.confirmed or (each.replica, each.rank) in but for each in ranks)
 
     def has_ended(self, replica: int, rank: int) -> bool:
         """Return whether the process of a rank is confirmed dead."""
         return self._processes[replica, rank].confirmed
+
+    def lives(self, replica: int, rank: int) -> bool:
+        """Return whether a process of a rank may live; not if none was ever started."""
+        process = self._processes.get((replica, rank))
+        return (replica, rank) in self._asked or (process is not None and not process.confirmed)
+
+    def former_groups(self, ranks: Iterable[tuple[int, int]]) -> tuple[tuple[int, float], ...]:
+        """Return the process groups of ranks that have ended, and when: seconds since boot."""
+        found = (self._processes.get(each) for each in ranks)
+        return tuple((each.pid, each.confirmed_at) for each in found if each is not None and each.confirmed)
 
     def undying(self) -> list[Undying]:
         """Return the killed ranks that do not end.
@@ -395,10 +413,14 @@ class Agent:
                 f"{lines[-1] if lines else 'no output'}"
             )
         reply: messages.Reply = self._decode(packet)
+        if isinstance(reply, messages.Started | messages.NotStarted):
+            self._asked.popleft()
         if isinstance(reply, messages.Started):
             if not descriptors:  # the kernel drops descriptors that exceed the process's limit
                 raise NodeLost(_NO_DESCRIPTOR)
             with descriptors_needed():
                 process = WatchedProcess(reply.replica, reply.rank, reply.pid, descriptors[0])
             self._processes[reply.replica, reply.rank] = process
+            if reply.replica in self._fenced:
+                process.kill()
         return reply

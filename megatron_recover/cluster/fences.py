@@ -13,6 +13,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.node import Node, Undying
 from megatron_recover.cluster.recording import Recording
+from megatron_recover.cluster.seats import Seats
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import FenceDone
 from megatron_recover.deadlines import Deadlines
@@ -24,6 +25,7 @@ class Fences:
     def __init__(
         self,
         job: Job,
+        seats: Seats,
         node: Node,
         recording: Recording,
         *,
@@ -32,7 +34,7 @@ class Fences:
         send: Callable[[FenceDone], None],
     ) -> None:
         """Watch the ends on `node`. `send(message)` sends to the coordinator."""
-        self._job, self._node, self._recording = job, node, recording
+        self._job, self._seats, self._node, self._recording = job, seats, node, recording
         self._loop, self._deadlines, self._send = loop, deadlines, send
         self._fencing: set[int] = set()
         self.set_aside: set[tuple[int, int]] = set()
@@ -70,17 +72,17 @@ class Fences:
     @property
     def is_out_of_job(self) -> bool:
         """Return whether the job goes on without this node; node 0 is in the job to the end."""
-        return self._job.node > 0 and self.gone.issuperset(self._job.replicas_here)
+        return self._job.node > 0 and self.gone.issuperset(self._seats.replicas_here)
 
     def _tell_if_empty(self, what: str) -> None:
-        if self._job.nodes and self.gone.issuperset(self._job.replicas_here):
+        if self._job.nodes and self.gone.issuperset(self._seats.replicas_here):
             back = f"; `kill {os.getpid()}` gives it back at once, and the job goes on" if self._job.node else ""
             self._recording.says(f"all replicas with ranks on this node {what}: the node waits for the end of the job{back}")
 
     def fence_late(self) -> None:
         """Report the end of replicas that leave; kill those whose ranks have not ended in time."""
         for replica, end_by in list(self.dismissed.items()):
-            if all(self._node.has_ended(replica, rank) for rank in self._job.slots(replica)):
+            if all(self._node.has_ended(replica, rank) for rank in self._seats.slots(replica)):
                 if replica not in self._told_gone:
                     self._told_gone.add(replica)
                     self._send(FenceDone(replica))
@@ -100,7 +102,7 @@ class Fences:
             self.give_up(process)
         for replica in [each for each in self._fencing if self._node.is_fenced(each, but=self.set_aside)]:
             self._fencing.discard(replica)
-            ranks = tuple(rank for rank in self._job.slots(replica) if (replica, rank) not in self.set_aside)
+            ranks = tuple(rank for rank in self._seats.slots(replica) if (replica, rank) not in self.set_aside)
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
             self._confirm_fence(replica)
 
@@ -115,10 +117,10 @@ class Fences:
         The node ends without a coordinator. That may have removed the node, and be alive beyond a
         cut in the network. Then the node's replicas are lost, and only this node sees their end.
         """
-        for replica in self._job.replicas_here:
+        for replica in self._seats.replicas_here:
             if replica in self.gone:
                 continue
-            ranks = tuple(rank for rank in self._job.slots(replica) if (replica, rank) not in self.set_aside)
+            ranks = tuple(rank for rank in self._seats.slots(replica) if (replica, rank) not in self.set_aside)
             for rank in ranks:
                 self._recording.ended(replica, rank)
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))

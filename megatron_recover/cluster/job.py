@@ -120,6 +120,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         slots = self.placement.replicas[replica]
         return {rank: slot.slot for rank, slot in enumerate(slots) if slot.node == self.node}
 
+    @property
+    def spares(self) -> tuple[int, ...]:
+        """Return the slots of this node that have no rank at the start, ascending."""
+        left_over = () if self.placement is None else self.placement.left_over
+        return tuple(slot.slot for slot in left_over if slot.node == self.node)
+
     def spans_nodes(self, replica: int) -> bool:
         """Return whether a replica has ranks on several nodes."""
         return self.placement is not None and len(self.placement.nodes_of(replica)) > 1
@@ -197,16 +203,28 @@ def link_logs(job: Job) -> None:
     attempt = job.log_links / "attempt_0"
     try:
         for replica, rank in job.ranks_here:
-            folder = attempt / str(job.place_of(replica, rank))
-            folder.mkdir(parents=True)
-            (folder / "stdout.log").symlink_to(job.stdout_log_of(replica, rank))
-            (folder / "stderr.log").symlink_to(job.log_of(replica, rank))
+            _link_logs_of(job, replica, rank, job.stdout_log_of(replica, rank))
         for log in map(job.filtered_log_of, job.streams.filters):
             (attempt / log.name).symlink_to(log)
     except OSError as error:  # some file systems have no links
         raise ValueError(
             f"--log-dir {job.log_links.parent} cannot have links to the logs ({error.strerror}); give another folder"
         ) from error
+
+
+def link_logs_of_newcomer(job: Job, replica: int, rank: int, stdout: Path) -> None:
+    """Make the links of one rank of a newcomer, whose log of stdout is `stdout`, if that works."""
+    if job.log_links is not None:
+        with contextlib.suppress(OSError):  # it is no reason to start nobody
+            _link_logs_of(job, replica, rank, stdout)
+
+
+def _link_logs_of(job: Job, replica: int, rank: int, stdout: Path) -> None:
+    assert job.log_links is not None
+    folder = job.log_links / "attempt_0" / str(job.place_of(replica, rank))
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").symlink_to(stdout)
+    (folder / "stderr.log").symlink_to(job.log_of(replica, rank))
 
 
 def new_folder(prefix: str = "") -> Path:

@@ -20,6 +20,7 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster import dry_run
+from megatron_recover.cluster import slot_check as slot_checks
 from megatron_recover.cluster.agent import Agent, descriptors_needed
 from megatron_recover.cluster.coordinator_loss import CoordinatorLoss
 from megatron_recover.cluster.environment import environment_of_workers, environment_warnings, nccl_line
@@ -28,12 +29,14 @@ from megatron_recover.cluster.gathering import Collector, Handover
 from megatron_recover.cluster.job import Job, leaves_files, write_description
 from megatron_recover.cluster.membership import Joined, Membership, alone
 from megatron_recover.cluster.monitoring import Monitoring, Wanted
+from megatron_recover.cluster.newcomers import Newcomers
 from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd
 from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.preparing import Preparation
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.requests import Requests
 from megatron_recover.cluster.run_end import RunEnd
+from megatron_recover.cluster.seats import Seats
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.cluster.starting import Starting
 from megatron_recover.cluster.thawing import Thawing
@@ -44,6 +47,7 @@ from megatron_recover.control_plane.node_messages import (
     DismissReplica,
     DrainAnswer,
     FenceReplica,
+    FormReplica,
     GivesUp,
     JobEnds,
     JobState,
@@ -54,6 +58,8 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     ReplicaGone,
     Roster,
+    Say,
+    StartReplica,
     TellKnown,
     TraceDone,
     TraceEnds,
@@ -92,18 +98,20 @@ class Launcher:
         deadlines: Deadlines | None = None,
         wanted: Wanted | None = None,
         joined: Joined | None = None,
+        slot_check: slot_checks.Check = slot_checks.check,
     ) -> None:
         """Prepare the run of `job`; `run` starts it.
 
         `quiet`: show only the end of the run, and only if its exit code is not 0. `deadlines`: for
         tests, replaces the job's. `wanted`: metrics and notices; None: there is no monitor.
-        `joined`: this node has met the others; None: the job has no other node.
+        `joined`: this node has met the others; None: the job has no other node. `slot_check` judges
+        slots before a newcomer is started in them.
         """
-        self._job, self._quiet = job, quiet
+        self._job, self._quiet, self._seats = job, quiet, Seats(job)
         self._deadlines = deadlines or job.config.deadlines
         if job.node_s is not None:
             self._deadlines = self._deadlines.with_node(job.node_s)
-        self._joined = joined
+        self._joined, self._slot_check = joined, slot_check
         self._loop = Loop() if joined is None else joined.loop
         self._key = keys.make_key() if joined is None else joined.key
         self._sealed_key = keys.sealed(self._key)
@@ -131,12 +139,17 @@ class Launcher:
         self._monitoring: Monitoring | None = None
         self._generation = 0
         """Newest generation that the coordinator has announced."""
+        self._roster: tuple[int, ...] = ()
+        """Newest roster that the coordinator has announced."""
+        self._learns_since = 0
+        """Newest generation that was not made for newcomers alone: since then the watch learns."""
         self._others: OtherNodes | None = None
         """None: the job has one node."""
         self._node: Node
         self._ranks: Watch
         self._starting: Starting
         self._fences: Fences
+        self._newcomers: Newcomers
         self._requests: Requests
         self._loss: CoordinatorLoss
         self._why_lost = ""
@@ -286,12 +299,16 @@ class Launcher:
             at_work=lambda replicas: self._send(NodeAtWork(replicas)), others=self._others,
         )  # fmt: skip
         self._starting = Starting(
-            job, self._node, self._recording, coordinator=self._address,
-            started=self._rank_started, started_at=self._started_at,
+            job, self._seats, self._node, self._recording, coordinator=self._address,
+            started=self._rank_started, started_at=self._started_at, patience_s=self._deadlines.end_s,
             handed_down={keys.DESCRIPTOR: self._sealed_key, node_clock.DESCRIPTOR: self._clock_memory},
         )  # fmt: skip
         self._fences = Fences(
-            job, self._node, self._recording, loop=self._loop, deadlines=self._deadlines, send=self._send
+            job, self._seats, self._node, self._recording, loop=self._loop, deadlines=self._deadlines, send=self._send
+        )  # fmt: skip
+        self._newcomers = Newcomers(
+            job, self._node, self._seats, recording=self._recording, starting=self._starting, fences=self._fences,
+            loop=self._loop, deadlines=self._deadlines, send=self._send, check=self._slot_check,
         )  # fmt: skip
         self._requests = Requests(job, self._recording, self._send)
         self._loss = CoordinatorLoss(
@@ -382,7 +399,10 @@ class Launcher:
                 self._generation = generation
                 if self._others is not None:
                     self._others.num_members = len(roster)
+                if not self._roster or losses or self._left_by(roster) or not {*roster} > {*self._roster}:
+                    self._learns_since = generation
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
+                self._roster = roster
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
                     trace.Generation(
@@ -396,7 +416,14 @@ class Launcher:
                     )  # fmt: skip
                 )
             case FenceReplica(replica):
+                self._starting.forget(replica)
                 self._fences.fence(replica)
+            case FormReplica() | StartReplica():
+                if isinstance(message, FormReplica) and message.spans_nodes and self._others is not None:
+                    self._others.spans(message.replica)
+                self._newcomers.handle(message)
+            case Say(text):
+                self._recording.says(text)
             case DismissReplica(replica):
                 self._fences.dismiss(replica)
             case AskPart() | TellKnown() if self._others is not None:
@@ -404,6 +431,7 @@ class Launcher:
             case JobEnds(exit_code, reason, at_once):
                 self._look_at_coordinator()  # it is heard again
                 self._end.begin(exit_code, reason, at_once=at_once)
+                self._newcomers.end(self._roster)
             case DrainAnswer():
                 self._requests.answered(message)
             case NodeGone() | TraceOffer() | TracePart() | TraceEnds() | TraceNext() | TraceDone() if (
@@ -417,7 +445,12 @@ class Launcher:
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
 
+    def _left_by(self, roster: tuple[int, ...]) -> set[int]:
+        """Return the members of the newest roster that are not in `roster`."""
+        return {*self._roster} - {*roster}
+
     def _coordinator_gone(self, why: str) -> None:
+        self._newcomers.end(self._roster)  # nobody can admit them any more
         if not self._end.has_come:
             self._loss.begin(self._why_lost or why, has_begun=self.has_begun)
 
@@ -474,10 +507,10 @@ class Launcher:
             return
         judged = {
             replica
-            for replica in self._job.replicas_here
+            for replica in set(self._seats.replicas_here) - self._newcomers.forming(self._roster)
             if replica not in self._fences.gone and not self._thawing.concerns(replica)
         }
-        for loss, failing in self._ranks.look(self._generation, judged):
+        for loss, failing in self._ranks.look(self._learns_since, judged):
             self._send(ReplicaGone(loss, failing))
 
     def _turn(self) -> None:
@@ -514,11 +547,12 @@ class Launcher:
             return  # the job is ending, or the launcher has killed this rank
         if end.replica in self._fences.dismissed and end.status == ExitCode.OK:
             return
-        if self._loss.why and end.status in policy.ENDED_TOGETHER:
+        is_forming = end.replica in self._newcomers.forming(self._roster)  # the others train on without it
+        if self._loss.why and end.status in policy.ENDED_TOGETHER and not is_forming:
             self._loss.ended(end, has_begun=self.has_begun)
             return
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
-        if self._loss.why:
+        if self._loss.why and not is_forming:
             self._loss.ended(end, has_begun=self.has_begun)
             return
         if end.status == ExitCode.BAD_INPUT and not self._generation:
@@ -526,5 +560,5 @@ class Launcher:
             self._end.fail(ExitCode.BAD_INPUT, dry_run.refusal(self._starting.outputs[end.replica, end.rank]))
             return
         said = self._starting.outputs[end.replica, end.rank].end
-        loss, failing = self._ranks.loss(end, started=self._generation > 0, said=said)
-        self._send(ReplicaGone(loss, failing))
+        loss, failing = self._ranks.loss(end, started=self.has_begun and not is_forming, said=said)
+        self._send(ReplicaGone(loss, failing, end.rank))

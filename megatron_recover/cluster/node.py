@@ -6,7 +6,7 @@ its own, which reaches the others by way of the coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -135,6 +135,12 @@ class Node(Protocol):
 
     def has_ended(self, replica: int, rank: int) -> bool:
         """Return whether the process of a rank is confirmed dead."""
+
+    def lives(self, replica: int, rank: int) -> bool:
+        """Return whether a process of a rank may live; not if none was ever started."""
+
+    def former_groups(self, ranks: Iterable[tuple[int, int]]) -> tuple[tuple[int, float], ...]:
+        """Return the process groups of ranks that have ended, and when: seconds since boot."""
 
     def undying(self) -> list[Undying]:
         """Return the killed ranks that do not end."""

@@ -34,6 +34,10 @@ class OtherNodes:
         """Questions of the look in progress."""
         self._known: list[Known] = []
 
+    def spans(self, replica: ReplicaId) -> None:
+        """Note a newcomer that has ranks here and on other nodes."""
+        self._spanning |= {replica}
+
     def handle(self, message: AskPart | TellKnown) -> None:
         """Note a message of the coordinator for the next look."""
         if isinstance(message, AskPart):

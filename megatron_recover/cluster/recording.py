@@ -35,7 +35,7 @@ from megatron_recover.host import memory_file
 from megatron_recover.host.process_stat import cause_of
 from megatron_recover.host.speaker import Speaker
 from megatron_recover.observe.ending import Account
-from megatron_recover.observe.files import LOGS
+from megatron_recover.observe.files import LOGS, stdout_log_name
 from megatron_recover.trace import ring
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -171,12 +171,17 @@ class Recording:
         self._outbox.append(self._added[number])
         return made
 
-    def output_of_rank(self, replica: int, rank: int) -> Output:
+    def has_room(self, num_ranks: int) -> bool:
+        """Return whether so many more ranks can be recorded in this run."""
+        return self._num_rings + num_ranks <= event_store.MAX_RINGS
+
+    def output_of_rank(self, replica: int, rank: int, place: int) -> Output:
         """Return a new output for a rank that is about to be started. Raises OSError.
 
+        `place`: the place among the ranks of the start whose logs and console lines it gets.
         If stdout and stderr of the rank have a log each, the output has another in its `stdout`.
         """
-        job, place, streams = self._job, self._job.place_of(replica, rank), self._job.streams
+        job, streams = self._job, self._job.streams
         alike = [job.place_of(each, rank) for each in range(job.num_replicas)]
         # Megatron prints in the first and in the last rank of a replica.
         shown_of = replica if rank in (0, job.num_ranks - 1) else None
@@ -187,7 +192,7 @@ class Recording:
 
         if not streams.are_split(place):
             return of(job.log_of(replica, rank), Stream.OUT | Stream.ERR)
-        out = of(job.stdout_log_of(replica, rank), Stream.OUT)
+        out = of(job.run_dir / stdout_log_name(replica, rank), Stream.OUT)
         return msgspec.structs.replace(of(job.log_of(replica, rank), Stream.ERR), stdout=out)
 
     def keep(self, status: Status) -> None:

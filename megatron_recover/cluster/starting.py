@@ -13,14 +13,16 @@ from collections.abc import Callable, Container, Mapping
 import msgspec
 
 from megatron_recover.cluster.agent import descriptors_needed
-from megatron_recover.cluster.job import Job, sharing_a_gpu
+from megatron_recover.cluster.job import Job, link_logs_of_newcomer, sharing_a_gpu
 from megatron_recover.cluster.node import Node
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
+from megatron_recover.cluster.seats import Seats
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.control_plane import listening, rendezvous
-from megatron_recover.control_plane.node_messages import Launch, NodeReady
+from megatron_recover.control_plane.node_messages import Launch, NodeReady, StartReplica
 from megatron_recover.control_plane.wire import listen
+from megatron_recover.core import slots
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.host.addresses import ANY_PORT, address_of, format_address, parse_address
 from megatron_recover.observe.files import LOGS
@@ -36,6 +38,7 @@ class Starting:
     def __init__(
         self,
         job: Job,
+        seats: Seats,
         node: Node,
         recording: Recording,
         *,
@@ -43,16 +46,17 @@ class Starting:
         handed_down: Mapping[str, int],
         started: Callable[[int, int], None],
         started_at: float,
+        patience_s: float,
     ) -> None:
         """Prepare the start of `job` on `node`.
 
         `coordinator`: returns its address. `handed_down`: the descriptors that the dry run and
         every rank inherit, by name. `started(replica, rank)` is called for each rank. `started_at`:
-        begin of the run by this host's monotonic clock.
+        begin of the run by this host's monotonic clock. `patience_s`: as in `slots.Settings`.
         """
-        self._job, self._node, self._recording = job, node, recording
+        self._job, self._seats, self._node, self._recording = job, seats, node, recording
         self._coordinator, self._started = coordinator, started
-        self._handed_down, self._started_at = handed_down, started_at
+        self._handed_down, self._started_at, self._patience_s = handed_down, started_at, patience_s
         self.is_allowed = False
         """True once the ranks may be started."""
         self._leaders: dict[int, str] = {}
@@ -80,9 +84,7 @@ class Starting:
         with descriptors_needed():
             for replica in job.replicas_here:
                 if 0 in job.slots(replica):
-                    names = [listening.LEADER, *([listening.STORE] if job.spans_nodes(replica) else [])]
-                    where = format_address(job.address, 0)
-                    self._listeners[replica] = {name: listen(where, job.ports) for name in names}
+                    self._listen(replica, spans_nodes=job.spans_nodes(replica))
         membership = MembershipSettings(
             num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job),
             waits_for_newcomers=job.config.below_min == "wait",
@@ -91,7 +93,38 @@ class Starting:
             tuple((replica, address_of(sockets[name])) for replica, sockets in self._listeners.items() if name in sockets)
             for name in (listening.LEADER, listening.STORE)
         )
-        return NodeReady(membership, job.replicas_here, leaders, stores)
+        if job.config.heal == "off":
+            return NodeReady(membership, job.replicas_here, leaders, stores)
+        healing = slots.Settings(
+            backoff_s=job.config.heal_backoff_s, budget=job.config.heal_budget, patience_s=self._patience_s,
+            num_ranks=job.num_ranks, tp=job.layout.tp,
+        )  # fmt: skip
+        seats = tuple((replica, tuple(self._seats.slots(replica).items())) for replica in job.replicas_here)
+        return NodeReady(membership, job.replicas_here, leaders, stores, seats, job.spares, healing)
+
+    def _listen(self, replica: int, *, spans_nodes: bool) -> None:
+        names = [listening.LEADER, *([listening.STORE] if spans_nodes else [])]
+        where = format_address(self._job.address, 0)
+        sockets = self._listeners[replica] = {}
+        for name in names:
+            sockets[name] = listen(where, self._job.ports)
+
+    def listen_for(self, replica: int, *, spans_nodes: bool) -> tuple[str, str]:
+        """Open the listening sockets of a newcomer; return the addresses of leader and store.
+
+        Both are empty if its rank 0 is on another node. Raises OSError and `NodeLost`.
+        """
+        if 0 not in self._seats.slots(replica):
+            return "", ""
+        with descriptors_needed():
+            self._listen(replica, spans_nodes=spans_nodes)
+        sockets = self._listeners[replica]
+        return address_of(sockets[listening.LEADER]), address_of(sockets[listening.STORE]) if spans_nodes else ""
+
+    def forget(self, replica: int) -> None:
+        """Close the listening sockets of a newcomer that is not started."""
+        for each in self._listeners.pop(replica, {}).values():
+            each.close()
 
     def may_start(self, launch: Launch) -> None:
         """Note the addresses of leaders and stores: the ranks may be started."""
@@ -100,14 +133,27 @@ class Starting:
     def ranks(self, but: Container[int] = ()) -> None:
         """Start all ranks of this node, except those of the replicas `but`, which are fenced."""
         for replica in self._job.replicas_here:
-            # The launcher closes its copies as soon as the ranks are started: a copy would keep the
-            # port of a dead leader answering.
-            with contextlib.ExitStack() as stack:
-                sockets = self._listeners.pop(replica, {})
-                for each in sockets.values():
-                    stack.enter_context(each)
-                if replica not in but:
-                    self._spawn_replica(replica, sockets)
+            self._start(replica, is_wanted=replica not in but)
+
+    def newcomer(self, told: StartReplica) -> None:
+        """Start all ranks of a newcomer on this node.
+
+        Raises OSError and `NodeLost`, perhaps after some ranks were started.
+        """
+        self._leaders[told.replica] = told.leader
+        if told.store:
+            self._stores[told.replica] = told.store
+        self._start(told.replica)
+
+    def _start(self, replica: int, *, is_wanted: bool = True) -> None:
+        # The launcher closes its copies as soon as the ranks are started: a copy would keep the
+        # port of a dead leader answering.
+        with contextlib.ExitStack() as stack:
+            sockets = self._listeners.pop(replica, {})
+            for each in sockets.values():
+                stack.enter_context(each)
+            if is_wanted:
+                self._spawn_replica(replica, sockets)
 
     def close(self) -> None:
         """Close the listening sockets that no rank has inherited."""
@@ -133,11 +179,15 @@ class Starting:
 
     def _spawn_ranks(self, replica: int, sockets: Mapping[str, socket.socket], store: dict[str, int]) -> None:
         job = self._job
-        for rank in job.slots(replica):
+        for rank in self._seats.slots(replica):
             environment = self._environment(replica, rank, leader=self._leaders[replica])
             with descriptors_needed():
                 handed_down = {**self._handed_down, **store} | self._recording.descriptors(replica, rank)
-                output = self.outputs[replica, rank] = self._recording.output_of_rank(replica, rank)
+                output = self.outputs[replica, rank] = self._recording.output_of_rank(
+                    replica, rank, self._seats.stands_for(replica, rank)
+                )
+            if replica >= job.num_replicas:
+                link_logs_of_newcomer(job, replica, rank, (output.stdout or output).log)
             if rank == 0:
                 handed_down |= {name: each.fileno() for name, each in sockets.items()}
             self._node.spawn(
@@ -155,13 +205,14 @@ class Starting:
             msgspec.json.encode(fault).decode() for fault in job.faults if (fault.replica, fault.rank) == (replica, rank)
         )
         place, shared = job.place_of(replica, rank), job.config.ranks_per_gpu
-        slot = 0 if dry_run else job.slots(replica)[rank]
+        slot = 0 if dry_run else self._seats.slots(replica)[rank]
         context = RankContext(
             replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
             coordinator=self._coordinator(), leader=leader, store=self._stores.get(replica, ""),
             run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, gpu=slot // shared,
             numa_binding=job.numa_binding, clock_place=node_clock.FIRST_RANK + slot, node_s=job.node_s, dry_run=dry_run,
+            newcomer=replica >= job.num_replicas,
             address=job.address, ports=job.ports,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of

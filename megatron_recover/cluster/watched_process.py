@@ -71,12 +71,18 @@ class WatchedProcess:
         """True if `poll` has returned the end of the process."""
         self.confirmed = False
         """True if the fork server has reaped the process and killed what was left of its group."""
+        self.confirmed_at = 0.0
+        """Seconds since boot at which that was known."""
         self.killed_at: float | None = None
         """`time.monotonic()` of the first SIGKILL to the process; None: none was sent."""
         self.traced = False
         """True if a tracer held the process at the last look at its state."""
         self.blocking: frozenset[str] = frozenset()
         """Ids of the threads that had blocked the signal for stacks before that signal was sent."""
+
+    def confirm(self) -> None:
+        """Note that the fork server has reaped the process."""
+        self.confirmed, self.confirmed_at = True, time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def has_handled(self, number: int) -> bool:
         """Return whether a signal sent to the process is neither pending nor being handled.

@@ -26,10 +26,13 @@ from megatron_recover.control_plane.wire import (
     LeaderHello,
     Link,
     Message,
+    Source,
+    Sources,
     encode,
 )
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.joining import MAX_SOURCES, older
 from megatron_recover.core.membership_messages import (
     AddRequests,
     Diverged,
@@ -38,12 +41,15 @@ from megatron_recover.core.membership_messages import (
     LossKind,
     Miscounted,
     Named,
+    NewcomerReady,
+    NewcomersProven,
     NewGeneration,
     ReplicaBlocked,
     ReplicaFailing,
     ReplicaFinished,
     ReplicaLeaving,
     ReplicaSaving,
+    TurnedAway,
 )
 from megatron_recover.core.rank_messages import Stop
 from megatron_recover.deadlines import Deadlines
@@ -99,6 +105,8 @@ class CoordinatorDriver:
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
+        self._state_addresses: dict[int, tuple[str, ...]] = {}
+        """Replica -> where newcomers read the state of its ranks; empty if they cannot."""
         self._forms_for: tuple[tuple[int, ...], str] = ((), "")
         """For the trace: `in_place_of` and `reason` of the newest `ask_form`."""
         self._announced: set[int] = set()
@@ -118,14 +126,21 @@ class CoordinatorDriver:
     def num_expected(self) -> int:
         """Return how many leaders have not connected yet: at least one before the first generation.
 
-        None is expected after that.
+        After that only those of newcomers are expected.
         """
-        return 0 if self._state.generation else max(1, self._state.policy.num_replicas - len(self._links))
+        if self._state.generation:
+            return len(set(self._state.forming) - self._links.keys())
+        return max(1, self._state.policy.num_replicas - len(self._links))
 
     @property
     def progress(self) -> tuple[int, tuple[int, ...], int]:
         """Return the generation, its roster, and the number of committed steps."""
         return self._state.generation, self._state.roster, self._state.step
+
+    @property
+    def state(self) -> machine.CoordinatorState:
+        """Return what the machine knows."""
+        return self._state
 
     def lost(self, loss: Loss) -> None:
         """Feed the machine the loss of a replica. The same replica may be reported twice."""
@@ -196,7 +211,9 @@ class CoordinatorDriver:
 
     def admits(self, peer: Party) -> bool:
         """Return whether `peer` is a leader of this job."""
-        return peer.role is Role.LEADER and peer.replica < self._state.policy.num_replicas and peer.rank == 0
+        # The ids of newcomers follow those of the start.
+        num_ids = self._state.policy.num_replicas + self._state.num_newcomers
+        return peer.role is Role.LEADER and peer.replica < num_ids and peer.rank == 0
 
     def accept(self, link: Link, peer: Party) -> None:
         """Take the link of a leader that `admits` has admitted."""
@@ -220,7 +237,20 @@ class CoordinatorDriver:
         # A broken link proves nothing: the agent sees whether the process lives.
         self._loop.watch(link, lambda link, message: self._from_leader(replica, link, message), lambda link, why: None)
         self._leaders.watch(replica, link)
+        self._state_addresses[replica] = message.state_addresses
         self._step(message.hello)
+        self._tell_sources(replica)
+
+    def _tell_sources(self, newcomer: int) -> None:
+        """Tell a newcomer that is formed from which members it may read state."""
+        state = self._state
+        if newcomer not in state.forming or newcomer not in self._links:
+            return
+        members = [each for each in older(state.roster, state.joins) if self._state_addresses[each]]
+        first = newcomer % max(1, len(members))  # newcomers begin at different members
+        chosen = (*members[first:], *members[:first])[:MAX_SOURCES]
+        sources = tuple(Source(each, self._peers[each].leader_address, self._state_addresses[each]) for each in chosen)
+        self._loop.send(self._links[newcomer], Sources(state.generation, sources))
 
     def _from_leader(self, replica: int, link: Link, message: Message) -> None:
         match message:
@@ -235,6 +265,8 @@ class CoordinatorDriver:
                 self._notice()
                 self._step(message)
             case Entered() | ReplicaSaving() | ReplicaFailing() | ReplicaFinished() | Named() if message.replica == replica:
+                self._step(message)
+            case NewcomerReady() | TurnedAway() | NewcomersProven() if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)
@@ -279,9 +311,12 @@ class CoordinatorDriver:
                     self._record(trace.Forming(newcomer=replica, in_place_of=in_place_of, reason=reason))
                     self._form(replica)
                 case machine.Refuse(refused):
+                    if refused.generation:  # it was announced, and may miss what is announced meanwhile
+                        self._announced.discard(refused.newcomer)
                     for recorded in membership_events.refusal(refused):
                         self._record(recorded)
                     self._loop.send(self._links[refused.newcomer], refused)
+                    self._tell_sources(refused.newcomer)
                 case machine.Ask(replica, requests):
                     self._loop.send(self._links[replica], AddRequests(requests))
                 case machine.LeaveJudged(replicas, refused, reason):
@@ -315,6 +350,8 @@ class CoordinatorDriver:
         for replica, body in announcements(new, self._peers, self._announced, noticed_s):
             self._loop.put(self._links[replica], body)
         self._announced |= set(new.roster)
+        for newcomer in self._state.forming:
+            self._tell_sources(newcomer)
         self._on_generation(new)
 
     def _arm(self, timer: str, seconds: float) -> None:

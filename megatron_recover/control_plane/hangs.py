@@ -6,7 +6,7 @@ work on all nodes: an agent at work reports them, and a replica that is accused 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from megatron_recover.control_plane.agents import Agents
 from megatron_recover.control_plane.loop import Loop
@@ -24,6 +24,10 @@ class Hangs:
     def begin(self, hosts: Mapping[int, tuple[int, ...]]) -> None:
         """Begin to judge. `hosts`: replica -> numbers of the nodes that have ranks of it."""
         self._state = condemning.CondemningState({replica: frozenset(nodes) for replica, nodes in hosts.items()})
+
+    def host(self, replica: int, nodes: Iterable[int]) -> None:
+        """Note the nodes that have ranks of a newcomer."""
+        self.judge(condemning.Hosted(replica, frozenset(nodes)))
 
     def judge(self, event: condemning.Input) -> None:
         """Feed the machine, and send what it asks and tells."""

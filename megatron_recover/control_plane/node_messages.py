@@ -6,8 +6,12 @@ from typing import Literal
 
 from megatron_recover.core.coordinator_state import MembershipSettings
 from megatron_recover.core.membership_messages import Loss, ReplicaFailing
+from megatron_recover.core.slots import Settings as Healing
 from megatron_recover.core.values import Generation, ReplicaId, Value
 from megatron_recover.core.verdict import Known, Part
+
+Seat = tuple[int, int]
+"""A rank of a replica, and the number of its slot on its node."""
 
 # --- From an agent --------------------------------------------------------------------------------
 
@@ -61,6 +65,12 @@ class NodeReady(Value, frozen=True):
     """(replica, address of its leader) of the replicas whose rank 0 is on this node."""
     stores: tuple[tuple[ReplicaId, str], ...] = ()
     """(replica, address of its store) of those that also have ranks on other nodes."""
+    seats: tuple[tuple[ReplicaId, tuple[Seat, ...]], ...] = ()
+    """The slots here of each replica's ranks, if lost replicas are to be replaced."""
+    spares: tuple[int, ...] = ()
+    """The slots here that have no rank, in the same case."""
+    healing: Healing | None = None
+    """The settings by which lost replicas are replaced; None: they are not."""
 
 
 class NodeFailed(Value, frozen=True):
@@ -84,6 +94,8 @@ class ReplicaGone(Value, frozen=True):
     loss: Loss
     failing: ReplicaFailing | None = None
     """The microbatches to which the loss is charged."""
+    rank: int | None = None
+    """The rank that has caused the loss, if it is known."""
 
 
 class NodeAtWork(Value, frozen=True):
@@ -134,6 +146,25 @@ class FenceDone(Value, frozen=True):
     """The end of every rank of a fenced replica on this node was seen."""
 
     replica: ReplicaId
+
+
+class SlotsReady(Value, frozen=True):
+    """The slots of a newcomer on this node are free and fit: its ranks can be started."""
+
+    replica: ReplicaId
+    leader: str = ""
+    """Address of its leader, if rank 0 is on this node."""
+    store: str = ""
+    """Address of its store, if rank 0 is on this node and others are elsewhere."""
+
+
+class SlotsUnfit(Value, frozen=True):
+    """A newcomer cannot be started on this node."""
+
+    replica: ReplicaId
+    slots: tuple[int, ...]
+    """The slots to blame."""
+    why: str
 
 
 # --- Between node 0 and another node, by way of the coordinator -----------------------------------
@@ -230,6 +261,31 @@ class FenceReplica(Value, frozen=True):
     """Kill all ranks of a replica on this node."""
 
     replica: ReplicaId
+
+
+class FormReplica(Value, frozen=True):
+    """Check the slots of a newcomer on this node, and listen for it; the answer is `SlotsReady`."""
+
+    replica: ReplicaId
+    seats: tuple[Seat, ...]
+    """Its ranks on this node."""
+    spans_nodes: bool = False
+    """True if it has ranks on other nodes, too."""
+
+
+class StartReplica(Value, frozen=True):
+    """Start the ranks of a newcomer on this node: all its slots are fit."""
+
+    replica: ReplicaId
+    leader: str
+    store: str = ""
+    """Address of its store, if it spans nodes."""
+
+
+class Say(Value, frozen=True):
+    """A line for people, from the coordinator to node 0."""
+
+    text: str
 
 
 class DismissReplica(Value, frozen=True):
@@ -332,6 +388,8 @@ FromAgent = (
     | DrainAsked
     | KillAsked
     | FenceDone
+    | SlotsReady
+    | SlotsUnfit
     | TraceOffer
     | TracePart
     | TraceEnds
@@ -344,6 +402,9 @@ ToAgent = (
     | Launch
     | Roster
     | FenceReplica
+    | FormReplica
+    | StartReplica
+    | Say
     | DismissReplica
     | DrainAnswer
     | AskPart

@@ -6,7 +6,8 @@ agents and leaders connect there. The stages of a job:
 1. *Meeting* (`job_start.py`). Agents send `NodeHello` until enough nodes are there. All get `Met`.
 2. *Preparing* (`job_start.py`). The nodes examine each other (`NodeShares`). Each node imports,
    makes its dry run and sends `NodeReady`. All get `Launch`.
-3. *Running.* Agents report what happens to their ranks, and carry out fences.
+3. *Running.* Agents report what happens to their ranks, carry out fences, and form newcomers
+   (`healing.py`).
 4. *Over.* All agents get `JobEnds`, and hang up.
 
 A node that cannot take part (`NodeFailed`) ends the job on all nodes before it runs. Later its
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import get_args
 
 import msgspec
@@ -28,6 +29,7 @@ from megatron_recover.control_plane.agents import Agent, Agents
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.hangs import Hangs
+from megatron_recover.control_plane.healing import Healing, seats_of, spares_of
 from megatron_recover.control_plane.job_report import JobReport
 from megatron_recover.control_plane.job_start import JobStart, NodesSettings
 from megatron_recover.control_plane.loop import Loop
@@ -53,6 +55,8 @@ from megatron_recover.control_plane.node_messages import (
     OtherJob,
     ReplicaGone,
     Roster,
+    SlotsReady,
+    SlotsUnfit,
     TraceDone,
     TraceEnds,
     TraceNext,
@@ -102,10 +106,12 @@ class NodesDriver:
         self._settings, self._loop, self._record = settings, loop, record
         self._deadlines = settings.deadlines
         self._agents = Agents(settings.owner)
-        self._hosts: Mapping[int, tuple[int, ...]] = {}
+        self._hosts: dict[int, tuple[int, ...]] = {}
         """Replica -> numbers of the nodes that have ranks of it."""
-        self._replicas: Mapping[int, tuple[int, ...]] = {}
+        self._replicas: dict[int, tuple[int, ...]] = {}
         """Number of a node -> the replicas that have ranks there."""
+        self._healing: Healing | None = None
+        """None: lost replicas are not replaced, or ranks are not started yet."""
         self._hangs, self._report = Hangs(self._agents, loop), JobReport(self._agents, loop)
         self._fenced: dict[int, set[int]] = {}
         """Replica -> numbers of the nodes that have confirmed its fence."""
@@ -297,20 +303,31 @@ class NodesDriver:
 
     def _run(self) -> None:
         """Begin to watch over the members, and have all nodes start their ranks."""
-        self._replicas, self._hosts = self._start.replicas, self._start.hosts
+        self._replicas, self._hosts = dict(self._start.replicas), dict(self._start.hosts)
         self._hangs.begin(self._hosts)
         is_of_several = len(self._start.nodes) > 1
         settings = msgspec.structs.replace(self._start.settings, nodes=tuple(self._replicas.values()) if is_of_several else ())
         self._membership = CoordinatorDriver(
             settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
-            fence=self._fence, dismiss=self._dismiss, form=lambda replica: None, on_end=self.end,
+            fence=self._fence, dismiss=self._dismiss, form=self._form, on_end=self.end,
             on_generation=self._announced,
         )  # fmt: skip
         if is_of_several:  # not before: node 0 records since it has met the others
             places = (trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._start.nodes)
             self._record(trace.NodesMet(nodes=tuple(places)))
+        self._begin_to_heal(self._membership)
         self._start.launch()
+
+    def _begin_to_heal(self, membership: CoordinatorDriver) -> None:
+        """Replace lost replicas from now on, if the job wants that."""
+        ready = {each.number: each.ready for each in self._agents.used if each.ready is not None}
+        if (settings := ready[min(ready)].healing) is not None:
+            self._healing = Healing(
+                settings, seats_of(ready), spares_of(ready), membership=membership, loop=self._loop, deadlines=self._deadlines,
+                send=lambda node, message: self._send_to((each for each in self._agents if each.number == node), message),
+                hosts=self._hosts_newcomer,
+            )  # fmt: skip
 
     def _launched(self, agent: Agent) -> None:
         agent.is_launched = True
@@ -359,10 +376,16 @@ class NodesDriver:
                 self._start.is_ready(agent, message)
             case NodeLaunched():
                 self._launched(agent)
-            case ReplicaGone(loss, failing) if self._membership is not None:
+            case ReplicaGone(loss, failing, rank) if self._membership is not None:
+                if self._healing is not None:
+                    self._healing.broke(loss.replica, rank)
                 if failing is not None:
                     self._membership.failing(failing)
                 self._membership.lost(loss)
+            case SlotsReady() if self._healing is not None:
+                self._healing.ready(agent.number, message)
+            case SlotsUnfit() if self._healing is not None:
+                self._healing.unfit(agent.number, message)
             case NodeAtWork(replicas):
                 agent.at_work = replicas
                 self._soon(self._tell_work)
@@ -423,6 +446,8 @@ class NodesDriver:
         self._fenced.setdefault(replica, set()).add(agent.number)
         if self._membership is not None and self._fenced[replica] >= set(self._hosts[replica]):
             self._membership.fence_confirmed(replica)
+        if self._healing is not None:
+            self._healing.ended(replica, agent.number)
 
     def _ask_exit(self, agent: Agent, reason: str) -> None:
         """Have the job end after a common step. Before generation 1, end it now."""
@@ -453,11 +478,31 @@ class NodesDriver:
         self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason, new.left, newcomers))
         self._hangs.judge(condemning.Rostered(new.roster))
         self._send_state()
+        self._loop.post(self._heal)  # the machine is in the middle of a step
+
+    def _heal(self) -> None:
+        if self._healing is not None and not self.has_ended:
+            self._healing.look()
+
+    def _form(self, replica: int) -> None:
+        if self._healing is not None:
+            self._healing.form(replica)
+
+    def _hosts_newcomer(self, replica: int, nodes: tuple[int, ...]) -> None:
+        """Note the nodes that have ranks of a newcomer."""
+        self._hosts[replica] = nodes
+        for number in nodes:
+            self._replicas[number] = (*self._replicas.get(number, ()), replica)
+        self._hangs.host(replica, nodes)
 
     def _fence(self, replica: int) -> None:
+        if self._healing is not None:
+            self._healing.fenced(replica)
         self._send_to(self._hosts_of(replica), FenceReplica(replica))
 
     def _dismiss(self, replica: int) -> None:
+        if self._healing is not None:
+            self._healing.left(replica)
         self._send_to(self._hosts_of(replica), DismissReplica(replica))
 
     def _hosts_of(self, replica: int) -> Iterable[Agent]:
@@ -542,6 +587,8 @@ class NodesDriver:
         self._traces.left(agent.number, f"the node was lost: {detail}")
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
         text = f"node {name}: {detail}" if len(self._start.nodes) > 1 else detail
+        if self._healing is not None:
+            self._healing.node_lost(agent.number)
         self._membership.node_lost(replicas, text)
         self._look_at_launch()
 
@@ -550,6 +597,7 @@ class NodesDriver:
         if not self.has_ended:
             self._loop.after(self._deadlines.beat_s, self._tell_state)
             self._send_state()
+            self._heal()
 
     def _send_state(self) -> None:
         if self._membership is not None:

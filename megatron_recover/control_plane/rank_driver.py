@@ -22,15 +22,16 @@ from megatron_recover.control_plane.leader_link import LeaderLink
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
-from megatron_recover.control_plane.wire import Enter, Heard, Message, RankHello
+from megatron_recover.control_plane.wire import Enter, Heard, Message, RankHello, ReadFrom
 from megatron_recover.core import rank as machine
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.grants import is_last_generation, writer_of
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import StepKind, label_of
+from megatron_recover.core.membership_messages import JoinRefused
 from megatron_recover.core.progress import Phase
-from megatron_recover.core.rank_messages import Apply, Close, Holds, Plan, RankFailing, Report, Stop
+from megatron_recover.core.rank_messages import Apply, Close, EnterTraining, Holds, Plan, RankFailing, Report, Stop
 from megatron_recover.core.values import Held, Shape, Work
 from megatron_recover.data_plane.transport import Endpoint, Operand, Revoked, Transport, TransportError
 from megatron_recover.deadlines import Deadlines
@@ -111,11 +112,15 @@ class RankDriver:
         """Guards what several threads use below. Notified when the training thread may have
         something to do."""
         self._state = machine.RankState(context.replica, context.rank, ())
+        self._sources: tuple[tuple[int, str], ...] = ()
+        """Members from which this newcomer may read state, and where."""
+        self._refusal: JoinRefused | None = None
+        """The answer to the newest claim of this newcomer, if it was refused."""
+        self._is_admitted = False
+        """True once this newcomer has the order to begin training, or has begun."""
         self._known_addresses: dict[int, str] = {}
         """Replica -> data address of its rank at this rank's position, for all replicas ever
         announced."""
-        self._addresses: dict[int, str] = {}
-        """Replica -> data address, for the members of the promised generation."""
         self._transport: Transport | None = None
         self._unsaid: list[str] = []
         self._has_agreed_to_save = False
@@ -167,14 +172,17 @@ class RankDriver:
 
     # --- The life of a training thread, in order -------------------------------------------------
 
-    def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Parts = (), beginning: Parts = (), state_address: str = "") -> None:
         """Start the control thread, report this rank ready, and wait for the first generation.
 
-        Called once, when the rank's buckets are known.
+        Called once, when the rank's buckets are known. A rank of a newcomer waits for nothing: it
+        reads state (`sources`), and asks to join (`ask_to_join`).
 
-        - `fingerprint` covers all that has to be equal in the same rank of every replica:
-          configuration, initial state, data.
+        - `fingerprint` covers all that has to be equal in the same rank of every replica, also of a
+          newcomer: configuration, software, data.
         - `parts` has the same by name and value, for the message that reports a difference.
+        - `beginning` has what has to be equal at the start only: the initial state.
+        - `state_address`: where newcomers read the state of this rank; empty if they cannot.
 
         Raises `JobStopped` if the job ends, or this rank fails, before the job has begun.
         """
@@ -182,14 +190,68 @@ class RankDriver:
             self._faults.at(FaultPoint.START_UP)
         buckets = tuple(bucket for bucket, ranks in enumerate(shape.bucket_ranks) if self.rank in ranks)
         self._state = machine.RankState(self.replica, self.rank, buckets)
-        hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address, parts)
+        hello = RankHello(
+            self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address, parts, beginning, state_address
+        )  # fmt: skip
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: driver.close_in_child() if (driver := itself()) is not None else None)
         self._loop.post(lambda: self._introduce(hello))
         self._control.start()
         with self._changed:
-            self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
+            if not self._context.newcomer:
+                self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
             self._raise_if_stopped()
+
+    def sources(self, known: tuple[tuple[int, str], ...] = ()) -> tuple[tuple[int, str], ...]:
+        """Return the members from which this newcomer can read state, once there are any.
+
+        Each is (replica, address of its rank at this rank's position). If the members are still
+        those `known`, from none of which it can read, wait for others, for `stall_s` at most.
+        Raises `JobStopped`.
+        """
+        with self._changed:
+            self._wait_until(lambda: bool(self._sources) or self._stopped_by() is not None)
+            if known:
+                self._changed.wait_for(
+                    lambda: self._sources != known or self._stopped_by() is not None, self._deadlines.stall_s
+                )  # fmt: skip
+            self._raise_if_stopped()
+            return self._sources
+
+    def digested(self, label: str, digest: int) -> None:
+        """Report the digest of the state of this rank with which the training step `label` begins.
+
+        A newcomer has read that state, a member serves it. Any thread may call this.
+        """
+        with self._changed:
+            self._feed(machine.Digest(label, digest))
+
+    def ask_to_join(self, member: int) -> JoinRefused | None:
+        """Have a member vouch for what all ranks of this newcomer have read and digested.
+
+        Wait for the answer: None once the members have admitted this newcomer, else why not. Rank 0
+        only. Raises `JobStopped`.
+        """
+        leader = self._leader
+        assert leader is not None, "rank 0 alone asks"
+        with self._changed:
+            self._refusal = None
+            self._loop.post(lambda: leader.ask(member))
+            self._wait_until(lambda: self._is_admitted or self._refusal is not None or self._stopped_by() is not None)
+            self._raise_if_stopped()
+            return None if self._is_admitted else self._refusal
+
+    def enter(self) -> int:
+        """Wait for the order to begin training, in a newcomer that is admitted; return the step.
+
+        Raises `JobStopped`.
+        """
+        with self._changed:
+            self._wait_until(lambda: self._is_admitted or self._stopped_by() is not None)
+            self._raise_if_stopped()
+            self._feed(machine.Take())
+            assert isinstance(self._state.taken, EnterTraining), self._state.taken
+            return self._state.step
 
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
         """Begin the next step and return its number.
@@ -307,7 +369,9 @@ class RankDriver:
             retired = None
             if self._transport is None or self._transport.generation != generation:
                 retired = self._transport
-                self._transport = self._endpoint.open(generation, self.replica, self._addresses)
+                # Those of the plan: newcomers that it turns away take part in no sum.
+                addresses = {replica: self._known_addresses[replica] for replica in self.roster}
+                self._transport = self._endpoint.open(generation, self.replica, addresses)
             transport = self._transport
         if retired is not None:
             retired.close()
@@ -483,6 +547,7 @@ class RankDriver:
             self._leader = ReplicaDriver(
                 self._context, self._config, hello, key=self._key, clock=self._clock, loop=self._loop, deliver=self._deliver,
                 fail=self._fail, record=self._record, faults=self._faults, deadlines=self._deadlines, naming=self._naming,
+                refused=self._refused,
             )  # fmt: skip
             return
         self._link = LeaderLink(
@@ -498,20 +563,34 @@ class RankDriver:
                     self._faults.at(FaultPoint.PROMISE, step=self._state.step)
                 with self._changed:
                     self._known_addresses |= dict(data_addresses)
-                    if promise.generation > self._state.promised:
-                        self._addresses = {replica: self._known_addresses[replica] for replica in promise.roster}
                     self._feed(promise)
                 if self._link is not None:
                     self._link.has_order()
+            case EnterTraining():  # repeated by each generation in which this newcomer is judged anew
+                with self._changed:
+                    if not self._is_admitted:
+                        self._is_admitted = True
+                        self._feed(message)
             case Plan() | Close() | Apply() | Stop():
                 with self._changed:
                     self._feed(message)
+            case ReadFrom(sources):
+                with self._changed:
+                    self._sources = sources
+                    self._changed.notify_all()
+                if self._link is not None:
+                    self._link.has_order()
             case Heard():
                 with self._changed:
                     self._heard = True
                     self._changed.notify_all()
             case _:
                 self._fail(f"the leader sent a {type(message).__name__}")
+
+    def _refused(self, answer: JoinRefused) -> None:
+        with self._changed:
+            self._refusal = answer
+            self._changed.notify_all()
 
     def _send_reports(self) -> None:
         while self._outbox:

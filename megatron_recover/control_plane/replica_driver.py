@@ -38,6 +38,9 @@ from megatron_recover.control_plane.wire import (
     Message,
     PeerHello,
     RankHello,
+    ReadFrom,
+    Source,
+    Sources,
     encode,
     listen,
 )
@@ -50,6 +53,7 @@ from megatron_recover.core.membership_messages import (
     Entered,
     Grant,
     Hello,
+    JoinRefused,
     Miscounted,
     Named,
     ReplicaBlocked,
@@ -65,10 +69,12 @@ from megatron_recover.core.rank_messages import (
     RankFailing,
     RankFinished,
     Report,
+    StateDigested,
     Stop,
 )
+from megatron_recover.core.replica_state import Admission
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.values import Status, Statuses, Vote, Votes
+from megatron_recover.core.values import Claim, Status, Statuses, Vote, Votes
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trace.node_clock import NodeClock
@@ -107,6 +113,7 @@ class ReplicaDriver:
         faults: FaultInjector | None,
         deadlines: Deadlines,
         naming: NamingRight,
+        refused: Callable[[JoinRefused], None] = lambda refused: None,
     ) -> None:
         """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
@@ -115,10 +122,17 @@ class ReplicaDriver:
         - `deliver(message)` delivers a message of the leader to rank 0.
         - `fail(reason)` or `fail(reason, exit_code)` ends rank 0, and so the replica.
         - `naming` is this replica's right to name checkpoints.
+        - `refused(answer)`: the claim of this newcomer is refused.
         """
         self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
-        self._naming = naming
+        self._naming, self._refused = naming, refused
+        self._to_ask: int | None = None
+        """Member that is to be asked to vouch for this newcomer, until the claim is sent."""
+        self._asked: int | None = None
+        """Member that was asked and has not answered."""
+        self._callers: dict[int, str] = {}
+        """Addresses of the leaders of newcomers that have called, announced or not."""
         self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above, config.min_replicas)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
@@ -164,6 +178,14 @@ class ReplicaDriver:
         """Confirm to the coordinator that an attempt to name a checkpoint has ended."""
         self._loop.send(self._coordinator, Named(self._context.replica, number))
 
+    def ask(self, member: int) -> None:
+        """Have `member` vouch for this newcomer, once all its ranks have digested what they read.
+
+        `refused` is called if it does not, or if the coordinator does not let the newcomer join.
+        """
+        self._to_ask = member
+        self._claim_when_complete()
+
     def see_ranks_off(self) -> None:
         """Let the ranks read `Stop` and close their links, so that no link is reset before.
 
@@ -207,8 +229,10 @@ class ReplicaDriver:
                     lambda link, why: self._rank_lost(rank, why),
                 )
                 self._join_when_complete()
-            case PeerHello(replica=peer) if proven.role is Role.LEADER and proven.replica == peer:
+            case PeerHello(replica=peer, address=address) if proven.role is Role.LEADER and proven.replica == peer:
                 self._incoming[link] = peer
+                if address:
+                    self._callers[peer] = address
                 self._loop.watch(link, self._from_peer, self._peer_lost)
             case _:
                 self._loop.drop(link)
@@ -225,15 +249,21 @@ class ReplicaDriver:
         replica = self._context.replica
         self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
         peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
-        parts = combined([hello.parts for hello in hellos])
+        parts, beginning = (
+            combined(of_ranks) for of_ranks in zip(*((each.parts, each.beginning) for each in hellos), strict=True)
+        )
+        state_addresses = tuple(hello.state_address for hello in hellos)
         self._naming.greets()
-        self._loop.send(self._coordinator, LeaderHello(Hello(replica, fingerprint, parts), peer))
+        self._loop.send(
+            self._coordinator,
+            LeaderHello(Hello(replica, fingerprint, parts, beginning), peer, state_addresses if all(state_addresses) else ()),
+        )
 
     # --- What arrives ----------------------------------------------------------------------------
 
     def _from_rank(self, rank: int, link: Link, message: Message) -> None:
         match message:
-            case Begun() | Promised() | Holds() | RankBlocked() | RankFinished() if message.rank == rank:
+            case Begun() | Promised() | Holds() | RankBlocked() | RankFinished() | StateDigested() if message.rank == rank:
                 self.report(message)
             case RankFailing() if message.rank == rank:
                 self.report(message)
@@ -259,13 +289,14 @@ class ReplicaDriver:
                 self._naming.received(message, self._state.generation)
             case Announcement(new=new):
                 self._peers |= {peer.replica: peer for peer in message.peers}
-                self._neighbours = neighbours(new.roster, self._context.replica, self._config.tree_above)
-                for peer in self._outgoing.keys() - set(self._neighbours):
-                    self._loop.drop(self._outgoing.pop(peer))
+                self._link_to_neighbours_of(new.roster)
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
-            case AddRequests():
+            case AddRequests() | JoinRefused():
                 self._feed(message)
+            case Sources(sources=sources):
+                self._callers |= {each.replica: each.leader_address for each in sources}
+                self._order_to_read(sources)
             case Stop():
                 self._coordinator_watch.stop()
                 self._feed(message)
@@ -298,7 +329,10 @@ class ReplicaDriver:
 
     def _from_peer(self, link: Link, message: Message) -> None:
         match message:
-            case Status() | Statuses() | Vote() | Votes() if message.replica == self._incoming[link]:
+            case Status() | Statuses() | Vote() | Votes() | Claim() | Admission() if message.replica == self._incoming[link]:
+                self._feed(message)
+            case JoinRefused():
+                self._events.refused(message, self._incoming[link])
                 self._feed(message)
             case _:
                 self._peer_lost(link, f"sent a {type(message).__name__}")
@@ -307,17 +341,45 @@ class ReplicaDriver:
     def _peer_lost(self, link: Link, why: str) -> None:
         peer = self._incoming.pop(link, None)
         if peer is not None:
-            self._feed(machine.LinkLost(peer, why))
+            self._link_lost(peer, why)
+
+    def _link_lost(self, peer: int, why: str) -> None:
+        """Feed the machine that a link to a leader broke. A claim on it counts as refused."""
+        self._feed(machine.LinkLost(peer, why))
+        claim = self._state.claim
+        if peer == self._asked and claim is not None and self._state.phase is machine.ReplicaPhase.JOINING:
+            self._feed(JoinRefused(claim.replica, claim.label, f"the link to replica {peer}, which was asked, broke ({why})"))
 
     # --- The machine -----------------------------------------------------------------------------
 
     def _feed(self, event: machine.Input) -> None:
+        before = self._state
         self._state, effects = machine.step(self._state, event)
         if self._state.phase in _AGREED:  # before the ranks are told: they record what comes next
             self.clock.agreed(self._state.step, begun=self._state.phase is not machine.ReplicaPhase.IDLE)
         for effect in effects:
             self._carry_out(effect)
+        if len(self._state.roster) < len(before.roster) and self._state.generation == before.generation:
+            self._link_to_neighbours_of(self._state.roster)  # newcomers are turned away
+        if isinstance(event, StateDigested):
+            self._claim_when_complete()
+        if isinstance(event, JoinRefused) and before.claim is not None and self._state.claim is None:
+            self._asked = None
+            self._refused(event)
         self._watch_for_a_stall()
+
+    def _link_to_neighbours_of(self, roster: tuple[int, ...]) -> None:
+        """Drop links to leaders that are no neighbours in a roster that has this replica."""
+        if self._context.replica in roster:
+            self._neighbours = neighbours(roster, self._context.replica, self._config.tree_above)
+            for peer in self._outgoing.keys() - set(self._neighbours):
+                self._loop.drop(self._outgoing.pop(peer))
+
+    def _claim_when_complete(self) -> None:
+        if (member := self._to_ask) is None or len(self._state.served) < self._context.num_ranks:
+            return
+        self._to_ask, self._asked = None, member
+        self._feed(machine.SendClaim(member))
 
     def _carry_out(self, effect: machine.Effect) -> None:
         match effect:
@@ -378,6 +440,15 @@ class ReplicaDriver:
             elif rank in self._ranks:
                 self._loop.send(self._ranks[rank], message)
 
+    def _order_to_read(self, sources: Sequence[Source]) -> None:
+        """Tell each rank of this newcomer where to read state."""
+        for rank in range(self._context.num_ranks):
+            message = ReadFrom(tuple((each.replica, each.state_addresses[rank]) for each in sources))
+            if rank == self._context.rank:
+                self._deliver(message)
+            elif rank in self._ranks:
+                self._loop.send(self._ranks[rank], message)
+
     def _record_vote(self, vote: Vote) -> None:
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.step)
@@ -386,6 +457,12 @@ class ReplicaDriver:
 
     def _send_to_peers(self, peers: tuple[int, ...], message: machine.PeerMessage) -> None:
         """Send to all `peers`, with a fault point after the first: some have the message then."""
+        if isinstance(message, Claim | JoinRefused | Admission):
+            for other in peers:
+                if isinstance(message, Claim):
+                    self._events.claim(other, message)
+                self._send_to_peer(other, [encode(message)])
+            return
         match message:
             case Status() | Statuses():
                 said = message.statuses if isinstance(message, Statuses) else (message,)
@@ -406,15 +483,16 @@ class ReplicaDriver:
         link = self._outgoing.get(peer)
         try:
             if link is None:
+                address = self._peers[peer].leader_address if peer in self._peers else self._callers[peer]
                 link = self._outgoing[peer] = OutgoingLink(
-                    self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
+                    address, self._key, self._me, Party(Role.LEADER, peer),
                     clock=self._node_clock, patience_s=self._deadlines.stall_s,
                 )  # fmt: skip
                 self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
-                self._loop.send(link, PeerHello(self._context.replica))
+                self._loop.send(link, PeerHello(self._context.replica, self._context.leader if self._context.newcomer else ""))
         except LinkClosed as closed:
             why = str(closed)
-            self._loop.post(lambda: self._feed(machine.LinkLost(peer, why)))
+            self._loop.post(lambda: self._link_lost(peer, why))
             return
         for each in bodies:
             self._loop.put(link, each)
@@ -427,7 +505,7 @@ class ReplicaDriver:
         for peer, known in list(self._outgoing.items()):
             if known is link:
                 del self._outgoing[peer]
-                self._feed(machine.LinkLost(peer, why))
+                self._link_lost(peer, why)
 
     # --- Waits (INV-8) ---------------------------------------------------------------------------
 

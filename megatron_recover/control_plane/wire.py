@@ -6,12 +6,9 @@ a message of the tagged union `Message`, large ones in a packed form (`control_p
 This module turns bytes into messages and rejects bytes that are no message. It never acts on a
 message and never blocks. It opens a connection only when a caller asks for one (`dial`).
 
-Note [Frames]. The MAC of a frame is a keyed hash (BLAKE2b) over the frame's number, its header and
-its body. The key is the session key of the connection and the direction (`handshake.SessionKeys`).
-The number counts the frames of that direction from 0. It is not sent, since both ends count, and it
-is never used twice with one key. So the MAC of a frame that was forged, changed, repeated, left
-out, moved, or taken from another connection is invalid, and the link closes. Before its MAC is
-found valid, nothing of a body is decoded, and the stamp does not move the receiver's clock.
+The MAC is that of `authentication/frame_macs.py`, Note [Frames]: a frame that was forged, changed,
+repeated, left out or moved closes the link. Before its MAC is found valid, nothing of a body is
+decoded, and the stamp does not move the receiver's clock.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator
-from hashlib import blake2b
 
 import msgspec
 
+from megatron_recover.authentication.frame_macs import MAC_BYTES, FrameMacs
 from megatron_recover.authentication.handshake import Role, SessionKeys
 from megatron_recover.control_plane.encoding import (
     PackedPeers,
@@ -94,10 +91,8 @@ grow with the square of the members."""
 NOBODY_LISTENS = "Connection refused: nothing listens there"
 """Reason of a `LinkClosed` for a connection that was refused."""
 _HEADER = struct.Struct("!2sHIQ")
-_NUMBER = struct.Struct("!Q")
 _MAGIC = b"mr"
-_MAC_BYTES = 16
-FRAME_BYTES = _HEADER.size + _MAC_BYTES
+FRAME_BYTES = _HEADER.size + MAC_BYTES
 """Bytes of a frame beside its body."""
 _CHUNK_BYTES = 2**18
 _READ_BYTES = 2**20
@@ -148,6 +143,10 @@ class RankHello(Value, frozen=True):
     data_address: str
     parts: tuple[tuple[str, str], ...] = ()
     """The named values that the fingerprint covers, as (name, value) pairs (`core/alike.py`)."""
+    beginning: tuple[tuple[str, str], ...] = ()
+    """Such pairs of what must be alike at the start only (`Hello.beginning`)."""
+    state_address: str = ""
+    """Where newcomers read the state of this rank; empty if they cannot."""
 
 
 class LeaderHello(Value, frozen=True):
@@ -155,12 +154,43 @@ class LeaderHello(Value, frozen=True):
 
     hello: Hello
     peer: Peer
+    state_addresses: tuple[str, ...] = ()
+    """Where newcomers read the state of each rank, by rank; empty if they cannot."""
 
 
 class PeerHello(Value, frozen=True):
     """The first message of a leader to another leader."""
 
     replica: ReplicaId
+    address: str = ""
+    """Where this leader listens, if it is that of a newcomer: the other may not know it yet."""
+
+
+class Source(Value, frozen=True):
+    """A member from which a newcomer can read state."""
+
+    replica: ReplicaId
+    leader_address: str
+    state_addresses: tuple[str, ...]
+    """By rank."""
+
+
+class Sources(Value, frozen=True):
+    """Message of the coordinator to the leader of a newcomer: the members that it may read from.
+
+    It is sent when the newcomer is formed, and again after each new generation. It names some of
+    the members, so that forming costs the same in a job of any size.
+    """
+
+    generation: Generation
+    sources: tuple[Source, ...]
+
+
+class ReadFrom(Value, frozen=True):
+    """Message of a newcomer's leader to a rank: where to read state, in place of an older list."""
+
+    sources: tuple[tuple[ReplicaId, str], ...]
+    """(member, address of its rank at this rank's position)."""
 
 
 class Announcement(Value, frozen=True):
@@ -244,7 +274,8 @@ def encode(message: Message) -> bytes:
 
 
 Message = (
-    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat | FromAgent | ToAgent
+    RankHello | LeaderHello | PeerHello | Sources | ReadFrom | Announcement | Enter | Heard | Beat | LeaderBeat
+    | FromAgent | ToAgent
     | Plan | Close | Apply | Stop | EnterTraining
     | Begun | Promised | Holds | RankBlocked | RankFailing | RankFinished | StateDigested
     | Vote | Votes | Status | Statuses | Claim | JoinRefused | Admission
@@ -277,22 +308,6 @@ def _unpacked(framed: _Framed, known: list[Commitment]) -> Message:
         case PackedAnnouncement(new, peers, noticed_s):
             return Announcement(new, unpacked_peers(peers), noticed_s)
     return framed
-
-
-class _Direction:
-    """One direction of a connection: its session key, and the number of its next frame."""
-
-    def __init__(self, key: bytes) -> None:
-        self._keyed = blake2b(key=key, digest_size=_MAC_BYTES, person=b"mgr frame")
-        self._number = 0
-
-    def mac(self, header: bytes | memoryview, body: bytes | memoryview) -> bytes:
-        """Return the MAC of the next frame, and count the frame (Note [Frames])."""
-        keyed = self._keyed.copy()
-        keyed.update(_NUMBER.pack(self._number) + header)
-        keyed.update(body)
-        self._number += 1
-        return keyed.digest()
 
 
 class Link:
@@ -343,7 +358,7 @@ class Link:
         self._socket = connection
 
     def _take_keys(self, keys: SessionKeys) -> None:
-        self._sending, self._receiving = _Direction(keys.sending), _Direction(keys.receiving)
+        self._sending, self._receiving = FrameMacs(keys.sending), FrameMacs(keys.receiving)
         outlast_cuts(self._socket)
 
     def fileno(self) -> int:

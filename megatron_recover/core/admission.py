@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from megatron_recover.core.digest import combined, commitment
-from megatron_recover.core.joining import older, refusal, refused, unproven
+from megatron_recover.core.joining import older, refusal, unproven
 from megatron_recover.core.membership_messages import NewcomerReady, TurnedAway
 from megatron_recover.core.plan import plan_of
 from megatron_recover.core.rank_messages import StateDigested
@@ -44,8 +44,8 @@ def on_send_claim(state: ReplicaState, order: SendClaim) -> Step:
 
 def on_claim(state: ReplicaState, claim: Claim) -> Step:
     """Vouch for a newcomer to the coordinator, or refuse."""
-    if why := refusal(state, claim):
-        return state, (ToPeers((claim.replica,), refused(claim, why)),)
+    if (answer := refusal(state, claim)) is not None:
+        return state, (ToPeers((claim.replica,), answer),)
     return state, (ToCoordinator(NewcomerReady(state.replica, state.generation, state.step, claim)),)
 
 

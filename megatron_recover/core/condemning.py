@@ -80,7 +80,14 @@ class Rostered(Value, frozen=True):
     roster: tuple[ReplicaId, ...]
 
 
-Input = Suspected | Answered | Deaf | Rostered
+class Hosted(Value, frozen=True):
+    """Input: the nodes that have ranks of a newcomer, which may become a member."""
+
+    replica: ReplicaId
+    nodes: frozenset[NodeNumber]
+
+
+Input = Suspected | Answered | Deaf | Rostered | Hosted
 
 
 class Ask(Value, frozen=True):
@@ -151,6 +158,8 @@ def step(state: CondemningState, event: Input) -> tuple[CondemningState, tuple[E
             state = replace(state, deaf=nodes)
         case Rostered(roster):
             state = replace(state, roster=roster)
+        case Hosted(replica, nodes):
+            state = replace(state, hosts={**state.hosts, replica: nodes})
         case Answered(node, number, part):
             questions = {
                 key: replace(each, missing=each.missing - {node}, parts=(*each.parts, part))

@@ -55,8 +55,9 @@ def start_when_complete(state: CoordinatorState) -> Step:
         return _nobody_left(state)
     first = state.hellos[0]
     for other in state.hellos[1:]:
-        if other.fingerprint != first.fingerprint:
-            found = differences(first.parts, other.parts) or [("the fingerprint", first.fingerprint, other.fingerprint)]
+        if (other.fingerprint, other.beginning) != (first.fingerprint, first.beginning):
+            found = differences((*first.parts, *first.beginning), (*other.parts, *other.beginning))
+            found = found or [("the fingerprint", first.fingerprint, other.fingerprint)]
             return end(
                 state,
                 ExitCode.FAILED,

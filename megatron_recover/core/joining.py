@@ -48,6 +48,9 @@ from megatron_recover.core.replica_state import ReplicaPhase, ReplicaState
 from megatron_recover.core.request import RequestKind, details
 from megatron_recover.core.values import Claim, Generation, ReplicaId, Status, Value, Work
 
+MAX_SOURCES = 8
+"""Members from which a newcomer reads state at most."""
+
 
 class Admissions(Value, frozen=True):
     """The judgement of the claims of a generation."""
@@ -114,24 +117,26 @@ def state_digest(state: ReplicaState) -> int | None:
     return None
 
 
-def refused(claim: Claim, reason: str, generation: Generation = 0) -> JoinRefused:
-    """Return the answer to a claim that does not join; `generation` is that of `JoinRefused`."""
-    return JoinRefused(claim.replica, claim.label, reason, generation)
+def refused(claim: Claim, reason: str, generation: Generation = 0, *, is_fault: bool = False) -> JoinRefused:
+    """Return the answer to a claim that does not join; the rest is as in `JoinRefused`."""
+    return JoinRefused(claim.replica, claim.label, reason, generation, is_fault)
 
 
-def refusal(state: ReplicaState, claim: Claim) -> str:
-    """Return why this member does not vouch for a claim, or an empty string if it does."""
+def refusal(state: ReplicaState, claim: Claim) -> JoinRefused | None:
+    """Return the answer of a member that does not vouch for a claim; None if it does."""
     if state.work is None or state.phase is not ReplicaPhase.WORKING or state.work.label != claim.label:
-        return f"replica {state.replica} does not compute {claim.label}"
+        return refused(claim, f"replica {state.replica} does not compute {claim.label}", is_fault=True)
     if not label_of(claim.label).is_training:
-        return f"{claim.label} is no training step"
+        return refused(claim, f"{claim.label} is no training step")
     if state.joins or state.is_alone or state.blocked:
-        return f"replica {state.replica} is in no position to vouch for a newcomer"
+        return refused(claim, f"replica {state.replica} is in no position to vouch for a newcomer")
     if state.is_closed:
-        return f"it is too late in {claim.label}"
+        return refused(claim, f"it is too late in {claim.label}", is_fault=True)
     if details(state.requests, RequestKind.EXIT):
-        return "the job is about to end"
+        return refused(claim, "the job is about to end")
     digest = state_digest(state)
     if digest is None:
-        return f"replica {state.replica} does not know its digest of the state with which {claim.label} begins"
-    return "" if digest == claim.digest else f"the digest of replica {state.replica} for {claim.label} is {digest}"
+        return refused(claim, f"replica {state.replica} does not know its digest of the state with which {claim.label} begins")
+    if digest != claim.digest:
+        return refused(claim, f"the digest of replica {state.replica} for {claim.label} is {digest}", is_fault=True)
+    return None

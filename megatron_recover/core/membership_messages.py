@@ -113,6 +113,9 @@ class JoinRefused(Value, frozen=True):
     reason: str
     generation: Generation = 0
     """The generation that the coordinator announced with the claim; 0: there is none."""
+    is_fault: bool = False
+    """True if the newcomer was too slow, or its state was not equal. Such a refusal uses up one of
+    its tries; any other is about the job."""
 
 
 # --- From a leader to the coordinator -------------------------------------------------------------
@@ -123,9 +126,12 @@ class Hello(Value, frozen=True):
 
     replica: ReplicaId
     fingerprint: str
-    """Digest of all that must be alike. The run ends if two replicas differ."""
+    """Digest of the configuration, which all replicas share, newcomers too. If two replicas of the
+    start differ, the run ends; a newcomer that differs is removed."""
     parts: tuple[tuple[str, str], ...] = ()
-    """(name, value) of what must be alike, to describe a difference (`core/alike.py`)."""
+    """(name, value) of that configuration, to describe a difference (`core/alike.py`)."""
+    beginning: tuple[tuple[str, str], ...] = ()
+    """(name, value) of what must be alike at the start only, such as the digest of all state."""
 
 
 class Entered(Value, frozen=True):

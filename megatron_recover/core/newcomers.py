@@ -118,7 +118,7 @@ def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
     )
     if {item.replica for item in state.finished} >= set(state.roster):
         return generations.finish(state)
-    return state, tuple(Refuse(refused(claim, told.reason, told.generation)) for claim in claims)
+    return state, tuple(Refuse(refused(claim, told.reason, told.generation, is_fault=True)) for claim in claims)
 
 
 def on_proven(state: CoordinatorState, told: NewcomersProven) -> Step:

@@ -27,7 +27,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.alike import Parts
+from megatron_recover.core.alike import Alike
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import Label, StepKind, label_of
 from megatron_recover.core.plan import microbatches_of
@@ -52,21 +52,26 @@ from megatron_recover.megatron.large_gradients import warn_of_large
 from megatron_recover.megatron.losses import gradient_scale, mean_loss
 from megatron_recover.megatron.parameter_digest import ParameterDigest
 from megatron_recover.megatron.schedule.passes import run_pass
-from megatron_recover.megatron.state import TrainingState
+from megatron_recover.megatron.state import Carried, Published, TrainingState
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.communication import is_communication_error, is_device_error
 from megatron_recover.trainer.compiling import show_compilations
 from megatron_recover.trainer.crossing import NotFinite
 from megatron_recover.trainer.driver import Driver
+from megatron_recover.trainer.entering import Entering, Reader
 from megatron_recover.trainer.in_work import InWork
 from megatron_recover.trainer.ledger import count_tokens, read_losses
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
 from megatron_recover.trainer.state import Scalar
+from megatron_recover.trainer.state_server import StateServer
 from megatron_recover.trainer.state_window import StateWindow
 from megatron_recover.trainer.stopwatch import Stopwatch
 from megatron_recover.trainer.work_queue import WorkQueue
+
+if TYPE_CHECKING:
+    from megatron_recover.megatron.newcomer import Newcomer
 
 OF_A_STEP_GIVEN_UP = ({}, True, True, True, 0, None, None, None)
 """A tuple as upstream's train_step returns it for an untrusted result: no losses, iteration
@@ -97,6 +102,8 @@ class CommitLoop:
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
         alike: Callable[[], Mapping[str, str]],
+        configuration: Callable[[], Mapping[str, str]] = dict,
+        carried: Mapping[str, Carried] | None = None,
         counters: Callable[[], Mapping[str, Scalar]] = dict,
         log: trace.Log | None = None,
         faults: FaultInjector | None = None,
@@ -104,6 +111,7 @@ class CommitLoop:
         page: ProgressPage | None = None,
         before_joining: Callable[[], None] = lambda: None,
         window: StateWindow | None = None,
+        server: StateServer | None = None,
     ) -> None:
         """Store the collaborators; nothing is sent or called yet.
 
@@ -112,12 +120,15 @@ class CommitLoop:
         - `iteration()` returns Megatron's current iteration, from 1.
         - `alike()` returns what must be equal on the same rank of every replica, by name, without
           shape and state (`megatron/data/alike.py`).
+        - `configuration()` returns of that what does not depend on how far the job has come.
+        - `carried`: what newcomers get beside the state. None: nothing.
         - `counters()` returns the scalars of the state that Megatron counts (`TrainingState`).
         - `page` shows what this rank does. None: nobody reads it.
         - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
         - `window` is opened and closed here. None: nobody copies from it.
+        - `server` serves the state of each window to newcomers. None: none can join.
         """
-        self._window = window or StateWindow()
+        self._window, self._server = window or StateWindow(), server
         self._before_joining = before_joining
         self._page = page or ProgressPage()
         self._in_work = InWork(None)
@@ -125,6 +136,7 @@ class CommitLoop:
         """Number of training steps that this process has applied."""
         self._driver, self._config, self._originals = driver, config, originals
         self._cursor, self._seed, self._iteration, self._alike = cursor, seed, iteration, alike
+        self._configuration, self._carried = configuration, {} if carried is None else carried
         self._faults, self._gather, self._counters = faults, gather, counters
         self._record = trace.RankTrace(log, replica=driver.replica, rank=driver.rank)
         self._reduction: Reduction | None = None
@@ -135,6 +147,9 @@ class CommitLoop:
         self._parameter_digest = ParameterDigest(())
         self._parameters_checksum = 0
         """Newest digest of the parameters. Part of every checksum of the next steps."""
+        self._carried_checksum: int | None = None
+        """Newest digest of the others, for a newcomer that has not joined. It may be some steps
+        old."""
         self._state: TrainingState | None = None
         """The state of this rank; None before the first step or save."""
         self._num_evaluations = 0
@@ -148,8 +163,10 @@ class CommitLoop:
         self._has_given_up = False
 
     def close(self) -> None:
-        """End the thread that reads samples ahead. No step with microbatches may follow."""
+        """End the threads that read samples ahead and serve the state. No step may follow."""
         self._cursor.close(self._config.deadlines.close_s)
+        if self._server is not None:
+            self._server.end()
 
     # --- seams ------------------------------------------------------------------------------------
 
@@ -238,24 +255,52 @@ class CommitLoop:
                 self._stopwatch = Stopwatch(self._reduction.device)
             self._in_work = InWork.on(self._reduction.device)
             show_compilations(self._page)
-            self._parameters_checksum = self._parameter_digest.compute().everything
+            computed = self._parameter_digest.compute().everything
+            self._parameters_checksum = computed if self._carried_checksum is None else self._carried_checksum
             parts = self._parts(self._reduction)
             self._before_joining()
-            self._driver.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
+            self._driver.join(
+                self._reduction.shape, hashlib.blake2b(repr(parts.configuration).encode(), digest_size=8).hexdigest(),
+                parts.configuration, parts.beginning, self._server.address if self._server is not None else "",
+            )  # fmt: skip
         return self._reduction
 
-    def _parts(self, reduction: Reduction) -> Parts:
-        """Return all that must be equal when replicas start, including their state."""
+    def enter(self, newcomer: Newcomer, reader: Reader) -> None:
+        """Bring this rank of a newcomer, which is prepared, into the job (`trainer/entering.py`).
+
+        Returns when upstream may begin its first step. Raises `CannotJoin` and `JobStopped`.
+        """
+        self.join(newcomer.arguments.model)
+        entering = Entering(
+            self._driver, reader, newcomer.state, install=newcomer.install, gather=self._gather, record=self._record
+        )  # fmt: skip
+        self._step = self._next_step = entering.enter()
+
+    def _parts(self, reduction: Reduction) -> Alike:
+        """Return what must be equal on the same rank of replicas, as far as it is known by now."""
         state = self.know_state(self._chunks)
         shape, buckets = reduction.shape, hashlib.blake2b(repr(reduction.shape).encode(), digest_size=8).hexdigest()
-        parts = {
-            "the shape": f"{shape.num_ranks} ranks with {len(shape.bucket_ranks)} buckets ({buckets})",
+        described = {"the shape": f"{shape.num_ranks} ranks with {len(shape.bucket_ranks)} buckets ({buckets})"}
+        beginning = {
+            **described,
             **self._alike(),
             "the digest of names and shapes of the state": f"{state.layout_digest():016x}",
             "the digest of the parameters": f"{self._parameters_checksum:016x}",
             "the digest of all state, optimizer included": f"{state.digest():016x}",
         }
-        return tuple(parts.items())
+        return Alike(tuple((described | {**self._configuration()}).items()), tuple(beginning.items()))
+
+    def carried(self) -> dict[str, Carried]:
+        """Return what this loop has that a newcomer needs and no digest covers."""
+
+        def put(checksum: int) -> None:
+            self._parameters_checksum = self._carried_checksum = checksum
+
+        return {"parameters_checksum": Carried(lambda: self._parameters_checksum, put)}
+
+    def published(self) -> Published:
+        """Return the state of this rank as newcomers read it, after the first training step."""
+        return Published(self.know_state(self._chunks), self._carried)
 
     def run(self, **arguments: Any) -> list[dict[str, Tensor]]:
         """Run one step, shared by all replicas, in place of upstream's forward-backward function.
@@ -280,6 +325,8 @@ class CommitLoop:
         due = not forward_only and self._iteration() % self._config.state_digest_interval == 0
         work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only), due)
         self._cursor.begin(arguments["data_iterator"], num_microbatches)
+        if self._server is not None and self._num_trained and not forward_only:  # before, an optimizer may lack its tensors
+            self._server.open(work.label, self.published())
         self._step = step = self._begin(work, self.know_state(chunks))
         exactly = self._config.determinism == "exact"
         reduction.begin(
@@ -421,6 +468,8 @@ class CommitLoop:
         if any(chunk.ddp_config.check_for_large_grads for chunk in chunks):
             warn_of_large(reduction.mean_norms(), iteration=self._iteration())
         self._window.close()
+        if self._server is not None:
+            self._server.close()
         reduction.apply(tuple(version.bucket for version in order.record.versions))
         config = get_model_config(chunks[0])
         tokens = None

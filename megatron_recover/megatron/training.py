@@ -68,7 +68,10 @@ if TYPE_CHECKING:
     from megatron_recover.data_plane.transport import Endpoint
     from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.newcomer import Newcomer
     from megatron_recover.megatron.seams import seams
+    from megatron_recover.trainer.state_server import StateServer
+    from megatron_recover.trainer.state_window import StateWindow
 
 Provider = script.Provider
 
@@ -234,7 +237,7 @@ class _Training:
             with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key, self._log.record)):
                 resuming.judge(args, config.resume_data)
             return DRY_RUN_PASSED
-        if self._context.rank == 0 and (note := resuming.judge(args, "other")):
+        if self._context.rank == 0 and not self._context.newcomer and (note := resuming.judge(args, "other")):
             print(f"megatron-recover: {note}", flush=True)
         timeout = timedelta(seconds=config.deadlines.leader_s)
         store = join_store(self._context, self._key, timeout, self._log.record, self._clock)
@@ -260,7 +263,7 @@ class _Training:
             loop.close()
         if args.iteration >= args.train_iters:
             print_rank_0(f"nothing was left to train: the checkpoint is of iteration {args.iteration} of {args.train_iters}")
-        checkpoints.settle(loop.meet, has_trained=loop.has_trained)
+        checkpoints.settle(loop.meet, has_trained=loop.has_trained or self._context.newcomer)
         if not loop.has_joined:  # nothing was left to do; all replicas still have to end together
             loop.meet(0)
         try:
@@ -349,7 +352,9 @@ class _Training:
         from megatron_recover.megatron.data.fill_in_middle import FillInMiddle
         from megatron_recover.megatron.data.index_builder import IndexBuilder
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
+        from megatron_recover.megatron.newcomer import Entrance, Newcomer, Progress
         from megatron_recover.megatron.reporting import LogLine
+        from megatron_recover.megatron.state import Carried
         from megatron_recover.trainer.state_window import StateWindow
 
         originals = self._installation.originals
@@ -360,26 +365,39 @@ class _Training:
                 refuse(other_device(self._context.gpu))
             checkpoints.tell_what_was_loaded()
 
-        cursor, window = MicrobatchCursor(self._page, args.num_workers), StateWindow()
+        cursor, window, seed = MicrobatchCursor(self._page, args.num_workers), StateWindow(), _seeding(args.seed)
+        around = functools.cache(lambda: surroundings(args, exact=config.determinism == "exact"))
+        carried: dict[str, Carried] = {}
         loop = CommitLoop(
-            driver, config, originals, cursor=cursor, seed=_seeding(args.seed),
+            driver, config, originals, cursor=cursor, seed=seed, carried=carried,
             iteration=lambda: args.curr_iteration + 1,
-            alike=lambda: alike(args, rank=driver.rank, exact=config.determinism == "exact"),
+            alike=lambda: parts.arguments(args, driver.rank) | around(),
+            configuration=lambda: parts.arguments(args, driver.rank, unchanging=True) | around(),
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
-            before_joining=before_joining, window=window,
+            before_joining=before_joining, window=window, server=self._server(config, driver, window),
         )  # fmt: skip
         checkpoints = Checkpoints(
             driver, originals, get_args, agree=lambda iteration, *state: loop.agree(Label(StepKind.SAVE, iteration), *state),
             save=args.save, samples=parts.samples(args) if args.save and driver.rank == 0 else {},
             deadlines=config.deadlines, log=self._log, faults=self._faults,
             window=window if self._saves_in_background else None, run_id=self._wandb.run_id,
+            is_newcomer=self._context.newcomer,
         )  # fmt: skip
 
         def flush() -> None:
             self._tensorboard.flush()
             self._wandb.flush()
 
-        boundary = Boundary(driver, checkpoints, originals["exit"], get_args)
+        progress = Progress(get_args)
+        carried |= {**progress.carried(), **loop.carried(), **checkpoints.carried()}
+        entrance = Entrance(
+            originals["load_checkpoint"], originals["train"], enter=self._enter(config, loop),
+            newcomer=lambda arguments: Newcomer(
+                arguments, loop.know_state(arguments.model, arguments.optimizer, arguments.opt_param_scheduler), get_args,
+                carried=carried, cursor=cursor, seed=seed, train_step=originals["train_step"],
+            ),
+        )  # fmt: skip
+        boundary = Boundary(driver, checkpoints, originals["exit"], get_args, progress.passed)
         boundary.take_over(args)
         self._installation.install(
             {
@@ -396,12 +414,53 @@ class _Training:
                 "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming, checkpoints.after_naming),
                 "write_results": write_results,
                 "exit": boundary.decide,
+                "load_checkpoint": entrance.load_checkpoint,
+                "train": entrance.train,
             }
         )
         missing = self._installation.missing()
         if missing:
             raise RuntimeError(f"nothing was installed for {', '.join(missing)}")
         return checkpoints, loop
+
+    def _server(self, config: RecoverConfig, driver: RankDriver, window: StateWindow) -> StateServer | None:
+        """Return what serves the state of this rank to newcomers; None if none are formed."""
+        from megatron_recover.trainer.state_server import StateServer
+
+        if config.heal == "off":
+            return None
+        context = self._context
+        return StateServer(
+            key=self._key, replica=context.replica, rank=context.rank, host=context.address, ports=context.ports,
+            deadlines=config.deadlines, digested=driver.digested, window=window,
+            report=_strangers(context, self._log.record),
+        )  # fmt: skip
+
+    def _enter(self, config: RecoverConfig, loop: CommitLoop) -> Callable[[Newcomer], None] | None:
+        """Return what brings this rank into the job if it is one of a newcomer, else None."""
+        from megatron_recover.trainer.state_reader import StateReader
+
+        context = self._context
+        if not context.newcomer:
+            return None
+
+        def enter(newcomer: Newcomer) -> None:
+            reader = StateReader(key=self._key, replica=context.replica, rank=context.rank, deadlines=config.deadlines)
+            try:
+                loop.enter(newcomer, reader)
+            finally:
+                reader.end()
+
+        return enter
+
+
+def _strangers(context: RankContext, record: Callable[[trace.Event], None]) -> Callable[[str, int], None]:
+    """Return what records the connections of strangers to a listener of this rank."""
+
+    def report(name: str, number: int) -> None:
+        record(trace.Strangers(replica=context.replica, rank=context.rank, listener=name, num_connections=number))
+
+    return report
 
 
 def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: Callable[[trace.Event], None]) -> Endpoint:
@@ -414,13 +473,9 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
     from megatron_recover.data_plane.endpoints import open_endpoint
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def report(name: str, number: int) -> None:
-        record(trace.Strangers(replica=context.replica, rank=context.rank, listener=name, num_connections=number))
-
     return open_endpoint(
         config.transport, key=key, rank=context.rank, num_ranks=context.num_ranks, device=device,
-        deadlines=config.deadlines, report=report, host=context.address, ports=context.ports,
+        deadlines=config.deadlines, report=_strangers(context, record), host=context.address, ports=context.ports,
     )  # fmt: skip
 
 
@@ -446,23 +501,21 @@ def _seeding(seed: int) -> Callable[[int, int, int], None]:
     return begin
 
 
-def alike(args: Namespace, *, rank: int, exact: bool) -> dict[str, str]:
-    """Return all that must be equal on the same rank of every replica, by name.
-
-    The shape and the state are left out: `CommitLoop` adds them.
-    """
+def surroundings(args: Namespace, *, exact: bool) -> dict[str, str]:
+    """Return the software and the data that must be equal on the same rank of every replica."""
     from megatron.core import parallel_state
 
     from megatron_recover.megatron.data import alike as parts
 
     # As in upstream, tensor-parallel rank 0 reads the samples and sends them to its group.
     reads = parallel_state.get_tensor_model_parallel_rank() == 0
-    return parts.arguments(args, rank) | parts.software(exact=exact) | (parts.data(args) if reads else {})
+    return parts.software(exact=exact) | (parts.data(args) if reads else {})
 
 
 def counters(args: Namespace) -> dict[str, int]:
     """Return the scalars of the state that Megatron keeps among its arguments."""
-    return {name: getattr(args, name) for name in ("consumed_train_samples", "skipped_train_samples")}
+    names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+    return {name: getattr(args, name) for name in names}
 
 
 def building_cache_once(provider: Callable[..., Any], args: Namespace, page: ProgressPage | None = None) -> Callable[..., Any]:

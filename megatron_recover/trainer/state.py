@@ -1,7 +1,7 @@
 """All state of a rank by name: what a checkpoint holds and what replicas compare.
 
-Decides what counts as state, and names it. Nothing here writes state or communicates with another
-rank.
+Decides what counts as state, and names it. Nothing here communicates with another rank, and only
+`assigned` and `assign_to_torch_optimizer` write state: the scalars of a newcomer.
 
 State is what the next step depends on:
 
@@ -26,7 +26,7 @@ import bisect
 import enum
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -48,11 +48,25 @@ class StateTensor(NamedTuple):
     unless it has gaps or overlaps itself. They are bytes where an earlier name covers a part."""
     shape: tuple[int, ...]
     """Shape of the original tensor."""
+    original: Tensor | None = None
+    """The original tensor where `data` is a copy, since it has gaps or overlaps itself; else None.
+    Whoever changes `data` calls `put_back`."""
 
     @property
     def layout(self) -> str:
         """Return a description without the contents, equal on the same rank of all replicas."""
         return f"{self.name} {self.data.dtype} {self.shape} {self.data.numel()}"
+
+    def put_back(self) -> None:
+        """Copy `data` to the original tensor, if `data` is a copy.
+
+        Elements that share memory get one of their values in `data`; state that was read from such
+        a tensor has the same value for all of them.
+        """
+        if self.original is not None:
+            strides = list(zip(self.original.shape, self.original.stride(), strict=True))
+            first = tuple(slice(0, 1) if size > 1 and not stride else slice(None) for size, stride in strides)
+            self.original[first].copy_(self.data.view(self.shape)[first])
 
 
 class State(Protocol):
@@ -76,9 +90,13 @@ class State(Protocol):
         """Return all scalars of the state."""
         return {name: value for name, value in self.values() if not isinstance(value, Tensor)}
 
+    def compared(self) -> dict[str, Scalar]:
+        """Return the scalars that layout and digest cover: all, unless a trainer says otherwise."""
+        return self.scalars()
+
     def layout_digest(self) -> int:
         """Return a 63-bit digest of the names, shapes and dtypes of all state."""
-        return _digest_of_text([tensor.layout for tensor in self.tensors()], sorted(self.scalars()))
+        return layout_digest_of(self.tensors(), self.compared())
 
     def digest(self) -> int:
         """Return a 63-bit digest of all state of this rank.
@@ -86,9 +104,21 @@ class State(Protocol):
         The digest changes with any bit, scalar or layout, except as rarely as `checksum` explains
         in Note [What a checksum misses].
         """
-        tensors = self.tensors()
-        text = _digest_of_text([tensor.layout for tensor in tensors], sorted(self.scalars().items()))
-        return combined([text, *checksums([tensor.data for tensor in tensors])])
+        return digest_of(self.tensors(), self.compared())
+
+
+def layout_digest_of(tensors: Sequence[StateTensor], scalars: Mapping[str, Scalar]) -> int:
+    """Return `State.layout_digest` of a state that has these tensors and scalars."""
+    return _digest_of_text([tensor.layout for tensor in tensors], sorted(scalars))
+
+
+def digest_of(tensors: Sequence[StateTensor], scalars: Mapping[str, Scalar], sums: Sequence[int] | None = None) -> int:
+    """Return `State.digest` of a state that has these tensors and scalars.
+
+    `sums` are the checksums of the tensors. None: they are computed here.
+    """
+    text = _digest_of_text([tensor.layout for tensor in tensors], sorted(scalars.items()))
+    return combined([text, *(checksums([tensor.data for tensor in tensors]) if sums is None else sums)])
 
 
 # --- State of torch's own objects ----------------------------------------------------------------
@@ -129,6 +159,27 @@ def of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterato
         yield from of_torch_optimizer(f"{prefix}.part{number}", inner)
 
 
+def assign_to_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Scalar]) -> None:
+    """Set the scalars that `of_torch_optimizer` yields under `prefix` to those of `scalars`.
+
+    Scalars that `scalars` lacks stay as they are, and all tensors.
+    """
+    scales: Mapping[Any, Any] = getattr(optimizer, "_scales", {})
+    seen = set()
+    for number, group in enumerate(optimizer.param_groups):
+        own = {key: value for key, value in group.items() if key != "params"}
+        group.update(assigned(f"{prefix}.group{number}", own, scalars))
+        for position, parameter in enumerate(group["params"]):
+            name = f"{prefix}.group{number}.{position}"
+            seen.add(parameter)
+            assigned(name, optimizer.state.get(parameter, {}), scalars)
+            assigned(f"{name}.scale", scales.get(parameter, {}), scalars)
+    for position, key in enumerate(key for key in optimizer.state if key not in seen):
+        optimizer.state[key] = assigned(f"{prefix}.other{position}", optimizer.state[key], scalars)
+    for number, inner in enumerate(getattr(optimizer, "sub_optimizers", ())):
+        assign_to_torch_optimizer(f"{prefix}.part{number}", inner, scalars)
+
+
 def flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
     """Yield the tensors and scalars inside `value`.
 
@@ -148,6 +199,28 @@ def flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
         yield name, value.item()
     else:
         raise TypeError(f"the state has a {type(value).__name__} at {name}, which replicas cannot compare")
+
+
+def assigned(name: str, value: Any, scalars: Mapping[str, Scalar]) -> Any:
+    """Return `value` with the scalars that `scalars` has under their names: `flattened` inverted.
+
+    Mappings and lists are changed in place, tuples are made anew. Scalars that `scalars` lacks,
+    tensors, and what `flattened` yields as a text (types, devices, enumerations) stay.
+    """
+    if isinstance(value, MutableMapping):
+        for key in value:
+            value[key] = assigned(f"{name}.{key}", value[key], scalars)
+        return value
+    if isinstance(value, list):
+        value[:] = [assigned(f"{name}.{position}", item, scalars) for position, item in enumerate(value)]
+        return value
+    if isinstance(value, tuple):
+        return tuple(assigned(f"{name}.{position}", item, scalars) for position, item in enumerate(value))
+    if isinstance(value, int | float | str | bool | None) and not isinstance(value, enum.Enum):
+        return scalars.get(name, value)
+    if isinstance(value, numpy.generic):
+        return type(value)(scalars.get(name, value.item()))
+    return value
 
 
 # --- Memory ---------------------------------------------------------------------------------------
@@ -176,7 +249,7 @@ class _Covered:
             if key in self._with_gaps:
                 return []
             self._with_gaps.add(key)
-            return [StateTensor(name, data.contiguous().view(-1), shape)]
+            return [StateTensor(name, data.contiguous().view(-1), shape, data)]
         size = flat.element_size()
         begin = flat.data_ptr()
         free = self._take(begin, begin + flat.numel() * size, data.device)

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.signals import EndRequest
+from megatron_recover.cluster.slot_check import Wanted as WantedOfSlots
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.node_messages import DrainAsked, ReplicaGone
 from megatron_recover.core.membership_messages import Loss, LossKind
@@ -87,6 +89,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of ranks of this node, with a meeting."""
     key_file: str = ""
     """File with the key of the job, with a meeting."""
+    slot_check: str = ""
+    """`refuse`: no slot is fit; `hang`: no check ever ends; empty: the usual check."""
     hasty: bool = False
     """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
 
@@ -229,6 +233,14 @@ class _Draining(Launcher):
         self._loop.after(0.01, self._look)
 
 
+def _hang(wanted: WantedOfSlots) -> str:
+    time.sleep(3600)
+    return ""
+
+
+_CHECKS = {"refuse": lambda wanted: "a test says so", "hang": _hang}
+
+
 def main() -> int:
     """Run the job in this process."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
@@ -254,8 +266,9 @@ def main() -> int:
         preload=("torch", "megatron_recover.data_plane.direct", "megatron_recover.control_plane.rank_driver"),
     )  # fmt: skip
     wanted = Wanted(on_event=spec.on_event) if spec.on_event else None
+    given = {"slot_check": _CHECKS[spec.slot_check]} if spec.slot_check else {}
     launcher = (_Hasty if spec.hasty else _Draining if spec.drains else Launcher)(
-        job, deadlines=deadlines, wanted=wanted, joined=joined
+        job, deadlines=deadlines, wanted=wanted, joined=joined, **given
     )
     if isinstance(launcher, _Draining):
         launcher.drains = spec.drains

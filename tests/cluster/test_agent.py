@@ -45,6 +45,7 @@ class Served:
         self.agent = Agent.__new__(Agent)
         self.agent._control, self.server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.agent._output, self.agent._processes = create(tmp_path / "log"), {}
+        self.agent._asked, self.agent._fenced = deque([(1, 2)]), set()
         self.agent._decode = msgspec.json.Decoder(messages.Reply).decode
 
 
@@ -105,10 +106,11 @@ def test_the_recorder_inherits_all_descriptors_that_the_system_allows(monkeypatc
 @pytest.mark.parametrize("num_left", [0, 1], ids=["for the store", "for the output"])
 def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_path: Path, num_left: int) -> None:
     starting = Starting.__new__(Starting)
-    starting._job = SimpleNamespace(slots=lambda replica: {0: 0}, argv=("train.py",))
+    starting._job = SimpleNamespace(argv=("train.py",))
+    starting._seats = SimpleNamespace(slots=lambda replica: {0: 0}, stands_for=lambda replica, rank: 0)
     starting._leaders, starting._stores, starting.outputs = {0: "127.0.0.1:1"}, {}, {}
     starting._recording = SimpleNamespace(
-        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: create(tmp_path / "rank.log")
+        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank, place: create(tmp_path / "rank.log")
     )
     starting._handed_down = {}
     starting._node = SimpleNamespace(spawn=lambda *arguments, **others: pytest.fail("it was started"))
@@ -146,6 +148,7 @@ def test_a_rank_for_which_no_process_can_be_started_is_named_and_the_server_stay
 ) -> None:
     served = Served(tmp_path)
     served.agent._pages, served.agent._pending, served.agent._deadlines = {}, deque(), Deadlines.of()
+    served.agent._asked.clear()
     server = forkserver._Server(served.server, 1.0)
     if how == "warm":
         server._source = forkserver._WarmProcesses(server._selector, 0, [])

@@ -17,6 +17,7 @@ from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import create
+from megatron_recover.cluster.seats import Seats
 from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.node_messages import FenceDone, FenceReplica, Launch, NodeLaunched
@@ -63,16 +64,17 @@ def test_a_replica_that_is_fenced_together_with_the_launch_is_never_started(tmp_
         is_fenced=lambda replica, but: replica not in started,
     )  # fmt: skip
     recording: Any = SimpleNamespace(
-        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None, record=recorded.append
+        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank, place: None, record=recorded.append
     )
     unused: Any = None
     launcher: Any = Launcher.__new__(Launcher)
     launcher._loop = SimpleNamespace(waited_elsewhere=lambda: None)
     launcher._joined = SimpleNamespace(membership=SimpleNamespace(send=sent.append))
-    launcher._fences = Fences(job, node, recording, loop=unused, deadlines=unused, send=sent.append)
+    launcher._fences = Fences(job, Seats(job), node, recording, loop=unused, deadlines=unused, send=sent.append)
     launcher._starting = Starting(
-        job, node, recording, coordinator=lambda: "", handed_down={}, started=lambda replica, rank: None, started_at=0.0
-    )
+        job, Seats(job), node, recording, coordinator=lambda: "", handed_down={}, started=lambda replica, rank: None,
+        started_at=0.0, patience_s=1.0,
+    )  # fmt: skip
     leaders = launcher._starting.listen().leaders
     for message in (Launch(leaders), FenceReplica(1)):
         launcher._from_coordinator(message)

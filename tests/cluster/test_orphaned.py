@@ -15,6 +15,7 @@ from megatron_recover.cluster.coordinator_loss import CoordinatorLoss
 from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.job import LAUNCHER_LOG
 from megatron_recover.cluster.node import ProcessEnd
+from megatron_recover.cluster.seats import Seats
 from megatron_recover.core.exit_code import ExitCode
 
 
@@ -287,10 +288,10 @@ def test_a_node_whose_ranks_still_load_promises_no_training_when_its_coordinator
 def test_a_node_that_ends_alone_records_the_end_of_each_rank_that_nobody_had_fenced() -> None:
     recorded: list[Any] = []
     ended: list[tuple[int, int]] = []
-    job: Any = SimpleNamespace(replicas_here=(1, 2, 3), slots=lambda replica: (0, 1))
+    job: Any = SimpleNamespace(replicas_here=(1, 2, 3), slots=lambda replica: {0: 2 * replica, 1: 2 * replica + 1})
     recording: Any = SimpleNamespace(record=recorded.append, ended=lambda *rank: ended.append(rank))
     unused: Any = None
-    fences = Fences(job, unused, recording, loop=unused, deadlines=unused, send=unused)
+    fences = Fences(job, Seats(job), unused, recording, loop=unused, deadlines=unused, send=unused)
     fences.gone.add(1)
     fences.set_aside.add((3, 1))
     fences.end_alone()

@@ -58,6 +58,8 @@ INTERVALS = {
     "cluster/event_command.py _REAPED_S": "after the kill of a command: it is reaped later if the kernel still holds it",
     "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
     "cluster/coordinator.py _TURN_S": "between two looks at whether anybody still needs the coordinator",
+    "cluster/slot_check.py _LOOK_S": "between two looks at what has to end, while `slots_s` runs",
+    "config.py heal_backoff_s": "the default of --recover-heal-backoff-s, the user's own wait; nobody waits for it",
     "cluster/meeting.py JOIN_S": "before there is a run: the default of join_timeout, which is torchrun's",
     "cluster/slurm/script.py QUEUE_S": "before there is a run: the join_timeout of an array, whose jobs come from a queue",
     "cluster/gathering.py _LOOK_S": "between two looks at the folders of other nodes, while `traces_s` or `offer_s` runs",

@@ -172,7 +172,7 @@ def test_joining_takes_nothing_from_a_job_that_is_about_to_save() -> None:
 
 def test_a_newcomer_that_is_turned_away_is_dropped_without_a_generation_and_may_ask_again() -> None:
     state, effects = feed(joined(), TurnedAway(1, 2, (3,), "late"))
-    assert effects == [Refuse(JoinRefused(3, "train 0", "late", 2))]
+    assert effects == [Refuse(JoinRefused(3, "train 0", "late", 2, is_fault=True))]
     assert (state.generation, state.roster, state.joins, state.forming) == (2, (0, 1, 2), (), (3,))
     assert feed(state, TurnedAway(0, 2, (3,), "late")) == (state, []), "every member reports it"
 

@@ -16,8 +16,9 @@ import torch
 from megatron_recover.cli.demo import flags_without_kernels
 from tests.system.jobs import ROOT, Job, Outcome, chaos_text, check, run_job, text_data
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
-
+DEADLINE_S = 400
+"""Seconds that a job may take. Both jobs of a test fit into its time limit, which would not say what the job has printed."""
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(2 * DEADLINE_S + 100)]
 
 WORKSPACE_KIB, NUM_WORKSPACES = 4096 * 8, 3
 """torch keeps a workspace of cuBLAS for each thread and stream that has multiplied, and counts it as allocated: forwards in the
@@ -32,7 +33,7 @@ def run(made: Job, tmp_path: pathlib.Path, *, flags: str = "", chaos: str = "", 
     extra = (*flags_without_kernels(), *shlex.split(asked), *made.extra)
     made = Job(**{**vars(made), "extra": extra})
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "CUBLAS_WORKSPACE_CONFIG": f":{WORKSPACE_KIB // 8}:8"}
-    return run_job(made, tmp_path / "run", text_data(tmp_path), chaos=chaos, deadline_s=600, environment=environment)
+    return run_job(made, tmp_path / "run", text_data(tmp_path), chaos=chaos, deadline_s=DEADLINE_S, environment=environment)
 
 
 @pytest.mark.finding("G17")

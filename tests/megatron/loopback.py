@@ -103,7 +103,7 @@ class LoopbackDriver:
     def is_writer(self) -> bool:
         return self.replica == min(self.roster)
 
-    def join(self, shape: Shape, fingerprint: str, parts: Any = ()) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Any = (), beginning: Any = (), state_address: str = "") -> None:
         self.job.join(self.replica, self.rank, shape)
 
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:

@@ -87,7 +87,7 @@ class ScriptedDriver:
     def is_writer(self) -> bool:
         return True
 
-    def join(self, shape: Shape, fingerprint: str, parts: Any = ()) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Any = (), beginning: Any = (), state_address: str = "") -> None:
         self.shape = shape
 
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:

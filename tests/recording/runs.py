@@ -55,7 +55,7 @@ class Run:
 
     def output(self, replica: int = 0) -> Output:
         """Return the output of a rank that prints."""
-        return self.recording.output_of_rank(replica, 0)
+        return self.recording.output_of_rank(replica, 0, self.job.place_of(replica, 0))
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Return when `condition()` holds, while the launcher watches as it does."""

@@ -162,13 +162,6 @@ def _run(command: Sequence[str], deadline_s: float, line: str, environment: Mapp
     process = forks.start(command, cwd=ROOT, environment=os.environ | dict(environment or {}))
     try:
         output, _ = process.communicate(timeout=deadline_s)
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGTERM)  # and it is waited for: nobody may write where the caller removes everything
-        try:
-            process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         try:
@@ -177,6 +170,13 @@ def _run(command: Sequence[str], deadline_s: float, line: str, environment: Mapp
             process.kill()
             output, _ = process.communicate()
         raise AssertionError(f"no end after {deadline_s:g} s; run it again with:\n{line}\n{output[-6000:]}") from None
+    except BaseException:  # Ctrl-C, or the time limit of the test
+        process.send_signal(signal.SIGTERM)  # and it is waited for: nobody may write where the caller removes everything
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
     return process.returncode, output
 
 

@@ -1,0 +1,297 @@
+"""Decides in which slots newcomers are formed, and which slots are set aside: pure functions.
+
+A newcomer is a replica that is formed while others train (`core/joining.py`). This module decides
+where; it never decides when a replica is lost. It knows no clock: the caller gives the time in
+seconds, which only has to grow.
+
+Note [Where newcomers are formed]
+    1. *In place.* The slots of a lost replica are used again together, by the same ranks, once the
+       end of every former process in them was seen and none of them is set aside.
+    2. *Together.* Healthy slots of other lost replicas and spare slots form replicas as at the
+       start (`core/placement.py`), on as few nodes as possible.
+
+    A replica whose slots are all healthy, but of which a process has not ended yet, is waited for:
+    spares do not replace it before `Settings.patience_s`.
+
+Note [When a slot is set aside]
+    A slot *breaks of its own* if a rank in it ends its replica otherwise than by a signal from
+    outside or with its node: a crash, an exception, a hang. A break that nobody can attribute to a
+    rank counts in all slots of the replica. From the second break in a row on, the slot is set
+    aside with every break, each time for twice as long, and after `Settings.budget` times for good.
+    A newcomer that has committed `Settings.proven_steps` steps ends the row: the next break counts
+    as the first again. A slot that fails its check is set aside at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from megatron_recover.core.membership_messages import LossKind
+from megatron_recover.core.placement import Slot, place
+from megatron_recover.core.values import ReplicaId, Value
+
+_STRIKES = 2
+"""Number of breaks in a row from which on a slot is set aside."""
+_MOST_DOUBLINGS = 10
+"""The time for which a slot is set aside doubles so often at most."""
+OUTSIDE = frozenset({LossKind.PROCESS_ENDED, LossKind.NODE_LOST})
+"""Kinds of losses that are not of the slot's own: a signal from outside, or the loss of a node."""
+
+
+class Settings(Value, frozen=True):
+    """The settings of healing, fixed for the run."""
+
+    backoff_s: float
+    """Time for which a slot is set aside for the first time."""
+    budget: int
+    """Number of times that a slot is set aside before it is never used again."""
+    patience_s: float
+    """Time for which a lost replica's processes may take to end before spares replace it."""
+    num_ranks: int
+    """Ranks of each replica."""
+    proven_steps: int = 10
+    """Committed steps after which a newcomer ends the row of breaks of its slots."""
+    tp: int = 1
+    """Ranks of a tensor-parallel group, as in `placement.place`."""
+
+
+class Past(Value, frozen=True):
+    """The knowledge of one slot and its users."""
+
+    slot: Slot
+    user: ReplicaId | None = None
+    """The replica that sat here last; None: a spare that was never used."""
+    rank: int = 0
+    """The rank of `user` that sat here."""
+    lost_at_s: float | None = None
+    """Time at which `user` was lost; None: it lives."""
+    is_gone: bool = True
+    """True if the end of every process of `user` was seen."""
+    num_breaks: int = 0
+    """Breaks of its own in a row."""
+    num_set_aside: int = 0
+    """Number of times that the slot was set aside in that row."""
+    for_s: float = 0.0
+    """Time for which the slot was set aside the last time."""
+    until_s: float | None = None
+    """Time until which the slot is set aside; None: it never was in that row."""
+    why: str = ""
+    """Its last break in words."""
+    is_lost: bool = False
+    """True if its node is lost."""
+    is_given_back: bool = False
+    """True if its replica has left the job as requested."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether a replica that lives sits here."""
+        return self.user is not None and self.lost_at_s is None
+
+
+Pasts = tuple[Past, ...]
+"""All slots of a job, in the order of their slots."""
+
+
+class Newcomer(Value, frozen=True):
+    """A replica to be formed."""
+
+    slots: tuple[Slot, ...]
+    """The slots of its ranks, by rank."""
+    reason: str
+
+
+class LeftOut(Value, frozen=True):
+    """A slot without a rank that is not used now, and why."""
+
+    slot: Slot
+    reason: str
+    again_at_s: float | None = None
+    """Time at which it may be used; None: that depends on an event, or it is never used again."""
+
+
+class Plan(Value, frozen=True):
+    """The newcomers to form now, and the slots that stay empty although replicas are missing."""
+
+    newcomers: tuple[Newcomer, ...]
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def again_at_s(self) -> float | None:
+        """Return the time at which another plan may form more; None: no time by itself."""
+        return min((each.again_at_s for each in self.left_out if each.again_at_s is not None), default=None)
+
+
+# --- What happens to slots ------------------------------------------------------------------------
+
+
+def seated(seats: Mapping[ReplicaId, Sequence[Slot]], spares: Iterable[Slot] = ()) -> Pasts:
+    """Return the slots of a job whose replicas sit in `seats`, by rank, and with spare slots."""
+    used = (Past(slot, replica, rank, is_gone=False) for replica, of in seats.items() for rank, slot in enumerate(of))
+    return _sorted([*used, *map(Past, spares)])
+
+
+def taken(pasts: Pasts, replica: ReplicaId, slots: Sequence[Slot]) -> Pasts:
+    """Return the slots after `replica` has taken `slots`, by rank.
+
+    Raises ValueError if a process of a former user of one of them may live.
+    """
+    known = {each.slot: each for each in pasts}
+    for rank, slot in enumerate(slots):
+        past = known[slot]
+        if past.is_taken or not past.is_gone:
+            raise ValueError(f"node {slot.node} slot {slot.slot} is not free for replica {replica}: {_user(past)} is there")
+        known[slot] = replace(past, user=replica, rank=rank, lost_at_s=None, is_gone=False)
+    return _sorted(known.values())
+
+
+def lost(
+    pasts: Pasts, replica: ReplicaId, kind: LossKind, detail: str, settings: Settings, *, now_s: float, rank: int | None = None
+) -> Pasts:
+    """Return the slots after the loss of `replica`. `rank`: the rank that caused it, if known."""
+    why = f"replica {replica}: {kind.value}{f' ({detail})' if detail else ''}"
+
+    def after(past: Past) -> Past:
+        past = replace(past, lost_at_s=now_s)
+        return past if kind in OUTSIDE or rank not in (None, past.rank) else _broken(past, why, settings, now_s)
+
+    return _each(pasts, replica, lambda past: past if past.lost_at_s is not None else after(past))
+
+
+def unfit(pasts: Pasts, slots: Collection[Slot], why: str, settings: Settings, *, now_s: float) -> Pasts:
+    """Return the slots after the check of `slots` has failed for the reason `why`."""
+    return tuple(
+        _broken(replace(each, num_breaks=max(each.num_breaks, _STRIKES - 1)), why, settings, now_s)
+        if each.slot in slots
+        else each
+        for each in pasts
+    )
+
+
+def gone(pasts: Pasts, replica: ReplicaId) -> Pasts:
+    """Return the slots after the end of every process of a lost replica was seen."""
+    return _each(pasts, replica, lambda past: replace(past, is_gone=True))
+
+
+def given_back(pasts: Pasts, replica: ReplicaId) -> Pasts:
+    """Return the slots after `replica` has left the job as requested: they are not used again."""
+    return _each(pasts, replica, lambda past: replace(past, is_given_back=True))
+
+
+def node_lost(pasts: Pasts, node: int) -> Pasts:
+    """Return the slots after the loss of a node."""
+    return tuple(replace(each, is_lost=True) if each.slot.node == node else each for each in pasts)
+
+
+def proven(pasts: Pasts, replica: ReplicaId) -> Pasts:
+    """Return the slots after a newcomer has committed `Settings.proven_steps` steps in them."""
+    return _each(pasts, replica, lambda past: replace(past, num_breaks=0, num_set_aside=0, until_s=None, why=""))
+
+
+def _each(pasts: Pasts, replica: ReplicaId, change: Callable[[Past], Past]) -> Pasts:
+    return tuple(change(each) if each.user == replica else each for each in pasts)
+
+
+def _broken(past: Past, why: str, settings: Settings, now_s: float) -> Past:
+    past = replace(past, num_breaks=past.num_breaks + 1, why=why)
+    if past.num_breaks < _STRIKES:
+        return past
+    for_s = settings.backoff_s * 2 ** min(past.num_set_aside, _MOST_DOUBLINGS)
+    return replace(past, num_set_aside=past.num_set_aside + 1, for_s=for_s, until_s=now_s + for_s)
+
+
+def _sorted(pasts: Iterable[Past]) -> Pasts:
+    return tuple(sorted(pasts, key=lambda each: each.slot))
+
+
+# --- The plan -------------------------------------------------------------------------------------
+
+
+def plan(pasts: Pasts, *, wanted: int, settings: Settings, now_s: float) -> Plan:
+    """Return the newcomers to form now, at most `wanted`, and the slots that are left out.
+
+    See Note [Where newcomers are formed].
+    """
+    num_ranks = settings.num_ranks
+    free = {each.slot: each for each in pasts if not each.is_taken and not each.is_given_back}
+    hindered = {slot: found for slot, past in free.items() if (found := _hindrance(past, settings, now_s)) is not None}
+    newcomers: list[Newcomer] = []
+    num_awaited = 0
+    for replica, seat in _seats(free.values()):
+        if len(seat) != num_ranks:
+            continue
+        if not any(slot in hindered for slot in seat):
+            if len(newcomers) < wanted:
+                newcomers.append(Newcomer(seat, f"in the slots of replica {replica} ({described(seat)})"))
+        elif all(_is_only_ending(free[slot], settings, now_s) for slot in seat):
+            num_awaited += 1
+    used = {slot for each in newcomers for slot in each.slots}
+    pool = [slot for slot in free if slot not in hindered and slot not in used]
+    together = _together(pool, wanted - len(newcomers) - num_awaited, num_ranks, settings.tp)
+    newcomers += (Newcomer(seat, f"in healthy and spare slots ({described(seat)})") for seat in together)
+    used |= {slot for seat in together for slot in seat}
+    rest = [slot for slot in pool if slot not in used]
+    left_out = list(hindered.values())
+    if len(newcomers) < wanted:
+        few = f"free, but too few for a replica of {num_ranks} ranks ({len(rest)} such slots)"
+        left_out += (LeftOut(slot, few) for slot in rest)
+    return Plan(tuple(newcomers), tuple(sorted(left_out, key=lambda each: each.slot)))
+
+
+def described(slots: Iterable[Slot]) -> str:
+    """Return slots in words, such as `node 0: slots 0 and 1`."""
+    by_node = itertools.groupby(sorted(slots), lambda slot: slot.node)
+    texts = []
+    for node, group in by_node:
+        *others, last = [str(each.slot) for each in group]
+        texts.append(f"node {node}: {f'slots {", ".join(others)} and {last}' if others else f'slot {last}'}")
+    return "; ".join(texts)
+
+
+def _seats(pasts: Iterable[Past]) -> list[tuple[ReplicaId, tuple[Slot, ...]]]:
+    """Return the slots of each lost replica, by rank, that nobody else has taken since."""
+    found: dict[ReplicaId, list[Past]] = {}
+    for each in pasts:
+        if each.user is not None:
+            found.setdefault(each.user, []).append(each)
+    return [
+        (replica, tuple(each.slot for each in sorted(of, key=lambda past: past.rank))) for replica, of in sorted(found.items())
+    ]
+
+
+def _together(pool: Sequence[Slot], most: int, num_ranks: int, tp: int) -> list[tuple[Slot, ...]]:
+    """Return the slots of up to `most` replicas that fit into `pool`."""
+    num_replicas = min(most, len(pool) // num_ranks)
+    if num_replicas < 1:
+        return []
+    nodes = [tuple(group) for _, group in itertools.groupby(sorted(pool), lambda slot: slot.node)]
+    placed = place([len(of) for of in nodes], num_replicas=num_replicas, num_ranks=num_ranks, tp=tp)
+    return [tuple(nodes[slot.node][slot.slot] for slot in seat) for seat in placed.replicas]
+
+
+def _hindrance(past: Past, settings: Settings, now_s: float) -> LeftOut | None:
+    """Return why a slot without a living replica cannot be used now; None if it can."""
+    if past.is_lost:
+        return LeftOut(past.slot, f"node {past.slot.node} is lost")
+    if past.num_set_aside > settings.budget:
+        times = f"it was set aside {settings.budget} times before" if settings.budget else "no try is left"
+        return LeftOut(past.slot, f"never used again, as {times}: {past.why}")
+    if past.until_s is not None and now_s < past.until_s:
+        which = f"{past.num_set_aside} of {settings.budget}"
+        return LeftOut(past.slot, f"set aside for {past.for_s:g} s ({which}): {past.why}", past.until_s)
+    if not past.is_gone:
+        until_s = (past.lost_at_s or 0.0) + settings.patience_s
+        return LeftOut(past.slot, f"a process of {_user(past)} may live", until_s if now_s < until_s else None)
+    return None
+
+
+def _is_only_ending(past: Past, settings: Settings, now_s: float) -> bool:
+    """Return whether a slot can be used as soon as processes end that have not had much time."""
+    found = _hindrance(replace(past, is_gone=True), settings, now_s)
+    return found is None and now_s < (past.lost_at_s or 0.0) + settings.patience_s
+
+
+def _user(past: Past) -> str:
+    return f"replica {past.user}"

@@ -1,0 +1,150 @@
+"""The way of one rank of a newcomer into the job: read, digest, ask, until the members admit it.
+
+Note [Entering]
+    All ranks of a newcomer read the state of the same window, which rank 0 chooses: the next that
+    opens at the first of the sources. Each rank reads from the ranks at its own position. Then each
+    digests what it has, and rank 0 asks the member whose window it was to vouch for them
+    (`core/joining.py`). Nobody waits for a newcomer. So it may be too late, or be refused for a
+    reason of the job, such as a save. Then it reads the state of a later window, all of it.
+
+    A try is used up if the newcomer was too slow or its state was not equal. After the last try it
+    gives up, and says how much it read, how long that took, and how long a step takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron_recover.core.membership_messages import JoinRefused
+from megatron_recover.trace import RankTrace, StateRead
+from megatron_recover.trainer.driver import Driver
+from megatron_recover.trainer.reduction import Gather
+from megatron_recover.trainer.state import Scalar, State
+from megatron_recover.trainer.state_reader import Offer, Read, StateVoid
+
+NUM_TRIES = 3
+"""Tries of a newcomer that are its own fault, before it gives up."""
+
+
+class CannotJoin(RuntimeError):
+    """This newcomer has used up its tries."""
+
+
+class Reader(Protocol):
+    """Reads state from other replicas (`StateReader`)."""
+
+    def next_window(self, address: str, after: str | None) -> Offer: ...
+    def read(self, label: str, sources: Sequence[str], state: State) -> Read: ...
+
+
+class Entering:
+    """Brings one rank of a newcomer into the job. The training thread calls `enter`, once."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        reader: Reader,
+        state: State,
+        *,
+        install: Callable[[Mapping[str, Scalar]], None],
+        gather: Gather,
+        record: RankTrace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare to fill `state`, all of whose tensors exist.
+
+        - `install(scalars)` installs the scalars that were read beside the tensors.
+        - `gather(value)` returns the values of all ranks of this replica, in their order.
+        - `clock()` returns seconds.
+        """
+        self._driver, self._reader, self._state = driver, reader, state
+        self._install, self._gather, self._record, self._clock = install, gather, record, clock
+        self._newest: Read | None = None
+        self._num_tries = 0
+        """Number of states that this rank has begun to read since the last that it has read."""
+        self._windows: list[float] = []
+        """Times at which the windows opened that rank 0 has chosen."""
+
+    def enter(self) -> int:
+        """Read state and ask to join until the members admit this replica.
+
+        Return the step in which its training begins. Raises `CannotJoin`, and `JobStopped`.
+        """
+        faults: list[str] = []
+        while len(faults) < NUM_TRIES:
+            label, members = self._at_rank_0(self._choose)
+            refusal = self._try(label, members)
+            if refusal is None:
+                return self._driver.enter()
+            if refusal.is_fault:
+                faults.append(f"{label}: {refusal.reason}")
+        raise CannotJoin(f"this newcomer gives up after {NUM_TRIES} tries ({'; '.join(faults)}); {self._figures()}")
+
+    def _choose(self) -> tuple[str, tuple[int, ...]]:
+        """Wait for the next window at a member.
+
+        Return its label, and all members, that one first.
+        """
+        sources = self._driver.sources()
+        while True:
+            for position, (_, address) in enumerate(sources):
+                try:
+                    current = self._reader.next_window(address, None).label
+                    label = self._reader.next_window(address, current).label
+                except StateVoid:  # this member ends, or offers nothing
+                    continue
+                self._windows.append(self._clock())
+                members = tuple(member for member, _ in sources)
+                return label, (*members[position:], *members[:position])
+            sources = self._driver.sources(sources)
+
+    def _try(self, label: str, members: Sequence[int]) -> JoinRefused | None:
+        """Read the state of `label` on all ranks, and ask to join; return the refusal, if any."""
+        addresses = dict(self._driver.sources())
+        fault, self._num_tries = "", self._num_tries + 1
+        try:
+            read = self._reader.read(label, [addresses[each] for each in members if each in addresses], self._state)
+        except StateVoid as void:
+            fault = str(void)
+        else:
+            self._newest = read
+            self._install(read.scalars)
+            digest = self._state.digest()
+            self._record(
+                StateRead, label=label, digest=f"{digest:016x}", num_bytes=read.num_bytes, seconds=round(read.seconds, 6),
+                num_sources=sum(count > 0 for count in read.bytes_by_source.values()), num_tries=self._num_tries,
+            )  # fmt: skip
+            self._num_tries = 0
+            self._driver.digested(label, digest)
+        if faults := [each for each in self._gather(fault) if each]:
+            return JoinRefused(self._driver.replica, label, faults[0], is_fault=True)
+        return self._at_rank_0(lambda: self._driver.ask_to_join(members[0]))
+
+    def _at_rank_0[T](self, call: Callable[[], T]) -> T:
+        """Return what `call` returns at rank 0.
+
+        If the job stops meanwhile, all ranks raise `JobStopped`.
+        """
+        value: Any = None
+        stopped: SystemExit | None = None
+        if self._driver.rank == 0:
+            try:
+                value = call()
+            except SystemExit as stop:  # `JobStopped`: the other ranks wait for rank 0 here
+                stopped = stop
+        found: tuple[T, bool] = self._gather((value, stopped is not None))[0]
+        if stopped is not None:
+            raise stopped
+        if found[1]:
+            self._driver.enter()  # raises what the order to stop says
+        return found[0]
+
+    def _figures(self) -> str:
+        """Describe the newest reading and the time between windows."""
+        steps = [later - earlier for earlier, later in zip(self._windows, self._windows[1:], strict=False)]
+        step = f"a step takes {min(steps):.2f} s at most" if steps else "no second window opened"
+        if (read := self._newest) is None:
+            return f"no state was read whole, and {step}"
+        return f"it read {read.num_bytes / 2**20:.1f} MiB in {read.seconds:.2f} s on rank {self._driver.rank}, and {step}"

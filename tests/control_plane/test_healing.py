@@ -1,0 +1,216 @@
+"""The coordinator has newcomers formed: when, on which nodes, and what becomes of those that cannot start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatron_recover.control_plane.node_messages import (
+    DrainAsked,
+    FenceDone,
+    FenceReplica,
+    FormReplica,
+    Launch,
+    NodeBeat,
+    NodeLaunched,
+    NodeReady,
+    ReplicaGone,
+    Roster,
+    Say,
+    Seat,
+    SlotsReady,
+    SlotsUnfit,
+    StartReplica,
+)
+from megatron_recover.core import slots
+from megatron_recover.core.coordinator import MembershipSettings
+from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaLeaving
+from tests.control_plane.test_nodes_driver import Agent, Town
+
+pytestmark = pytest.mark.timeout(120)
+SETTINGS = slots.Settings(backoff_s=1.0, budget=2, patience_s=0.3, num_ranks=2)
+Seats = dict[int, tuple[Seat, ...]]
+Start = Callable[..., tuple[Town, list[Agent]]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a job; each node has its seats (replica -> (rank, slot) pairs) and spare slots."""
+    made: list[Town] = []
+
+    def starting(*nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS) -> tuple[Town, list[Agent]]:
+        town = Town(least=len(nodes), most=len(nodes), node_silence_s=1000.0)
+        made.append(town)
+        agents = town.meet(len(nodes))
+        town.num_replicas, led = len({replica for seats, _ in nodes for replica in seats}), set[int]()
+        for agent, (seats, spares) in zip(agents, nodes, strict=True):
+            mine = [replica for replica in seats if replica not in led]
+            led.update(mine)
+            leaders = tuple((replica, f"a:{replica}") for replica in mine)
+            shared = MembershipSettings(num_replicas=town.num_replicas)
+            agent.say(NodeReady(shared, tuple(seats), leaders, (), tuple(seats.items()), spares, settings))
+        town.until(lambda: all(agent.of(Launch) for agent in agents))
+        for agent in agents:
+            agent.say(NodeLaunched())
+        town.leaders = {}
+        for replica in range(town.num_replicas):
+            town._lead(replica)
+        town.until(lambda: all(agent.of(Roster) for agent in agents))
+        return town, agents
+
+    yield starting
+    for town in made:
+        town.nodes.close()
+        town.loop.close()
+
+
+def one_node(*replicas: int) -> tuple[Seats, tuple[int, ...]]:
+    return {replica: ((0, 2 * at), (1, 2 * at + 1)) for at, replica in enumerate(replicas)}, ()
+
+
+def lose(town: Town, agent: Agent, replica: int, kind: LossKind = LossKind.PROCESS_ENDED, rank: int | None = None) -> None:
+    agent.say(ReplicaGone(Loss(replica, kind, "it is gone"), None, rank))
+    town.until(lambda: FenceReplica(replica) in agent.received)
+
+
+def said(agent: Agent) -> str:
+    return "\n".join(message.text for message in agent.of(Say))
+
+
+def test_a_newcomer_is_formed_in_place_once_the_end_of_every_process_was_seen(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2))
+    lose(town, agent, 1)
+    town.run(0.2, agent)
+    assert not agent.of(FormReplica), "a former process may live"
+    agent.say(FenceDone(1))
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
+    assert "replica 3 is formed in the slots of replica 1 (node 0: slots 2 and 3)" in said(agent)
+    town.run(0.1, agent)
+    assert not agent.of(StartReplica)
+    agent.say(SlotsReady(3, "a:33"))
+    town.until(lambda: agent.of(StartReplica))
+    assert agent.of(StartReplica) == [StartReplica(3, "a:33")]
+    assert [each.roster for each in agent.of(Roster)] == [(0, 1, 2), (0, 2)], "nobody else is concerned"
+
+
+def test_without_the_setting_nobody_is_formed(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1), settings=None)
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    town.run(0.3, agent)
+    assert not agent.of(FormReplica)
+
+
+def test_a_replica_over_two_nodes_is_formed_when_both_have_seen_its_end_and_started_when_both_are_ready(start: Start) -> None:
+    town, agents = start(({0: ((0, 0), (1, 1)), 1: ((0, 2),)}, ()), ({1: ((1, 0),), 2: ((0, 1), (1, 2))}, ()))
+    lose(town, agents[1], 1)
+    agents[1].say(FenceDone(1))
+    town.run(0.1, *agents)
+    assert not any(agent.of(FormReplica) for agent in agents), "a process on node 0 may live"
+    agents[0].say(FenceDone(1))
+    town.until(lambda: all(agent.of(FormReplica) for agent in agents))
+    assert [agent.of(FormReplica) for agent in agents] == [[FormReplica(3, ((0, 2),), True)], [FormReplica(3, ((1, 0),), True)]]
+    agents[0].say(SlotsReady(3, "a:33", "a:44"))
+    town.run(0.1, *agents)
+    assert not any(agent.of(StartReplica) for agent in agents)
+    agents[1].say(SlotsReady(3))
+    town.until(lambda: all(agent.of(StartReplica) for agent in agents))
+    assert all(agent.of(StartReplica) == [StartReplica(3, "a:33", "a:44")] for agent in agents)
+    lose(town, agents[1], 3)
+    town.until(lambda: FenceReplica(3) in agents[0].received)
+
+
+def test_a_newcomer_that_ends_is_tried_again_at_once_if_it_was_killed_and_later_if_it_broke_twice(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1))
+    for replica, kind in ((1, LossKind.CRASHED), (2, LossKind.PROCESS_ENDED)):
+        lose(town, agent, replica, kind)
+        agent.say(FenceDone(replica))
+        town.until(lambda replica=replica: FormReplica(replica + 1, ((0, 2), (1, 3))) in agent.received)
+    lose(town, agent, 3, LossKind.EXCEPTION)
+    agent.say(FenceDone(3))
+    town.run(0.9, agent)
+    assert len(agent.of(FormReplica)) == 2
+    assert "slots 2 and 3: set aside for 1 s (1 of 2): replica 3: exception (it is gone)" in said(agent)
+    town.run(0.3, agent)
+    assert agent.of(FormReplica)[2:] == [FormReplica(4, ((0, 2), (1, 3)))]
+
+
+def test_only_the_slot_of_the_rank_that_broke_is_blamed(start: Start) -> None:
+    seats, _ = one_node(0, 1)
+    town, [agent] = start((seats, (7,)))
+    for replica in (1, 2):
+        lose(town, agent, replica, LossKind.CRASHED, rank=1)
+        agent.say(FenceDone(replica))
+        town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica)
+    assert agent.of(FormReplica) == [FormReplica(2, ((0, 2), (1, 3))), FormReplica(3, ((0, 2), (1, 7)))]
+
+
+def test_slots_that_are_not_fit_are_set_aside_and_the_newcomer_is_removed_without_a_generation(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1))
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    town.until(lambda: agent.of(FormReplica))
+    agent.say(SlotsUnfit(2, (3,), "no room on the disk"))
+    town.until(lambda: FenceReplica(2) in agent.received)
+    agent.say(FenceDone(2))
+    town.run(0.5, agent)
+    assert len(agent.of(FormReplica)) == 1 and len(agent.of(Roster)) == 2
+    assert "node 0: slot 3: set aside for 1 s (1 of 2): no room on the disk" in said(agent)
+    town.run(0.8, agent)
+    assert [each.replica for each in agent.of(FormReplica)] == [2, 3]
+
+
+def test_a_newcomer_that_is_lost_before_all_nodes_are_ready_is_not_started(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1))
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    town.until(lambda: agent.of(FormReplica))
+    lose(town, agent, 2)
+    agent.say(SlotsReady(2, "a:22"))
+    town.run(0.2, agent)
+    assert not agent.of(StartReplica)
+    assert len(agent.of(FormReplica)) == 1, "nor is another one formed where it may have processes"
+
+
+def test_spares_on_another_node_replace_what_a_lost_node_had(start: Start) -> None:
+    town, agents = start(one_node(0), one_node(1), ({2: ((0, 0), (1, 1))}, (4, 5)))
+    agents[1].hang_up()
+    town.until(lambda: agents[2].of(FormReplica))
+    assert agents[2].of(FormReplica) == [FormReplica(3, ((0, 4), (1, 5)))]
+    assert not agents[0].of(FormReplica)
+
+
+def test_the_slots_of_a_replica_that_leaves_are_given_back(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2))
+    agent.say(DrainAsked((1,), "drain"))
+    town.run(0.1, agent)
+    town.loop.send(town.links[1], ReplicaLeaving(1, 1))
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 2))
+    agent.say(FenceDone(1))
+    town.run(0.3, agent)
+    assert not agent.of(FormReplica)
+    lose(town, agent, 2)
+    agent.say(FenceDone(2))
+    town.until(lambda: agent.of(FormReplica))
+    town.run(0.2, agent)
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 4), (1, 5)))], "one is missing, not two"
+
+
+def test_a_newcomer_that_says_nothing_until_the_deadline_is_given_up(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1))
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    town.until(lambda: agent.of(FormReplica))
+    agent.say(SlotsReady(2, "a:22"))
+    town.until(lambda: agent.of(StartReplica))
+    end = town.now + 19.0
+    while town.now < end:
+        agent.say(NodeBeat())
+        town.turn(0.2)
+    assert FenceReplica(2) not in agent.received
+    for _ in range(10):
+        agent.say(NodeBeat())
+        town.turn(0.2)
+    assert FenceReplica(2) in agent.received
