@@ -73,7 +73,7 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
     layout = Layout(tp=1, pp=2)
     job = Job(argv=("train.py",), num_replicas=2, layout=layout, config=RecoverConfig(), run_dir=tmp_path)
     made, sealed = Spawned(), keys.sealed(keys.make_key())
-    recording: Any = SimpleNamespace(descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None)
+    recording: Any = SimpleNamespace(descriptors=lambda *_: {}, output_of_rank=lambda *_: None)
     starting = Starting(
         job, Seats(job), made, recording, coordinator=lambda: "127.0.0.1:1", handed_down={keys.DESCRIPTOR: sealed},
         started=lambda replica, rank: None, started_at=0.0, patience_s=1.0,
