@@ -399,7 +399,7 @@ class Launcher:
                 self._generation = generation
                 if self._others is not None:
                     self._others.num_members = len(roster)
-                if not self._roster or losses or self._left_by(roster) or not {*roster} > {*self._roster}:
+                if not self._roster or losses or left or not {*roster} > {*self._roster}:
                     self._learns_since = generation
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
                 self._roster = roster
@@ -444,10 +444,6 @@ class Launcher:
                 self._why_lost = reason
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
-
-    def _left_by(self, roster: tuple[int, ...]) -> set[int]:
-        """Return the members of the newest roster that are not in `roster`."""
-        return {*self._roster} - {*roster}
 
     def _coordinator_gone(self, why: str) -> None:
         self._newcomers.end(self._roster)  # nobody can admit them any more

@@ -155,7 +155,7 @@ class Healing:
         plan = slots.plan(self._pasts, wanted=wanted, settings=self._settings, now_s=self._loop.time())
         for newcomer in plan.newcomers:
             self._next = newcomer
-            self._membership.ask_form(1)
+            self._membership.ask_form(1, newcomer.in_place_of, newcomer.reason)
             if self._next is not None:  # the job is over
                 self._next = None
                 return
@@ -174,7 +174,6 @@ class Healing:
         nodes = self._nodes[replica] = _nodes(newcomer.slots)
         self._forming[replica] = _Forming(nodes, set())
         self._note_hosts(replica, nodes)
-        self._say(f"replica {replica} is formed {newcomer.reason}")
         for node in nodes:
             seats = tuple((rank, slot.slot) for rank, slot in enumerate(newcomer.slots) if slot.node == node)
             self._send(node, FormReplica(replica, seats, len(nodes) > 1))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from megatron_recover import trace
 from megatron_recover.control_plane.node_messages import (
     DrainAsked,
     FenceDone,
@@ -86,7 +87,8 @@ def test_a_newcomer_is_formed_in_place_once_the_end_of_every_process_was_seen(st
     agent.say(FenceDone(1))
     town.until(lambda: agent.of(FormReplica))
     assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
-    assert "replica 3 is formed in the slots of replica 1 (node 0: slots 2 and 3)" in said(agent)
+    [told] = town.of(trace.Forming)
+    assert (told.newcomer, told.in_place_of, told.reason) == (3, (1,), "in its slots, node 0: slots 2 and 3")
     town.run(0.1, agent)
     assert not agent.of(StartReplica)
     agent.say(SlotsReady(3, "a:33"))
