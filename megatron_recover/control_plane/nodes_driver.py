@@ -474,7 +474,8 @@ class NodesDriver:
 
     def _announced(self, new: NewGeneration) -> None:
         self._watch.allow()
-        self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
+        newcomers = tuple(claim.replica for claim in new.joins)
+        self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason, new.left, newcomers))
         self._hangs.judge(condemning.Rostered(new.roster))
         self._send_state()
         self._loop.post(self._heal)  # the machine is in the middle of a step

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -89,6 +89,20 @@ def test_a_node_without_ranks_may_go_on_too() -> None:
     assert not starting.is_allowed
     starting.may_start(Launch(()))
     assert starting.is_allowed, "it leads no replica, so it gets no address"
+
+
+@pytest.mark.parametrize(("below_min", "waits"), [("end", False), ("wait", True)])
+def test_the_coordinator_is_told_whether_a_job_with_too_few_replicas_waits(
+    below_min: Literal["end", "wait"], waits: bool, tmp_path: Path
+) -> None:
+    config = RecoverConfig(min_replicas=2, below_min=below_min)
+    job = Job(argv=("train.py",), num_replicas=2, layout=Layout(tp=1, pp=2), config=config, run_dir=tmp_path)
+    nothing: Any = None
+    starting = Starting(job, nothing, nothing, coordinator=str, handed_down={}, started=lambda *_: None, started_at=0.0)
+    settings = starting.listen().settings
+    starting.close()
+    assert (settings.min_replicas, settings.waits_for_newcomers) == (2, waits)
+    assert RecoverConfig().below_min != "wait", "it ends by default"
 
 
 def test_a_stranger_cannot_take_the_ports_of_a_replica_that_starts(spawned: Spawned) -> None:

@@ -119,7 +119,7 @@ def test_a_rank_holds_between_steps_what_the_plan_says(tmp_path: pathlib.Path) -
     assert process.returncode == 0, process.stderr
     planned = json.loads(process.stdout)
     [parts] = [each["bytes"] for each in planned["layouts"] if each["replicas"] == 2]
-    outcome = run(made, tmp_path, flags=size).expect()
-    [allocated, *_] = [float(found) * 2**20 for found in re.findall(r"memory \(MB\) \| allocated: ([\d.]+)", outcome.output)]
+    log = (run(made, tmp_path, flags=size).expect().run_dir / "train.log").read_text()
+    [allocated, *_] = [float(found) * 2**20 for found in re.findall(r"memory \(MB\) \| allocated: ([\d.]+)", log)]
     held = parts["weights"] + parts["gradient"] + parts["optimizer"] + parts["sums"] + NUM_WORKSPACES * WORKSPACE_KIB * 1024
     assert allocated == pytest.approx(held, rel=0.05), (allocated, parts)
