@@ -211,7 +211,8 @@ class Healing:
 
     def _tell_left_out(self, plan: slots.Plan) -> None:
         """Say which slots stay empty although replicas are missing, each reason once per slot."""
-        fresh = [each for each in plan.left_out if (each.slot, each.reason) not in self._told]
+        found = (each for each in plan.left_out if not each.is_usual)
+        fresh = [each for each in found if (each.slot, each.reason) not in self._told]
         self._told.update((each.slot, each.reason) for each in fresh)
         for reason in dict.fromkeys(each.reason for each in fresh):
             where = slots.described(each.slot for each in fresh if each.reason == reason)
