@@ -25,6 +25,8 @@ def joining(tmp_path: Path, *faults: str, **others: object) -> Outcome:
     outcome.assert_exactly_once()
     verdict = check(tmp_path / "run")
     assert verdict.holds, describe(verdict)
+    later = outcome.of(trace.Generation)[1:]
+    assert all(each.losses or each.newcomers for each in later), "nobody asked for a generation because of a wait"
     by_step: dict[int, set[str]] = {}
     for replica in range(10):
         for line in outcome.sums(replica, 0):
