@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_recover import trace
@@ -20,6 +23,7 @@ from tests import forks
 from tests.cluster.jobs import ROOT, Outcome, Spec, command
 from tests.cluster.running import FOR_EVER, Running, Start
 from tests.cluster.test_kills import fault
+from tests.cluster.waiting import until_ended
 
 pytestmark = pytest.mark.timeout(180)
 NEXT_NODE = 100
@@ -132,6 +136,29 @@ def test_slots_that_fail_their_check_are_set_aside_and_nobody_is_started(
     healed.job.until(lambda: last in healed.said, "the end of the budget")
     healed.end([0, 2])
     assert healed.newcomers == [] and f"set aside for 0.5 s (1 of 2): {why}" in healed.said
+
+
+def test_a_newcomer_that_nobody_can_admit_any_more_ends_with_the_coordinator(start: Start, tmp_path: Path) -> None:
+    healed = Healed(start, tmp_path, "wait", "1 0 forward 1")
+    healed.job.until(lambda: len(healed.notes) == 8, "the newcomer")
+    newcomer = [psutil.Process(note["pid"]) for (replica, _), note in healed.notes.items() if replica == 3]
+    healed.job.coordinator.kill()
+    until_ended(newcomer)
+    begun = healed.job.num_applied()
+    healed.job.until(lambda: healed.job.num_applied() > begun + 5, "the others to train on")
+
+
+def test_a_stopped_newcomer_holds_up_neither_the_job_nor_its_end(start: Start, tmp_path: Path) -> None:
+    healed = Healed(start, tmp_path, "wait", "1 0 forward 1")
+    healed.job.until(lambda: len(healed.notes) == 8, "the newcomer")
+    for (replica, _), note in healed.notes.items():
+        if replica == 3:
+            os.kill(note["pid"], signal.SIGSTOP)
+    begun = healed.job.num_applied()
+    healed.job.until(lambda: healed.job.num_applied() > begun + 5, "the others to train on")
+    asked = time.monotonic()
+    healed.end([0, 2])
+    assert time.monotonic() - asked < IN_PLACE.deadlines.end_s / 2
 
 
 def test_ranks_from_warm_processes_are_replaced_too(start: Start, tmp_path: Path) -> None:
