@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from unittest import mock
 
 from benchmarks.common import Row, row
+from megatron_recover.authentication.frame_macs import MAC_BYTES, FrameMacs
 from megatron_recover.authentication.handshake import KEY_BYTES, SessionKeys
-from megatron_recover.control_plane import wire
-from megatron_recover.control_plane.wire import Link, Message
+from megatron_recover.control_plane.wire import FRAME_BYTES, Link, Message, encode
 from megatron_recover.core.values import Contribution, HeldVersion, Status, Vote, Work
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -35,8 +35,8 @@ MESSAGES: tuple[tuple[str, Message, int], ...] = (("vote", VOTE, 1000), ("large 
 
 @contextlib.contextmanager
 def _without_mac() -> Iterator[None]:
-    constant = bytes(wire._MAC_BYTES)
-    with mock.patch.object(wire._Direction, "mac", lambda self, header, body: constant):
+    constant = bytes(MAC_BYTES)
+    with mock.patch.object(FrameMacs, "mac", lambda self, header, body: constant):
         yield
 
 
@@ -64,7 +64,7 @@ def rows() -> list[Row]:
             with _without_mac():
                 without.append(_microseconds(message, count))
         ratios = [ours / theirs for ours, theirs in zip(with_mac, without, strict=True)]
-        size = wire.FRAME_BYTES + len(wire.encode(message))
+        size = FRAME_BYTES + len(encode(message))
         found += [
             row(f"sending and receiving a {name} ({size} bytes)", with_mac, "us"),
             row(f"a {name}, with its MAC over without", ratios, "ratio", baseline="the same frames with constant bytes"),

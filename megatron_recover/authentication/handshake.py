@@ -17,8 +17,9 @@ of the job, at another port, or for another generation. Nonces are fresh, so a r
 proves nothing.
 
 The same values give both ends one session key for each direction (`SessionKeys`). With these keys
-the control plane authenticates every frame (`control_plane/wire.py`). Nothing is encrypted, and the
-data plane does not use the keys (docs/design/security.md).
+the control plane authenticates every frame (`control_plane/wire.py`), and so does the transfer of
+state (`data_plane/range_frames.py`). Nothing is encrypted, and the sums of the data plane do not
+use the keys (docs/design/security.md).
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class Role(enum.IntEnum):
     DOCTOR = 9
     """A node that tries the connections to other nodes before the job starts, and one that answers
     (`cluster/doctor`)."""
+    STATE = 10
+    """A rank that serves its state to newcomers (`trainer/state_server.py`). Its replica is 0."""
+    NEWCOMER = 11
+    """A rank of a newcomer, which reads the state of others."""
 
 
 class Reply(enum.IntEnum):

@@ -6,12 +6,9 @@ a message of the tagged union `Message`, large ones in a packed form (`control_p
 This module turns bytes into messages and rejects bytes that are no message. It never acts on a
 message and never blocks. It opens a connection only when a caller asks for one (`dial`).
 
-Note [Frames]. The MAC of a frame is a keyed hash (BLAKE2b) over the frame's number, its header and
-its body. The key is the session key of the connection and the direction (`handshake.SessionKeys`).
-The number counts the frames of that direction from 0. It is not sent, since both ends count, and it
-is never used twice with one key. So the MAC of a frame that was forged, changed, repeated, left
-out, moved, or taken from another connection is invalid, and the link closes. Before its MAC is
-found valid, nothing of a body is decoded, and the stamp does not move the receiver's clock.
+The MAC is that of `authentication/frame_macs.py`, Note [Frames]: a frame that was forged, changed,
+repeated, left out or moved closes the link. Before its MAC is found valid, nothing of a body is
+decoded, and the stamp does not move the receiver's clock.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator
-from hashlib import blake2b
 
 import msgspec
 
+from megatron_recover.authentication.frame_macs import MAC_BYTES, FrameMacs
 from megatron_recover.authentication.handshake import Role, SessionKeys
 from megatron_recover.control_plane.encoding import (
     PackedPeers,
@@ -94,10 +91,8 @@ grow with the square of the members."""
 NOBODY_LISTENS = "Connection refused: nothing listens there"
 """Reason of a `LinkClosed` for a connection that was refused."""
 _HEADER = struct.Struct("!2sHIQ")
-_NUMBER = struct.Struct("!Q")
 _MAGIC = b"mr"
-_MAC_BYTES = 16
-FRAME_BYTES = _HEADER.size + _MAC_BYTES
+FRAME_BYTES = _HEADER.size + MAC_BYTES
 """Bytes of a frame beside its body."""
 _CHUNK_BYTES = 2**18
 _READ_BYTES = 2**20
@@ -279,22 +274,6 @@ def _unpacked(framed: _Framed, known: list[Commitment]) -> Message:
     return framed
 
 
-class _Direction:
-    """One direction of a connection: its session key, and the number of its next frame."""
-
-    def __init__(self, key: bytes) -> None:
-        self._keyed = blake2b(key=key, digest_size=_MAC_BYTES, person=b"mgr frame")
-        self._number = 0
-
-    def mac(self, header: bytes | memoryview, body: bytes | memoryview) -> bytes:
-        """Return the MAC of the next frame, and count the frame (Note [Frames])."""
-        keyed = self._keyed.copy()
-        keyed.update(_NUMBER.pack(self._number) + header)
-        keyed.update(body)
-        self._number += 1
-        return keyed.digest()
-
-
 class Link:
     """One connected, non-blocking stream of messages, used by one thread."""
 
@@ -343,7 +322,7 @@ class Link:
         self._socket = connection
 
     def _take_keys(self, keys: SessionKeys) -> None:
-        self._sending, self._receiving = _Direction(keys.sending), _Direction(keys.receiving)
+        self._sending, self._receiving = FrameMacs(keys.sending), FrameMacs(keys.receiving)
         outlast_cuts(self._socket)
 
     def fileno(self) -> int:

@@ -26,7 +26,7 @@ import bisect
 import enum
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -48,11 +48,25 @@ class StateTensor(NamedTuple):
     unless it has gaps or overlaps itself. They are bytes where an earlier name covers a part."""
     shape: tuple[int, ...]
     """Shape of the original tensor."""
+    original: Tensor | None = None
+    """The original tensor where `data` is a copy, since it has gaps or overlaps itself; else None.
+    Whoever changes `data` calls `put_back`."""
 
     @property
     def layout(self) -> str:
         """Return a description without the contents, equal on the same rank of all replicas."""
         return f"{self.name} {self.data.dtype} {self.shape} {self.data.numel()}"
+
+    def put_back(self) -> None:
+        """Copy `data` to the original tensor, if `data` is a copy.
+
+        Elements that share memory get one of their values in `data`; state that was read from such
+        a tensor has the same value for all of them.
+        """
+        if self.original is not None:
+            strides = list(zip(self.original.shape, self.original.stride(), strict=True))
+            first = tuple(slice(0, 1) if size > 1 and not stride else slice(None) for size, stride in strides)
+            self.original[first].copy_(self.data.view(self.shape)[first])
 
 
 class State(Protocol):
@@ -78,7 +92,7 @@ class State(Protocol):
 
     def layout_digest(self) -> int:
         """Return a 63-bit digest of the names, shapes and dtypes of all state."""
-        return _digest_of_text([tensor.layout for tensor in self.tensors()], sorted(self.scalars()))
+        return layout_digest_of(self.tensors(), self.scalars())
 
     def digest(self) -> int:
         """Return a 63-bit digest of all state of this rank.
@@ -86,9 +100,18 @@ class State(Protocol):
         The digest changes with any bit, scalar or layout, except as rarely as `checksum` explains
         in Note [What a checksum misses].
         """
-        tensors = self.tensors()
-        text = _digest_of_text([tensor.layout for tensor in tensors], sorted(self.scalars().items()))
-        return combined([text, *checksums([tensor.data for tensor in tensors])])
+        return digest_of(self.tensors(), self.scalars())
+
+
+def layout_digest_of(tensors: Sequence[StateTensor], scalars: Mapping[str, Scalar]) -> int:
+    """Return `State.layout_digest` of a state that has these tensors and scalars."""
+    return _digest_of_text([tensor.layout for tensor in tensors], sorted(scalars))
+
+
+def digest_of(tensors: Sequence[StateTensor], scalars: Mapping[str, Scalar]) -> int:
+    """Return `State.digest` of a state that has these tensors and scalars."""
+    text = _digest_of_text([tensor.layout for tensor in tensors], sorted(scalars.items()))
+    return combined([text, *checksums([tensor.data for tensor in tensors])])
 
 
 # --- State of torch's own objects ----------------------------------------------------------------
@@ -176,7 +199,7 @@ class _Covered:
             if key in self._with_gaps:
                 return []
             self._with_gaps.add(key)
-            return [StateTensor(name, data.contiguous().view(-1), shape)]
+            return [StateTensor(name, data.contiguous().view(-1), shape, data)]
         size = flat.element_size()
         begin = flat.data_ptr()
         free = self._take(begin, begin + flat.numel() * size, data.device)

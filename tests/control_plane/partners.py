@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
+from megatron_recover.authentication.frame_macs import FrameMacs
 from megatron_recover.authentication.handshake import KEY_BYTES, Party, Role, SessionKeys
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, Message, _Direction, listen
+from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, Message, listen
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
 from megatron_recover.trace.node_clock import NodeClock
@@ -34,7 +35,7 @@ def connected() -> tuple[Link, Link]:
 
 def framed(*bodies: bytes) -> bytes:
     """The first frames that the other end sends, with these bodies, whatever they are."""
-    sending, frames = _Direction(KEYS.receiving), b""
+    sending, frames = FrameMacs(KEYS.receiving), b""
     for body in bodies:
         header = struct.pack("!2sHIQ", b"mr", FORMAT_VERSION, len(body), 0)
         frames += header + sending.mac(header, body) + body

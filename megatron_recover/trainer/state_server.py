@@ -1,0 +1,178 @@
+"""The state of a rank, served to newcomers while the rank trains.
+
+The training thread opens a window at the begin of a training step and closes it before the state
+changes. It never waits for a reader. Other threads serve what is asked for in between, and digest
+the state once somebody reads it. What overlaps the close is void (`trainer/state_window.py`, Note
+[Reads by other threads]), and the reader learns so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_recover.authentication.admission import ReportStrangers
+from megatron_recover.data_plane.ranges.contract import CHUNK_BYTES, Description, Exporter, Range, Void
+from megatron_recover.data_plane.ranges.tcp_exporter import TcpExporter
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import HOST, Ports
+from megatron_recover.trainer.state import Scalar, State, StateTensor, digest_of, layout_digest_of
+from megatron_recover.trainer.state_bytes import StateBytes, encoded
+from megatron_recover.trainer.state_window import OutsideReads, StateWindow
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Digested = Callable[[str, int], None]
+"""`digested(label, digest)` is called, in a thread of the server, with the digest of the state
+(`State.digest`) of the window `label`: at most once for each, if somebody has begun to read, and
+only if the window was open when the digest was complete."""
+
+
+class StateServer:
+    """Serves the state of one rank. The training thread calls `open` and `close`."""
+
+    def __init__(
+        self,
+        *,
+        key: bytes,
+        replica: int,
+        rank: int,
+        host: str = HOST,
+        ports: Ports | None = None,
+        deadlines: Deadlines | None = None,
+        digested: Digested = lambda label, digest: None,
+        window: StateWindow | None = None,
+        report: ReportStrangers = lambda name, number: None,
+        exporter: Exporter | None = None,
+    ) -> None:
+        """Listen on a free port of `host`, and start the threads of the server.
+
+        - `key` is the job's. `rank` is this rank's position in `replica`.
+        - `window`: its `close` also ends what was opened here. None: only `close` of the server.
+        - `report`: see `Admission`. A thread of the server calls it.
+        - `exporter`: the transport. None: TCP.
+        """
+        self._replica, self._digested, self._window = replica, digested, window or StateWindow()
+        self._exporter = exporter or TcpExporter(
+            host, key=key, rank=rank, deadlines=deadlines or Deadlines.of(), report=report, ports=ports
+        )
+        self.address = self._exporter.address
+        """The address that is published to newcomers."""
+        self._opened: _Opened | None = None
+
+    def open(self, label: str, state: State) -> None:
+        """Serve `state` as that of `label` from now on; read its scalars now.
+
+        Do nothing if the window of this label is open. A label that was closed is not served again.
+        Raises RuntimeError if the rank's `StateWindow` is closed.
+        """
+        if self._opened is not None and self._opened.label == label and self._opened.reads.is_open:
+            return
+        self.close()
+        self._opened = _Opened(label, state, self._window.expose(), self._digested)
+        self._exporter.register(self._opened)
+
+    def close(self) -> None:
+        """Have nothing count that is read from now on, and go on at once.
+
+        On a GPU what comes next on the current stream waits for copies that are enqueued.
+        """
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+            self._exporter.withdraw()
+
+    def end(self) -> None:
+        """Close, and end all threads and connections, within `close_s`."""
+        self.close()
+        self._exporter.close()
+
+
+class _Opened:
+    """The state in one open window, as a `Memory` that readers may read."""
+
+    def __init__(self, label: str, state: State, reads: OutsideReads, digested: Digested) -> None:
+        self.label, self.reads = label, reads
+        scalars = state.scalars()
+        self.about = encoded(scalars)
+        self._digested = digested
+        self._state: State | None = state
+        self._scalars: dict[str, Scalar] = scalars
+        self._lock = threading.Lock()
+        """Guards the fields below. The training thread never takes it."""
+        self._found: _Found | None = None
+        self._is_digested = False
+
+    def close(self) -> None:
+        """Have all later reads be void. Called by the training thread."""
+        self.reads.hold_back()
+        self._state = self._found = None
+
+    def described(self) -> Description:
+        found = self._find()
+        return Description(self.label, found.layout, found.bytes.num_bytes)
+
+    def parts(self) -> list[str]:
+        return [*(tensor.layout for tensor in self._find().tensors), *sorted(self._scalars)]
+
+    def begun(self) -> None:
+        with self._lock:
+            if self._is_digested:
+                return
+            self._is_digested = True
+        threading.Thread(target=self._digest, args=(self._find(),), name="recover-state-digest", daemon=True).start()
+
+    def buffer(self) -> Tensor:
+        with self.reads.enqueuing():  # pinned memory belongs to the current device
+            return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._find().is_on_gpu)
+
+    def copy(self, wanted: Range, buffer: Tensor) -> bool:
+        found = self._found
+        if found is None or not self.reads.is_open:
+            return False
+        with self.reads.enqueuing():
+            found.bytes.copy_out(*wanted, buffer)
+        if not self.reads.is_open:
+            return False
+        if found.is_on_gpu:
+            self.reads.wait()
+        return True
+
+    def _find(self) -> _Found:
+        """Return the tensors of the state; find them first, inside the window.
+
+        Raises `Void` if the window closed before they were found.
+        """
+        with self._lock:
+            found, state = self._found, self._state
+            if found is None and state is not None:
+                try:
+                    with self.reads.enqueuing():
+                        found = _Found(state.tensors(), self._scalars)
+                except RuntimeError:  # a dictionary or a tensor that changed meanwhile
+                    if self.reads.is_open:
+                        raise
+                self._found = found if self.reads.is_open else None
+            if found is None or not self.reads.is_open:
+                raise Void(f"the window of {self.label} has closed")
+            return found
+
+    def _digest(self, found: _Found) -> None:
+        with self.reads.enqueuing():
+            digest = digest_of(found.tensors, self._scalars)
+        if self.reads.is_open:
+            self._digested(self.label, digest)
+
+
+class _Found:
+    """The tensors of a state, as they were found in one window."""
+
+    def __init__(self, tensors: list[StateTensor], scalars: dict[str, Scalar]) -> None:
+        self.tensors = tensors
+        self.bytes = StateBytes([tensor.data for tensor in tensors])
+        self.layout = layout_digest_of(tensors, scalars)
+        self.is_on_gpu = any(device.type != "cpu" for device in self.bytes.devices)
