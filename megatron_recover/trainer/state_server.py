@@ -97,11 +97,9 @@ class _Opened:
 
     def __init__(self, label: str, state: State, reads: OutsideReads, digested: Digested) -> None:
         self.label, self.reads = label, reads
-        scalars = state.scalars()
-        self.about = encoded(scalars)
         self._digested = digested
         self._state: State | None = state
-        self._scalars: dict[str, Scalar] = scalars
+        self._scalars = state.scalars()
         self._lock = threading.Lock()
         """Guards the fields below. The training thread never takes it."""
         self._found: _Found | None = None
@@ -112,6 +110,9 @@ class _Opened:
         self.reads.hold_back()
         self._state = self._found = None
 
+    def about(self) -> bytes:
+        return encoded(self._scalars)
+
     def described(self) -> Description:
         found = self._find()
         return Description(self.label, found.layout, found.bytes.num_bytes)
@@ -120,11 +121,11 @@ class _Opened:
         return [*(tensor.layout for tensor in self._find().tensors), *sorted(self._scalars)]
 
     def begun(self) -> None:
+        found = self._find()
         with self._lock:
-            if self._is_digested:
-                return
-            self._is_digested = True
-        threading.Thread(target=self._digest, args=(self._find(),), name="recover-state-digest", daemon=True).start()
+            is_first, self._is_digested = not self._is_digested, True
+        if is_first:
+            threading.Thread(target=self._digest, args=(found,), name="recover-state-digest", daemon=True).start()
 
     def buffer(self) -> Tensor:
         with self.reads.enqueuing():  # pinned memory belongs to the current device

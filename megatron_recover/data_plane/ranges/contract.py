@@ -57,20 +57,27 @@ class Memory(Protocol):
     """A memory that is registered. Threads of the exporter call all methods."""
 
     label: str
-    about: bytes
-    """Bytes that every reader gets first, as they are."""
+
+    def about(self) -> bytes:
+        """Return bytes that every reader gets first, as they are. Raises `Void`."""
 
     def described(self) -> Description:
         """Return the description. Raises `Void` if the memory has changed before it was known."""
 
     def parts(self) -> list[str]:
-        """Return a description of each part of the layout, for a reader whose layout differs."""
+        """Return a description of each part of the layout, for a reader whose layout differs.
+
+        Raises `Void`.
+        """
 
     def begun(self) -> None:
-        """Take notice of a reader that begins to read. Called once for each."""
+        """Take notice of a reader that begins to read. Called once for each. Raises `Void`."""
 
     def buffer(self) -> Tensor:
-        """Return a new buffer in host memory for `copy`: `CHUNK_BYTES` elements of uint8."""
+        """Return a new buffer in host memory for `copy`: `CHUNK_BYTES` elements of uint8.
+
+        Raises `Void`.
+        """
 
     def copy(self, wanted: Range, buffer: Tensor) -> bool:
         """Copy a range to the begin of `buffer`.

@@ -37,6 +37,7 @@ from megatron_recover.data_plane.ranges.frames import (
 )
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import Ports, address_of, bind_free, outlast_cuts, prepare
+from megatron_recover.host.speaker import Speaker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +74,7 @@ class TcpExporter:
         """Labels of memory that was withdrawn."""
         self._readers: dict[socket.socket, threading.Thread] = {}
         self._is_closed = False
+        self._speaker = Speaker()
         self._thread = threading.Thread(target=self._listen, name="recover-state", daemon=True)
         exporter = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: alive._abandon() if (alive := exporter()) is not None else None)
@@ -186,6 +188,8 @@ class TcpExporter:
             _Reader(self, Frames(sock, proven.acceptor.session_keys), self._deadlines).serve()
         except (Broken, OSError):  # the reader is gone, or reads nothing; it may dial again
             pass
+        except Exception as error:  # noqa: BLE001 - a reader's trouble must not reach who trains
+            self._speaker.say(f"megatron-recover: cannot serve the state to a newcomer: {type(error).__name__}: {error}")
         finally:
             with self._changed:
                 self._readers.pop(sock, None)
@@ -251,11 +255,12 @@ class _Reader:
             described = memory.described()
             if described != expected:
                 return Differs(memory.parts())
+            about = memory.about()
             self._begun = memory, described
             memory.begun()
         except Void:
             return Withdrawn(expected.label)
-        return Begun(*described, memory.about)
+        return Begun(*described, about)
 
     def _get(self, request: Get) -> None:
         if self._begun is None or self._begun[1][:2] != (request.label, request.layout):
@@ -264,13 +269,19 @@ class _Reader:
         wanted = Range(request.start, request.stop)
         if not (0 <= wanted.start < wanted.stop <= described.num_bytes and wanted.stop - wanted.start <= CHUNK_BYTES):
             raise Broken(f"{wanted} is no range of a memory of {described.num_bytes} bytes")
-        if self._buffer is None:
-            self._buffer = memory.buffer()
-        if memory.copy(wanted, self._buffer):
+        if self._copy(memory, wanted):
+            assert self._buffer is not None
             payload = memoryview(self._buffer.numpy())[: wanted.stop - wanted.start]
             self._frames.send(Piece(described.label, described.layout, *wanted), payload)
         else:
             self._frames.send(Withdrawn(described.label))
+
+    def _copy(self, memory: Memory, wanted: Range) -> bool:
+        try:
+            self._buffer = memory.buffer() if self._buffer is None else self._buffer
+        except Void:
+            return False
+        return memory.copy(wanted, self._buffer)
 
     def _wait(self, label: str | None, after: str | None) -> Memory | None:
         """Wait as `TcpExporter.find` does, and tell the reader meanwhile that this end waits."""
