@@ -139,15 +139,16 @@ class TcpSource:
         A connection that ends before the verdict is dialled again: strangers may have crowded it
         out. Raises `SourceLost` at once if nobody listens.
         """
-        until = time.monotonic() + self._deadlines.connect_s
+        until, reason = time.monotonic() + self._deadlines.connect_s, ""
         while self._frames is None:
             try:
                 self._frames = self._dial(until)
             except ConnectionRefusedError as error:
                 raise SourceLost("nobody listens there") from error
             except (OSError, Refused, ValueError) as error:
+                reason = str(error) if isinstance(error, Refused) or not reason else reason
                 if time.monotonic() + REDIAL_S >= until or self._is_shut_down:
-                    raise SourceLost(f"no connection: {error}") from error
+                    raise SourceLost(f"no connection: {reason}") from error
                 time.sleep(REDIAL_S)
         return self._frames
 
@@ -180,7 +181,7 @@ class TcpSource:
         return Frames(sock, connector.session_keys)
 
     def _no_answer(self, message: Message) -> SourceLost:
-        return SourceLost(f"it sent a {type(message).__name__} where none was asked for")
+        return SourceLost(f"it sent a {type(message).__name__} that was not asked for")
 
 
 class LayoutDiffers(SourceLost):
