@@ -176,10 +176,13 @@ class _Reading:
         for index in range(len(self._sources)):
             threading.Thread(target=self._run, args=(index,), name="recover-state-source", daemon=True).start()
         with self._changed:
+            limit_s = (
+                self._deadlines.connect_s + self._deadlines.sum_s
+            )  # a source that connects at last may wait for its window
             while not self._is_over():
-                self._changed.wait(max(0.0, self._progressed_at + self._deadlines.sum_s - time.monotonic()))
-                if time.monotonic() - self._progressed_at >= self._deadlines.sum_s:
-                    self._void = self._void or f"no source has sent anything for {figure(self._deadlines.sum_s)} s (sum_s)"
+                self._changed.wait(max(0.0, self._progressed_at + limit_s - time.monotonic()))
+                if time.monotonic() - self._progressed_at >= limit_s:
+                    self._void = self._void or f"no source has sent any of it for {figure(limit_s)} s (connect_s and sum_s)"
             is_complete = self._is_complete()
             void = self._void or "; ".join(f"{address}: {reason}" for address, reason in self._lost.items())
             if not is_complete:  # those at fault are known; the others need an instant, and are used again
@@ -188,8 +191,12 @@ class _Reading:
             about, num_bytes = self._about, list(self._num_bytes)
         if not is_complete or about is None:
             raise StateVoid(f"the state of {self._expected.label} was not read: {void}")
+        try:
+            scalars = decoded(about)
+        except ValueError as error:
+            raise StateVoid(f"the scalars of {self._expected.label} cannot be read: {error}") from error
         return Read(
-            decoded(about), self._bytes.num_bytes, time.monotonic() - started,
+            scalars, self._bytes.num_bytes, time.monotonic() - started,
             {source.address: count for source, count in zip(self._sources, num_bytes, strict=True)}, dict(self._lost),
         )  # fmt: skip
 

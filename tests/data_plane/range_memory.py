@@ -73,9 +73,7 @@ def exporting(key: bytes = KEY, deadlines: Deadlines = DEADLINES, rank: int = 0)
 
 
 @contextlib.contextmanager
-def source_of(
-    address: str, key: bytes = KEY, me: Party = NEWCOMER, deadlines: Deadlines = DEADLINES
-) -> Iterator[TcpSource]:
+def source_of(address: str, key: bytes = KEY, me: Party = NEWCOMER, deadlines: Deadlines = DEADLINES) -> Iterator[TcpSource]:
     source = TcpSource(address, key, me, deadlines)
     try:
         yield source

@@ -59,7 +59,14 @@ def of_every_kind(seed: int) -> Tensors:
             "parameter": torch.nn.Parameter(numbers(8)),
             "not finite": torch.tensor([float("nan"), float("inf"), -0.0, float(seed)]),
         },
-        {"iteration": seed, "rate": 0.1 * seed, "name": f"s{seed}", "none": None, "flag": seed == 1, "operations": 10**25 * seed},
+        {
+            "iteration": seed,
+            "rate": 0.1 * seed,
+            "name": f"s{seed}",
+            "none": None,
+            "flag": seed == 1,
+            "operations": 10**25 * seed,
+        },
     )
 
 
