@@ -113,8 +113,8 @@ def test_another_layout_is_refused_with_its_parts_before_any_range() -> None:
 
 @pytest.mark.parametrize(
     "get",
-    [Get("train 1", LAYOUT + 1, 0, 4), Get("train 2", LAYOUT, 0, 4), Get("train 1", LAYOUT, 4, 4), Get("train 1", LAYOUT, -4, 4),
-     Get("train 1", LAYOUT, len(DATA), len(DATA) + 1), Get("train 1", LAYOUT, 0, CHUNK_BYTES + 1), Still()],
+    [Get("train 1", LAYOUT + 1, 0, 4), Get("train 2", LAYOUT, 0, 4), Get("train 1", LAYOUT, 4, 4),
+     Get("train 1", LAYOUT, -4, 4), Get("train 1", LAYOUT, len(DATA), len(DATA) + 1), Get("train 1", LAYOUT, 0, CHUNK_BYTES + 1), Still()],
     ids=repr,
 )  # fmt: skip
 def test_a_request_for_what_was_not_begun_ends_the_connection(get: Any) -> None:
@@ -138,9 +138,10 @@ def test_who_has_not_the_key_or_another_position_reads_nothing_and_is_not_read()
         ):  # fmt: skip
             with source_of(exporter.address, key, me, SHORT) as source, pytest.raises(SourceLost, match="no connection"):
                 source.next_memory(None)
-    with rogue(lambda frames: frames.send(Found("train 1", 1, 1)), key=b"another key".ljust(32)) as address:
-        with source_of(address, deadlines=SHORT) as source, pytest.raises(SourceLost, match="does not hold this job's key"):
-            source.next_memory(None)
+    impostor = rogue(lambda frames: frames.send(Found("train 1", 1, 1)), key=b"another key".ljust(32))
+    refused = pytest.raises(SourceLost, match="does not hold this job's key")
+    with impostor as address, source_of(address, deadlines=SHORT) as source, refused:
+        source.next_memory(None)
 
 
 def test_where_nobody_listens_or_answers_a_call_ends() -> None:
@@ -201,9 +202,9 @@ def test_a_source_that_does_not_answer_as_it_should_is_lost(name: str) -> None:
 
 
 def test_a_source_that_stalls_or_describes_another_memory_than_the_one_that_was_asked_for_is_lost() -> None:
-    with rogue(stalled) as address, source_of(address, deadlines=SHORT) as source:
-        with pytest.raises(SourceLost, match="no byte for too long"):
-            source.next_memory(None)
+    lost = pytest.raises(SourceLost, match="no byte for too long")
+    with rogue(stalled) as address, source_of(address, deadlines=SHORT) as source, lost:
+        source.next_memory(None)
 
     def lie(frames: Frames) -> None:
         frames.receive()
@@ -253,9 +254,9 @@ def test_readers_beyond_the_limit_are_refused_and_let_in_when_another_has_gone(m
 
 
 def test_a_refusal_by_the_other_end_is_told() -> None:
-    with rogue(lambda frames: None, verdict=Reply.NO_ROOM) as address, source_of(address) as source:
-        with pytest.raises(SourceLost, match="too many readers"):
-            source.next_memory(None)
+    full, refused = rogue(lambda frames: None, verdict=Reply.NO_ROOM), pytest.raises(SourceLost, match="too many readers")
+    with full as address, source_of(address) as source, refused:
+        source.next_memory(None)
 
 
 def test_who_registers_and_withdraws_waits_for_no_reader() -> None:

@@ -421,9 +421,9 @@ def test_all_sources_are_too_slow_or_never_open_that_window() -> None:
         frames.receive()
         time.sleep(20)
 
-    with rogue(silent) as address, reading(deadlines=SHORT) as reader:
-        with pytest.raises(StateVoid, match="no byte for too long"):
-            reader.read("train 1", [address], of_size(SIZE, 0.0))
+    void = pytest.raises(StateVoid, match="no byte for too long")
+    with rogue(silent) as address, reading(deadlines=SHORT) as reader, void:
+        reader.read("train 1", [address], of_size(SIZE, 0.0))
     with serving() as servers, reading(deadlines=SHORT) as reader:
         servers[0].open("train 0", of_size(SIZE, 0.0))
         with pytest.raises(StateVoid, match=r"no source has sent any of it for 1 s \(connect_s and sum_s\)"):
@@ -504,9 +504,9 @@ def test_sources_with_different_scalars_or_unreadable_ones_are_void() -> None:
             each.begin = lambda expected, begin=begin: (begun.wait(10), begin(expected))[1]  # type: ignore[method-assign]
         with pytest.raises(StateVoid, match="different scalars"):
             reader.read("train 1", ["one", "other"], mine)
-    with reading(connect={"bad": Scripted("bad", about=b"\xc1")}.__getitem__) as reader:
-        with pytest.raises(StateVoid, match="scalars of train 1 cannot be read"):
-            reader.read("train 1", ["bad"], mine)
+    void = pytest.raises(StateVoid, match="scalars of train 1 cannot be read")
+    with reading(connect={"bad": Scripted("bad", about=b"\xc1")}.__getitem__) as reader, void:
+        reader.read("train 1", ["bad"], mine)
 
 
 def test_a_failure_to_store_is_void_and_never_complete(monkeypatch: pytest.MonkeyPatch) -> None:
