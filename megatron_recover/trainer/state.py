@@ -108,10 +108,13 @@ def layout_digest_of(tensors: Sequence[StateTensor], scalars: Mapping[str, Scala
     return _digest_of_text([tensor.layout for tensor in tensors], sorted(scalars))
 
 
-def digest_of(tensors: Sequence[StateTensor], scalars: Mapping[str, Scalar]) -> int:
-    """Return `State.digest` of a state that has these tensors and scalars."""
+def digest_of(tensors: Sequence[StateTensor], scalars: Mapping[str, Scalar], sums: Sequence[int] | None = None) -> int:
+    """Return `State.digest` of a state that has these tensors and scalars.
+
+    `sums` are the checksums of the tensors. None: they are computed here.
+    """
     text = _digest_of_text([tensor.layout for tensor in tensors], sorted(scalars.items()))
-    return combined([text, *checksums([tensor.data for tensor in tensors])])
+    return combined([text, *(checksums([tensor.data for tensor in tensors]) if sums is None else sums)])
 
 
 # --- State of torch's own objects ----------------------------------------------------------------

@@ -9,7 +9,7 @@ the state once somebody reads it. What overlaps the close is void (`trainer/stat
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +19,16 @@ from megatron_recover.data_plane.ranges.contract import CHUNK_BYTES, Description
 from megatron_recover.data_plane.ranges.tcp_exporter import TcpExporter
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import HOST, Ports
+from megatron_recover.trainer.checksum import checksums
 from megatron_recover.trainer.state import Scalar, State, StateTensor, digest_of, layout_digest_of
 from megatron_recover.trainer.state_bytes import StateBytes, encoded
 from megatron_recover.trainer.state_window import OutsideReads, StateWindow
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_GROUP_BYTES = 2**28
+"""Bytes of tensors that are digested at once. Many small tensors together share the work."""
 
 Digested = Callable[[str, int], None]
 """`digested(label, digest)` is called, in a thread of the server, with the digest of the state
@@ -163,8 +167,18 @@ class _Opened:
             return found
 
     def _digest(self, found: _Found) -> None:
-        with self.reads.enqueuing():
-            digest = digest_of(found.tensors, self._scalars)
+        """Digest the state, group by group.
+
+        Stop once the window is closed: on a GPU the next step waits for what is enqueued, and on a
+        CPU the work would take time from it.
+        """
+        sums = list[int]()
+        for group in found.groups():
+            if not self.reads.is_open:
+                return
+            with self.reads.enqueuing():
+                sums += checksums([tensor.data for tensor in group])
+        digest = digest_of(found.tensors, self._scalars, sums)
         if self.reads.is_open:
             self._digested(self.label, digest)
 
@@ -177,3 +191,14 @@ class _Found:
         self.bytes = StateBytes([tensor.data for tensor in tensors])
         self.layout = layout_digest_of(tensors, scalars)
         self.is_on_gpu = any(device.type != "cpu" for device in self.bytes.devices)
+
+    def groups(self) -> Iterator[list[StateTensor]]:
+        """Yield all tensors in order, in groups of at most `_GROUP_BYTES` or one tensor."""
+        group, num_bytes = list[StateTensor](), 0
+        for tensor in self.tensors:
+            if group and num_bytes + tensor.data.nbytes > _GROUP_BYTES:
+                yield group
+                group, num_bytes = [], 0
+            group.append(tensor)
+            num_bytes += tensor.data.nbytes
+        yield group

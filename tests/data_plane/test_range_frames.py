@@ -32,7 +32,8 @@ pytestmark = pytest.mark.timeout(150)
 PAYLOAD = bytes(range(256)) * 3
 MESSAGES: list[Message] = [
     LookFor(None), LookFor("train 1"), Found("train 2", 2**62, 2**40), Begin("train 2", 1, 2),
-    Begun("train 2", 1, 2, b"\x00\xff"), Differs(["a", "b"]), Get("train 2", 1, 0, 4), Piece("train 2", 1, 0, 4), Withdrawn("train 2"), Still(),
+    Begun("train 2", 1, 2, b"\x00\xff"), Differs(["a", "b"]), Get("train 2", 1, 0, 4), Piece("train 2", 1, 0, 4),
+    Withdrawn("train 2"), Still(),
 ]  # fmt: skip
 
 

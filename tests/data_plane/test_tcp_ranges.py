@@ -114,7 +114,8 @@ def test_another_layout_is_refused_with_its_parts_before_any_range() -> None:
 @pytest.mark.parametrize(
     "get",
     [Get("train 1", LAYOUT + 1, 0, 4), Get("train 2", LAYOUT, 0, 4), Get("train 1", LAYOUT, 4, 4),
-     Get("train 1", LAYOUT, -4, 4), Get("train 1", LAYOUT, len(DATA), len(DATA) + 1), Get("train 1", LAYOUT, 0, CHUNK_BYTES + 1), Still()],
+     Get("train 1", LAYOUT, -4, 4), Get("train 1", LAYOUT, len(DATA), len(DATA) + 1),
+     Get("train 1", LAYOUT, 0, CHUNK_BYTES + 1), Still()],
     ids=repr,
 )  # fmt: skip
 def test_a_request_for_what_was_not_begun_ends_the_connection(get: Any) -> None:

@@ -135,6 +135,16 @@ def test_a_state_without_bytes_is_read() -> None:
         }
 
 
+def test_the_digest_is_the_same_in_whatever_groups_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_server, "_GROUP_BYTES", 50)
+    digests = Digests()
+    with serving(1, digests) as servers, reading() as reader:
+        servers[0].open("train 1", of_every_kind(1))
+        reader.read("train 1", addresses(servers), of_every_kind(2))
+        eventually(lambda: digests.found)
+        assert digests.found == [("train 1", of_every_kind(1).digest())]
+
+
 def test_scalars_are_those_of_the_open_even_if_upstream_counts_on() -> None:
     digests, state = Digests(), of_size(64, 1.0)
     with serving(1, digests) as servers, reading() as reader:
@@ -195,7 +205,16 @@ def test_without_the_look_at_the_window_after_a_copy_a_torn_state_arrives(monkey
         assert mine.digest() != expected
 
 
-def test_a_read_across_the_end_of_a_window_is_void_also_from_a_source_where_it_is_open() -> None:
+def test_a_read_across_the_end_of_a_window_is_void_also_from_a_source_where_it_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy_out = StateBytes.copy_out
+
+    def slowly(self: StateBytes, start: int, stop: int, buffer: torch.Tensor) -> None:
+        time.sleep(0.1)
+        copy_out(self, start, stop, buffer)
+
+    monkeypatch.setattr(StateBytes, "copy_out", slowly)
     with serving(2) as servers, reading() as reader:
         for server in servers:
             server.open("train 1", of_size(SIZE, 1.0))
@@ -340,7 +359,7 @@ def test_who_trains_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None
         copy_out(self, start, stop, buffer)
 
     monkeypatch.setattr(StateBytes, "copy_out", copy)
-    monkeypatch.setattr(state_server, "digest_of", lambda tensors, scalars: go_on.wait(30) and 5)
+    monkeypatch.setattr(state_server, "checksums", lambda tensors: [go_on.wait(30)] * len(tensors))
     digests = Digests()
     with serving(1, digests) as servers, reading() as reader:
         servers[0].open("train 1", of_size(SIZE, 1.0))
