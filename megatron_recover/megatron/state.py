@@ -8,7 +8,19 @@ from typing import Any
 from torch import Tensor
 
 from megatron_recover.megatron import late_gather
-from megatron_recover.trainer.state import Scalar, State, beside_parameters, flattened, of_torch_optimizer
+from megatron_recover.trainer.state import (
+    Scalar,
+    State,
+    StateTensor,
+    assign_to_torch_optimizer,
+    assigned,
+    beside_parameters,
+    flattened,
+    of_torch_optimizer,
+)
+
+_COUNTERS = "counters"
+"""Prefix of the names of the counters."""
 
 
 class TrainingState(State):
@@ -49,7 +61,52 @@ class TrainingState(State):
                 yield from flattened(f"optimizer{number}.scaler", leaf.grad_scaler.state_dict())
         if self._scheduler is not None:
             yield from flattened("scheduler", self._scheduler.state_dict())
-        yield from flattened("counters", self._counters())
+        yield from flattened(_COUNTERS, self._counters())
+
+    def assign(self, scalars: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Set the scalars of optimizer and scheduler; return the counters, which the caller sets.
+
+        `scalars` are those of `scalars()` on another replica.
+        """
+        for number, leaf in enumerate(_leaves(self._optimizer)):
+            if leaf.optimizer is not None:
+                assign_to_torch_optimizer(f"optimizer{number}", leaf.optimizer, scalars)
+            if getattr(leaf, "grad_scaler", None) is not None:
+                leaf.grad_scaler.load_state_dict(assigned(f"optimizer{number}.scaler", leaf.grad_scaler.state_dict(), scalars))
+        if self._scheduler is not None:
+            # Its own way to load checks, overrides and steps, as the arguments of the run say.
+            vars(self._scheduler).update(assigned("scheduler", self._scheduler.state_dict(), scalars))
+        found = {name.partition(".")[::2]: value for name, value in scalars.items()}
+        return {name: value for (kind, name), value in found.items() if kind == _COUNTERS}
+
+
+class Published(State):
+    """The state of a rank as newcomers read it: with scalars that replicas need not compare.
+
+    Layout and digest are those of the state alone. So a digest that is computed of this one counts
+    for the other.
+    """
+
+    def __init__(self, state: State, carried: Callable[[], Mapping[str, Scalar]]) -> None:
+        """Offer `state` and what `carried()` returns, whose names are others than those of `state`."""
+        self._state, self._carried = state, carried
+
+    def values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
+        """Yield all state, and then what is carried beside it."""
+        yield from self._state.values()
+        yield from self._carried().items()
+
+    def tensors(self) -> list[StateTensor]:
+        """Return all tensors of the state."""
+        return self._state.tensors()
+
+    def layout_digest(self) -> int:
+        """Return the digest of the layout of the state alone."""
+        return self._state.layout_digest()
+
+    def digest(self) -> int:
+        """Return the digest of the state alone."""
+        return self._state.digest()
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:

@@ -349,6 +349,7 @@ class _Training:
         from megatron_recover.megatron.data.fill_in_middle import FillInMiddle
         from megatron_recover.megatron.data.index_builder import IndexBuilder
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
+        from megatron_recover.megatron.newcomer import Entrance, Newcomer, Progress
         from megatron_recover.megatron.reporting import LogLine
         from megatron_recover.trainer.state_window import StateWindow
 
@@ -379,7 +380,16 @@ class _Training:
             self._tensorboard.flush()
             self._wandb.flush()
 
-        boundary = Boundary(driver, checkpoints, originals["exit"], get_args)
+        progress = Progress(get_args)
+        carried = progress.carried()
+        entrance = Entrance(
+            originals["load_checkpoint"], originals["train"], enter=None,
+            newcomer=lambda arguments: Newcomer(
+                arguments, loop.know_state(arguments.model, arguments.optimizer, arguments.opt_param_scheduler), get_args,
+                carried=carried, cursor=cursor, seed=_seeding(args.seed), train_step=originals["train_step"],
+            ),
+        )  # fmt: skip
+        boundary = Boundary(driver, checkpoints, originals["exit"], get_args, progress.passed)
         boundary.take_over(args)
         self._installation.install(
             {
@@ -396,6 +406,8 @@ class _Training:
                 "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming, checkpoints.after_naming),
                 "write_results": write_results,
                 "exit": boundary.decide,
+                "load_checkpoint": entrance.load_checkpoint,
+                "train": entrance.train,
             }
         )
         missing = self._installation.missing()
@@ -462,7 +474,8 @@ def alike(args: Namespace, *, rank: int, exact: bool) -> dict[str, str]:
 
 def counters(args: Namespace) -> dict[str, int]:
     """Return the scalars of the state that Megatron keeps among its arguments."""
-    return {name: getattr(args, name) for name in ("consumed_train_samples", "skipped_train_samples")}
+    names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+    return {name: getattr(args, name) for name in names}
 
 
 def building_cache_once(provider: Callable[..., Any], args: Namespace, page: ProgressPage | None = None) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """All state of a rank by name: what a checkpoint holds and what replicas compare.
 
-Decides what counts as state, and names it. Nothing here writes state or communicates with another
-rank.
+Decides what counts as state, and names it. Nothing here communicates with another rank, and only
+`assigned` and `assign_to_torch_optimizer` write state: the scalars of a newcomer.
 
 State is what the next step depends on:
 
@@ -26,7 +26,7 @@ import bisect
 import enum
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -129,6 +129,27 @@ def of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterato
         yield from of_torch_optimizer(f"{prefix}.part{number}", inner)
 
 
+def assign_to_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Scalar]) -> None:
+    """Set the scalars that `of_torch_optimizer` yields under `prefix` to those of `scalars`.
+
+    Scalars that `scalars` lacks stay as they are, and all tensors.
+    """
+    scales: Mapping[Any, Any] = getattr(optimizer, "_scales", {})
+    seen = set()
+    for number, group in enumerate(optimizer.param_groups):
+        own = {key: value for key, value in group.items() if key != "params"}
+        group.update(assigned(f"{prefix}.group{number}", own, scalars))
+        for position, parameter in enumerate(group["params"]):
+            name = f"{prefix}.group{number}.{position}"
+            seen.add(parameter)
+            assigned(name, optimizer.state.get(parameter, {}), scalars)
+            assigned(f"{name}.scale", scales.get(parameter, {}), scalars)
+    for position, key in enumerate(key for key in optimizer.state if key not in seen):
+        optimizer.state[key] = assigned(f"{prefix}.other{position}", optimizer.state[key], scalars)
+    for number, inner in enumerate(getattr(optimizer, "sub_optimizers", ())):
+        assign_to_torch_optimizer(f"{prefix}.part{number}", inner, scalars)
+
+
 def flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
     """Yield the tensors and scalars inside `value`.
 
@@ -148,6 +169,28 @@ def flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
         yield name, value.item()
     else:
         raise TypeError(f"the state has a {type(value).__name__} at {name}, which replicas cannot compare")
+
+
+def assigned(name: str, value: Any, scalars: Mapping[str, Scalar]) -> Any:
+    """Return `value` with each scalar as `scalars` has it under its name; the inverse of `flattened`.
+
+    Mappings and lists are changed in place, tuples are made anew. Scalars that `scalars` lacks,
+    tensors, and what `flattened` yields as a text (types, devices, enumerations) stay.
+    """
+    if isinstance(value, MutableMapping):
+        for key in value:
+            value[key] = assigned(f"{name}.{key}", value[key], scalars)
+        return value
+    if isinstance(value, list):
+        value[:] = [assigned(f"{name}.{position}", item, scalars) for position, item in enumerate(value)]
+        return value
+    if isinstance(value, tuple):
+        return tuple(assigned(f"{name}.{position}", item, scalars) for position, item in enumerate(value))
+    if isinstance(value, int | float | str | bool | None) and not isinstance(value, enum.Enum):
+        return scalars.get(name, value)
+    if isinstance(value, numpy.generic):
+        return type(value)(scalars.get(name, value.item()))
+    return value
 
 
 # --- Memory ---------------------------------------------------------------------------------------

@@ -26,8 +26,15 @@ class Boundary:
     """Replaces `checkpoint_and_decide_exit` (seam `exit`)."""
 
     def __init__(
-        self, driver: Driver, checkpoints: Checkpoints, original: Callable[..., bool], get_args: Callable[[], Namespace]
+        self,
+        driver: Driver,
+        checkpoints: Checkpoints,
+        original: Callable[..., bool],
+        get_args: Callable[[], Namespace],
+        passed: Callable[[Any], None] = lambda operations: None,
     ) -> None:
+        """Store the collaborators. `passed(operations)` gets Megatron's count after each iteration."""
+        self._passed = passed
         self._driver, self._checkpoints, self._original, self._get_args = driver, checkpoints, original, get_args
         self._received: list[str] = []
         self._minutes: float | None = None
@@ -63,6 +70,7 @@ class Boundary:
         where Megatron's own rules end training. Takes part in the save that is due by Megatron's
         rules, and in saves in place of a dead writer (`Checkpoints.make_up`).
         """
+        self._passed(num_floating_point_operations_so_far)
         if self._minutes is not None and time.monotonic() - self._began > self._minutes * 60:
             self._received.append(f"ran for {self._minutes} minutes")
             self._minutes = None

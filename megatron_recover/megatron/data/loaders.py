@@ -84,10 +84,7 @@ class MicrobatchCursor:
         with microbatches, also in evaluation and also if the rank reads nothing. Do not call it
         again for further passes of the step, which read the samples of the same step.
         """
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        # Megatron wraps our iterator in its RerunDataIterator.
-        unwrapped = [getattr(iterator, "iterable", iterator) for iterator in iterators]
-        self._iterators = [iterator for iterator in unwrapped if isinstance(iterator, MicrobatchIterator)]
+        self._iterators = of_loaders(data_iterator)
         for iterator in self._iterators:
             iterator.begin(num_microbatches)
 
@@ -107,6 +104,14 @@ class MicrobatchCursor:
             yield
         finally:
             self.read_ahead.expect(())
+
+
+def of_loaders(data_iterator: Any) -> list[MicrobatchIterator]:
+    """Return the iterators that `Loaders` has built among Megatron's (`MicrobatchCursor.begin`)."""
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    # Megatron wraps our iterator in its RerunDataIterator.
+    unwrapped = [getattr(iterator, "iterable", iterator) for iterator in iterators]
+    return [iterator for iterator in unwrapped if isinstance(iterator, MicrobatchIterator)]
 
 
 class MicrobatchIterator:
@@ -141,6 +146,10 @@ class MicrobatchIterator:
         """Begin a step of `num_microbatches` microbatches, after the samples of the step before."""
         self._position += self._num_microbatches * self._micro_batch_size * self._num_lanes
         self._num_microbatches = num_microbatches
+
+    def move(self, consumed_samples: int) -> None:
+        """Let the next step begin after `consumed_samples` samples, whatever was read before."""
+        self._position, self._num_microbatches = consumed_samples, 0
 
     def indices(self, microbatch: int) -> range:
         """Return the indices of this lane's samples of a microbatch of this step."""
