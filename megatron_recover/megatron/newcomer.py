@@ -17,14 +17,13 @@ Note [Prepared]
 Note [What is carried]
     Replicas compare parameters, optimizer, scheduler and counters (`TrainingState`). A newcomer
     needs a few numbers more (`Carried`). They follow from what the replicas have agreed on, so they
-    are not part of the digest, and a newcomer takes them from the replica that gives it the scalars.
+    are no part of the digest. A newcomer takes them from the replica that gives it the scalars.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import inspect
 from argparse import Namespace
 from collections import deque

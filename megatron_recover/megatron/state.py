@@ -88,7 +88,7 @@ class Published(State):
     """
 
     def __init__(self, state: State, carried: Callable[[], Mapping[str, Scalar]]) -> None:
-        """Offer `state` and what `carried()` returns, whose names are others than those of `state`."""
+        """Offer `state` and what `carried()` returns, under names that `state` does not have."""
         self._state, self._carried = state, carried
 
     def values(self) -> Iterator[tuple[str, Tensor | Scalar]]:

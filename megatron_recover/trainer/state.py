@@ -172,7 +172,7 @@ def flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
 
 
 def assigned(name: str, value: Any, scalars: Mapping[str, Scalar]) -> Any:
-    """Return `value` with each scalar as `scalars` has it under its name; the inverse of `flattened`.
+    """Return `value` with the scalars that `scalars` has under their names: `flattened` inverted.
 
     Mappings and lists are changed in place, tuples are made anew. Scalars that `scalars` lacks,
     tensors, and what `flattened` yields as a text (types, devices, enumerations) stay.

@@ -33,7 +33,7 @@ class Boundary:
         get_args: Callable[[], Namespace],
         passed: Callable[[Any], None] = lambda operations: None,
     ) -> None:
-        """Store the collaborators. `passed(operations)` gets Megatron's count after each iteration."""
+        """Store the collaborators. `passed(operations)` gets Megatron's count of them."""
         self._passed = passed
         self._driver, self._checkpoints, self._original, self._get_args = driver, checkpoints, original, get_args
         self._received: list[str] = []

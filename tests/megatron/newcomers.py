@@ -1,0 +1,203 @@
+"""A replica trains as real processes with upstream's real `pretrain`, and a newcomer goes on from a copy of its state.
+
+`go_on(flags, num_ranks)` returns what the ranks of both have found. Each has its world for itself; between them are files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.rank_messages import Apply, Plan
+from megatron_recover.core.values import Work
+from megatron_recover.trainer.state import Scalar
+from tests.forks import CONTEXT, results_of
+from tests.megatron.processes import Round, ScriptedDriver
+
+DEADLINE_S = 120.0
+ENTERS = 4
+"""The newcomer enters with this training step."""
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 "
+    "--train-iters 6 --lr 1e-2 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --clip-grad 1.0 --weight-decay 0.01 "
+    "--seed 1234 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --log-interval 1 --eval-iters 1 --eval-interval 2 "
+    "--split 80,10,10 --recover-determinism exact --recover-bucket-elements 8000 --recover-rebalance off "
+)
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """The state of a rank at the beginning of a training step."""
+
+    tensors: list[tuple[str, Tensor]]
+    scalars: dict[str, Scalar]
+    digest: int
+    layout: int
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a rank has found from the step on with which the newcomer enters."""
+
+    at_entrance: Copied
+    steps: list[tuple[str, list[range]]]
+    """Label of each step, and the samples of its first microbatch in each iterator."""
+    at_end: Copied
+    operations: Any
+    """What Megatron counts at the end."""
+    output: str = ""
+
+
+class Rank(ScriptedDriver):
+    """The driver of a rank of one replica that computes all microbatches itself."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.held = rank, {}
+        self.begun: list[tuple[str, list[range]]] = []
+        self.before: Callable[[str], None] = lambda label: None
+        self.cursor: Any = None
+
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
+        self._script = [Round(passes=(tuple(range(work.num_microbatches)),))]
+        if self.begun or work.label == f"train {ENTERS}":
+            self.begun.append((work.label, [iterator.indices(0) for iterator in self.cursor._iterators]))
+        self.before(work.label)
+        return super().begin(work, requests, digest)
+
+
+def go_on(flags: str, num_ranks: int = 1) -> tuple[list[Found], list[Found]]:
+    """Train from the beginning, and from the copied state; return what each rank of the two has found."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = []
+        for kind in ("donor", "newcomer"):
+            place = Path(folder) / kind
+            place.mkdir()
+            ranks = [
+                CONTEXT.Process(target=_rank, args=(kind, flags, num_ranks, rank, folder), daemon=True)
+                for rank in range(num_ranks)
+            ]
+            for process in ranks:
+                process.start()
+            found.append([pickle.loads(path.read_bytes()) for path in results_of(ranks, place, DEADLINE_S)])
+    return found[0], found[1]
+
+
+def copy_of(state: Any) -> Copied:
+    return Copied(
+        [(tensor.layout, tensor.data.clone()) for tensor in state.tensors()], state.scalars(), state.digest(), state.layout_digest()
+    )  # fmt: skip
+
+
+def _rank(kind: Literal["donor", "newcomer"], flags: str, num_ranks: int, rank: int, folder: str) -> None:
+    place = Path(folder) / kind
+    try:
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a store
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        sys.argv = ["pretrain_gpt.py", *FLAGS.split(), *flags.split()]
+        store = dist.FileStore(str(place / "store"), num_ranks)
+        found = _train(kind, store, lambda: pickle.loads((Path(folder) / "donor" / f"result.{rank}").read_bytes()).at_entrance)
+        (place / f"result.{rank}").write_bytes(pickle.dumps(found))
+        dist.barrier()
+    except BaseException:
+        (place / f"error.{rank}").write_text(f"{kind} rank {rank}:\n{traceback.format_exc()}")
+        os._exit(1)
+
+
+def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
+    import megatron.training
+    from megatron.core.enums import ModelType
+    from megatron.training import get_args
+
+    from megatron_recover.megatron import newcomer as newcomers
+    from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
+    from megatron_recover.megatron.launch.arguments import recover_config
+    from megatron_recover.megatron.launch.parsing import parse, prepare_device
+    from megatron_recover.megatron.seams import seams
+    from megatron_recover.megatron.training import _seeding, counters
+    from scripts import pretrain_gpt
+
+    torch.set_num_threads(1)
+    prepare_device()
+    replaced = {"forward_backward", "train_step", "finish_grad_sync", "cyclic", "data_loader", "train", "load_checkpoint"}
+    installation = seams.Installation([seam for seam in seams.load() if seam.name in replaced])
+    originals = installation.originals
+    args = parse(None, {"tokenizer_type": "GPT2BPETokenizer"}, {"enable_one_logger": False})
+    args.align_param_gather = False
+    config: RecoverConfig = recover_config(args)
+    driver, cursor = Rank(args.rank), MicrobatchCursor()
+    driver.cursor = cursor
+    loop = CommitLoop(
+        driver, config, originals, cursor=cursor, seed=_seeding(args.seed), iteration=lambda: args.curr_iteration + 1,
+        alike=dict, counters=lambda: counters(args),
+    )  # fmt: skip
+    progress = newcomers.Progress(get_args)
+    carried = progress.carried()
+    at_entrance: list[Copied] = []
+    ends: list[Any] = []
+
+    def enter(newcomer: newcomers.Newcomer) -> None:
+        given = copied()
+        assert newcomer.state.layout_digest() == given.layout, [
+            pair for pair in zip([tensor.layout for tensor in newcomer.state.tensors()], given.tensors) if pair[0] != pair[1][0]
+        ]
+        for mine, (_, data) in zip(newcomer.state.tensors(), given.tensors, strict=True):
+            mine.data.copy_(data)
+        newcomer.install(given.scalars)
+        at_entrance.append(copy_of(newcomers.published(newcomer.state, carried)))
+
+    def copy(label: str) -> None:
+        if label == f"train {ENTERS}" and kind == "donor":
+            at_entrance.append(copy_of(newcomers.published(loop.know_state(()), carried)))
+
+    def train(*arguments: Any, **others: Any) -> Any:
+        result = originals["train"](*arguments, **others)
+        ends.extend(result)
+        return result
+
+    driver.before = copy
+    entrance = newcomers.Entrance(
+        originals["load_checkpoint"], train, enter=enter if kind == "newcomer" else None,
+        newcomer=lambda arguments: newcomers.Newcomer(
+            arguments, loop.know_state(arguments.model, arguments.optimizer, arguments.opt_param_scheduler), get_args,
+            carried=carried, cursor=cursor, seed=_seeding(args.seed), train_step=originals["train_step"],
+        ),
+    )  # fmt: skip
+    entrance._signature = __import__("inspect").signature(originals["train"])
+    installation.install(
+        {
+            **loop.replacements(), "cyclic": never_ends, "data_loader": Loaders(cursor, get_args).build,
+            "train": entrance.train, "load_checkpoint": entrance.load_checkpoint,
+        }
+    )  # fmt: skip
+    exits = megatron.training.training.checkpoint_and_decide_exit
+
+    def noted(*arguments: Any) -> bool:
+        progress.passed(arguments[4])
+        return exits(*arguments)
+
+    megatron.training.training.checkpoint_and_decide_exit = noted
+    pretrain_gpt.datasets_provider.is_distributed = True
+    megatron.training.pretrain(
+        pretrain_gpt.configure(args), pretrain_gpt.datasets_provider, ModelType.encoder_or_decoder, pretrain_gpt.forward_step,
+        store=store,
+    )  # fmt: skip
+    loop.close()
+    return Found(at_entrance[0], driver.begun, copy_of(newcomers.published(loop.know_state(()), carried)), ends)
