@@ -155,9 +155,8 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
 
     def enter(newcomer: newcomers.Newcomer) -> None:
         given = copied()
-        assert newcomer.state.layout_digest() == given.layout, [
-            pair for pair in zip([tensor.layout for tensor in newcomer.state.tensors()], given.tensors) if pair[0] != pair[1][0]
-        ]
+        assert [each.layout for each in newcomer.state.tensors()] == [layout for layout, _ in given.tensors]
+        assert newcomer.state.layout_digest() == given.layout
         for mine, (_, data) in zip(newcomer.state.tensors(), given.tensors, strict=True):
             mine.data.copy_(data)
         newcomer.install(given.scalars)

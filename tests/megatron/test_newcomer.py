@@ -21,10 +21,33 @@ def assert_equal(found: Copied, wanted: Copied) -> None:
     assert (found.layout, found.digest) == (wanted.layout, wanted.digest)
 
 
+SCALED = "--fp16 --initial-loss-scale 262144 --hysteresis 1 --loss-scale-window 2 "
+ZERO1 = "--use-distributed-optimizer --bf16 "
+VIRTUAL = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+BIAS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.05 --moe-aux-loss-coeff 0.01 --disable-bias-linear "
+)
+
+
 @pytest.mark.parametrize(
     ("flags", "num_ranks"),
-    [("--global-batch-size 2", 1)],
-    ids=["fp32"],
+    [
+        ("--global-batch-size 2", 1),
+        ("--global-batch-size 2 --bf16 --dataloader-type cyclic --untie-embeddings-and-output-weights", 1),
+        (f"--global-batch-size 2 {SCALED}", 1),
+        ("--global-batch-size 2 --optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 2", 1),
+        (f"--global-batch-size 4 {ZERO1}", 2),
+        (f"--global-batch-size 4 {ZERO1} --overlap-grad-reduce --overlap-param-gather", 2),
+        (f"--global-batch-size 2 --pipeline-model-parallel-size 2 {VIRTUAL}", 2),
+        ("--global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 2),
+        (f"--global-batch-size 2 {BIAS}", 1),
+        (f"--global-batch-size 4 --expert-model-parallel-size 2 {ZERO1} {BIAS}", 2),
+    ],
+    ids=[
+        "fp32", "bf16, cyclic", "fp16", "sgd", "lanes", "lanes, late gather", "virtual stages, tied", "tp", "experts",
+        "experts over lanes",
+    ],
 )  # fmt: skip
 def test_it_goes_on_as_the_replica_whose_state_it_has(flags: str, num_ranks: int) -> None:
     donors, newcomers = go_on(flags, num_ranks)
