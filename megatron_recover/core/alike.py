@@ -8,9 +8,21 @@ their parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 Parts = tuple[tuple[str, str], ...]
 """(name, value or its digest) pairs, in an order that is equal on all replicas."""
+
+
+class Alike(NamedTuple):
+    """What must be equal on the same rank of every replica."""
+
+    configuration: Parts
+    """What does not change while the job runs; newcomers are compared by it."""
+    beginning: Parts
+    """What is compared when all start: all arguments, and the state that they begin with."""
+
+
 SHOWN = 5
 """Most differences that are described one by one; the rest is counted."""
 _ABSENT = "not there"

@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.alike import Parts
+from megatron_recover.core.alike import Alike
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import Label, StepKind, label_of
 from megatron_recover.core.plan import microbatches_of
@@ -52,7 +52,7 @@ from megatron_recover.megatron.large_gradients import warn_of_large
 from megatron_recover.megatron.losses import gradient_scale, mean_loss
 from megatron_recover.megatron.parameter_digest import ParameterDigest
 from megatron_recover.megatron.schedule.passes import run_pass
-from megatron_recover.megatron.state import TrainingState
+from megatron_recover.megatron.state import Carried, Published, TrainingState
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.communication import is_communication_error, is_device_error
 from megatron_recover.trainer.compiling import show_compilations
@@ -97,6 +97,8 @@ class CommitLoop:
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
         alike: Callable[[], Mapping[str, str]],
+        configuration: Callable[[], Mapping[str, str]] = dict,
+        carried: Mapping[str, Carried] | None = None,
         counters: Callable[[], Mapping[str, Scalar]] = dict,
         log: trace.Log | None = None,
         faults: FaultInjector | None = None,
@@ -112,6 +114,8 @@ class CommitLoop:
         - `iteration()` returns Megatron's current iteration, from 1.
         - `alike()` returns what must be equal on the same rank of every replica, by name, without
           shape and state (`megatron/data/alike.py`).
+        - `configuration()` returns of that what does not depend on how far the job has come.
+        - `carried`: what newcomers get beside the state. None: nothing.
         - `counters()` returns the scalars of the state that Megatron counts (`TrainingState`).
         - `page` shows what this rank does. None: nobody reads it.
         - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
@@ -125,6 +129,7 @@ class CommitLoop:
         """Number of training steps that this process has applied."""
         self._driver, self._config, self._originals = driver, config, originals
         self._cursor, self._seed, self._iteration, self._alike = cursor, seed, iteration, alike
+        self._configuration, self._carried = configuration, {} if carried is None else carried
         self._faults, self._gather, self._counters = faults, gather, counters
         self._record = trace.RankTrace(log, replica=driver.replica, rank=driver.rank)
         self._reduction: Reduction | None = None
@@ -135,6 +140,9 @@ class CommitLoop:
         self._parameter_digest = ParameterDigest(())
         self._parameters_checksum = 0
         """Newest digest of the parameters. Part of every checksum of the next steps."""
+        self._carried_checksum: int | None = None
+        """Of a newcomer that has not joined: the others' newest digest, which may be some steps
+        old."""
         self._state: TrainingState | None = None
         """The state of this rank; None before the first step or save."""
         self._num_evaluations = 0
@@ -238,24 +246,38 @@ class CommitLoop:
                 self._stopwatch = Stopwatch(self._reduction.device)
             self._in_work = InWork.on(self._reduction.device)
             show_compilations(self._page)
-            self._parameters_checksum = self._parameter_digest.compute().everything
-            parts = self._parts(self._reduction)
+            computed = self._parameter_digest.compute().everything
+            self._parameters_checksum = computed if self._carried_checksum is None else self._carried_checksum
+            parts = self._parts(self._reduction).beginning
             self._before_joining()
             self._driver.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
         return self._reduction
 
-    def _parts(self, reduction: Reduction) -> Parts:
-        """Return all that must be equal when replicas start, including their state."""
+    def _parts(self, reduction: Reduction) -> Alike:
+        """Return what must be equal on the same rank of replicas, as far as it is known by now."""
         state = self.know_state(self._chunks)
         shape, buckets = reduction.shape, hashlib.blake2b(repr(reduction.shape).encode(), digest_size=8).hexdigest()
-        parts = {
-            "the shape": f"{shape.num_ranks} ranks with {len(shape.bucket_ranks)} buckets ({buckets})",
+        described = {"the shape": f"{shape.num_ranks} ranks with {len(shape.bucket_ranks)} buckets ({buckets})"}
+        beginning = {
+            **described,
             **self._alike(),
             "the digest of names and shapes of the state": f"{state.layout_digest():016x}",
             "the digest of the parameters": f"{self._parameters_checksum:016x}",
             "the digest of all state, optimizer included": f"{state.digest():016x}",
         }
-        return tuple(parts.items())
+        return Alike(tuple((described | {**self._configuration()}).items()), tuple(beginning.items()))
+
+    def carried(self) -> dict[str, Carried]:
+        """Return what this loop has that a newcomer needs and no digest covers."""
+
+        def put(checksum: int) -> None:
+            self._parameters_checksum = self._carried_checksum = checksum
+
+        return {"parameters_checksum": Carried(lambda: self._parameters_checksum, put)}
+
+    def published(self) -> Published:
+        """Return the state of this rank as newcomers read it, after the first training step."""
+        return Published(self.know_state(self._chunks), self._carried)
 
     def run(self, **arguments: Any) -> list[dict[str, Tensor]]:
         """Run one step, shared by all replicas, in place of upstream's forward-backward function.

@@ -13,11 +13,6 @@ Note [Prepared]
     all of which are overwritten (`Newcomer.install`). Nothing is reduced over replicas, and no
     protocol runs. What only the reduction uses (its kernels, its collectives over lanes) is not
     used here.
-
-Note [What is carried]
-    Replicas compare parameters, optimizer, scheduler and counters (`TrainingState`). A newcomer
-    needs a few numbers more (`Carried`). They follow from what the replicas have agreed on, so they
-    are no part of the digest. A newcomer takes them from the replica that gives it the scalars.
 """
 
 from __future__ import annotations
@@ -36,24 +31,13 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_recover.core.progress import Phase
 from megatron_recover.megatron import late_gather, mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, of_loaders
 from megatron_recover.megatron.schedule.passes import run_pass
-from megatron_recover.megatron.state import Published, TrainingState
+from megatron_recover.megatron.state import CARRIED, Carried, TrainingState
 from megatron_recover.trainer.state import Scalar, State
 from megatron_recover.trainer.work_queue import Task
-
-_CARRIED = "carried"
-"""Prefix of the names of `Carried`."""
-
-
-class Carried(NamedTuple):
-    """A number of a replica that is no part of its digest (Note [What is carried])."""
-
-    get: Callable[[], Scalar]
-    """Returns the value at the beginning of a training step."""
-    put: Callable[[Any], None]
-    """Sets the value that another replica had there."""
 
 
 class Progress:
@@ -86,11 +70,6 @@ class Progress:
 
     def _put_operations(self, text: str) -> None:
         self._get_args().num_floating_point_operations_so_far = ast.literal_eval(text)
-
-
-def published(state: State, carried: Mapping[str, Carried]) -> Published:
-    """Return `state` as newcomers read it, at the beginning of a training step."""
-    return Published(state, lambda: {f"{_CARRIED}.{name}": each.get() for name, each in carried.items()})
 
 
 class TrainArguments(NamedTuple):
@@ -144,7 +123,7 @@ class Newcomer:
         arguments, args = self.arguments, self._get_args()
         for chunk in arguments.model:
             chunk.train()
-        with _as_in_training(arguments, args):
+        with self._cursor.page.within(Phase.FIRST_STEPS), _as_in_training(arguments, args):
             _, skipped, *_ = self._train_step(
                 arguments.forward_step_func, arguments.train_data_iterator, arguments.model, arguments.optimizer,
                 arguments.opt_param_scheduler, arguments.config, self._into_a_dump, iteration=args.iteration,
@@ -191,7 +170,7 @@ class Newcomer:
         ValueError with the names of those that do not, and of those that only one side has.
         """
         args = self._get_args()
-        of_state = {name: value for name, value in scalars.items() if not name.startswith(f"{_CARRIED}.")}
+        of_state = {name: value for name, value in scalars.items() if not name.startswith(f"{CARRIED}.")}
         for name, value in self.state.assign(of_state).items():
             setattr(args, name, value)
         beside = {name.partition(".")[2]: value for name, value in scalars.items() if name not in of_state}

@@ -1,9 +1,15 @@
-"""The state of Megatron's model chunks, optimizer and parameter scheduler."""
+"""The state of Megatron's model chunks, optimizer and parameter scheduler.
+
+Note [What is carried]
+    Replicas compare parameters, optimizer, scheduler and counters (`TrainingState`). A newcomer
+    needs a few numbers more (`Carried`). They follow from what the replicas have agreed on, so they
+    are no part of the digest. A newcomer takes them from the replica that gives it the scalars.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +27,17 @@ from megatron_recover.trainer.state import (
 
 _COUNTERS = "counters"
 """Prefix of the names of the counters."""
+CARRIED = "carried"
+"""Prefix of the names of what is carried beside the state."""
+
+
+class Carried(NamedTuple):
+    """A number of a replica that is no part of its digest (Note [What is carried])."""
+
+    get: Callable[[], Scalar]
+    """Returns the value at the beginning of a training step."""
+    put: Callable[[Any], None]
+    """Sets the value that another replica had there."""
 
 
 class TrainingState(State):
@@ -87,14 +104,14 @@ class Published(State):
     for the other.
     """
 
-    def __init__(self, state: State, carried: Callable[[], Mapping[str, Scalar]]) -> None:
-        """Offer `state` and what `carried()` returns, under names that `state` does not have."""
+    def __init__(self, state: State, carried: Mapping[str, Carried]) -> None:
+        """Offer `state` and what is carried. Take scalars at the beginning of a training step."""
         self._state, self._carried = state, carried
 
     def values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
         """Yield all state, and then what is carried beside it."""
         yield from self._state.values()
-        yield from self._carried().items()
+        yield from ((f"{CARRIED}.{name}", each.get()) for name, each in self._carried.items())
 
     def tensors(self) -> list[StateTensor]:
         """Return all tensors of the state."""

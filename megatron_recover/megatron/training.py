@@ -234,7 +234,7 @@ class _Training:
             with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key, self._log.record)):
                 resuming.judge(args, config.resume_data)
             return DRY_RUN_PASSED
-        if self._context.rank == 0 and (note := resuming.judge(args, "other")):
+        if self._context.rank == 0 and not self._context.newcomer and (note := resuming.judge(args, "other")):
             print(f"megatron-recover: {note}", flush=True)
         timeout = timedelta(seconds=config.deadlines.leader_s)
         store = join_store(self._context, self._key, timeout, self._log.record, self._clock)
@@ -260,7 +260,7 @@ class _Training:
             loop.close()
         if args.iteration >= args.train_iters:
             print_rank_0(f"nothing was left to train: the checkpoint is of iteration {args.iteration} of {args.train_iters}")
-        checkpoints.settle(loop.meet, has_trained=loop.has_trained)
+        checkpoints.settle(loop.meet, has_trained=loop.has_trained or self._context.newcomer)
         if not loop.has_joined:  # nothing was left to do; all replicas still have to end together
             loop.meet(0)
         try:
@@ -351,6 +351,7 @@ class _Training:
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
         from megatron_recover.megatron.newcomer import Entrance, Newcomer, Progress
         from megatron_recover.megatron.reporting import LogLine
+        from megatron_recover.megatron.state import Carried
         from megatron_recover.trainer.state_window import StateWindow
 
         originals = self._installation.originals
@@ -361,11 +362,14 @@ class _Training:
                 refuse(other_device(self._context.gpu))
             checkpoints.tell_what_was_loaded()
 
-        cursor, window = MicrobatchCursor(self._page, args.num_workers), StateWindow()
+        cursor, window, seed = MicrobatchCursor(self._page, args.num_workers), StateWindow(), _seeding(args.seed)
+        around = functools.cache(lambda: surroundings(args, exact=config.determinism == "exact"))
+        carried: dict[str, Carried] = {}
         loop = CommitLoop(
-            driver, config, originals, cursor=cursor, seed=_seeding(args.seed),
+            driver, config, originals, cursor=cursor, seed=seed, carried=carried,
             iteration=lambda: args.curr_iteration + 1,
-            alike=lambda: alike(args, rank=driver.rank, exact=config.determinism == "exact"),
+            alike=lambda: parts.arguments(args, driver.rank) | around(),
+            configuration=lambda: parts.arguments(args, driver.rank, unchanging=True) | around(),
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
             before_joining=before_joining, window=window,
         )  # fmt: skip
@@ -374,6 +378,7 @@ class _Training:
             save=args.save, samples=parts.samples(args) if args.save and driver.rank == 0 else {},
             deadlines=config.deadlines, log=self._log, faults=self._faults,
             window=window if self._saves_in_background else None, run_id=self._wandb.run_id,
+            is_newcomer=self._context.newcomer,
         )  # fmt: skip
 
         def flush() -> None:
@@ -381,12 +386,12 @@ class _Training:
             self._wandb.flush()
 
         progress = Progress(get_args)
-        carried = progress.carried()
+        carried |= {**progress.carried(), **loop.carried(), **checkpoints.carried()}
         entrance = Entrance(
             originals["load_checkpoint"], originals["train"], enter=None,
             newcomer=lambda arguments: Newcomer(
                 arguments, loop.know_state(arguments.model, arguments.optimizer, arguments.opt_param_scheduler), get_args,
-                carried=carried, cursor=cursor, seed=_seeding(args.seed), train_step=originals["train_step"],
+                carried=carried, cursor=cursor, seed=seed, train_step=originals["train_step"],
             ),
         )  # fmt: skip
         boundary = Boundary(driver, checkpoints, originals["exit"], get_args, progress.passed)
@@ -458,18 +463,15 @@ def _seeding(seed: int) -> Callable[[int, int, int], None]:
     return begin
 
 
-def alike(args: Namespace, *, rank: int, exact: bool) -> dict[str, str]:
-    """Return all that must be equal on the same rank of every replica, by name.
-
-    The shape and the state are left out: `CommitLoop` adds them.
-    """
+def surroundings(args: Namespace, *, exact: bool) -> dict[str, str]:
+    """Return the software and the data that must be equal on the same rank of every replica."""
     from megatron.core import parallel_state
 
     from megatron_recover.megatron.data import alike as parts
 
     # As in upstream, tensor-parallel rank 0 reads the samples and sends them to its group.
     reads = parallel_state.get_tensor_model_parallel_rank() == 0
-    return parts.arguments(args, rank) | parts.software(exact=exact) | (parts.data(args) if reads else {})
+    return parts.software(exact=exact) | (parts.data(args) if reads else {})
 
 
 def counters(args: Namespace) -> dict[str, int]:

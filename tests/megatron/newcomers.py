@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.rank_messages import Apply, Plan
 from megatron_recover.core.values import Work
 from megatron_recover.trainer.state import Scalar
 from tests.forks import CONTEXT, results_of
@@ -95,7 +94,8 @@ def go_on(flags: str, num_ranks: int = 1) -> tuple[list[Found], list[Found]]:
 
 def copy_of(state: Any) -> Copied:
     return Copied(
-        [(tensor.layout, tensor.data.clone()) for tensor in state.tensors()], state.scalars(), state.digest(), state.layout_digest()
+        [(tensor.layout, tensor.data.clone()) for tensor in state.tensors()],
+        state.scalars(), state.digest(), state.layout_digest(),
     )  # fmt: skip
 
 
@@ -131,6 +131,7 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
     from megatron_recover.megatron.launch.arguments import recover_config
     from megatron_recover.megatron.launch.parsing import parse, prepare_device
     from megatron_recover.megatron.seams import seams
+    from megatron_recover.megatron.state import Carried, Published
     from megatron_recover.megatron.training import _seeding, counters
     from scripts import pretrain_gpt
 
@@ -144,12 +145,13 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
     config: RecoverConfig = recover_config(args)
     driver, cursor = Rank(args.rank), MicrobatchCursor()
     driver.cursor = cursor
+    carried: dict[str, Carried] = {}
     loop = CommitLoop(
         driver, config, originals, cursor=cursor, seed=_seeding(args.seed), iteration=lambda: args.curr_iteration + 1,
-        alike=dict, counters=lambda: counters(args),
+        alike=dict, counters=lambda: counters(args), carried=carried,
     )  # fmt: skip
     progress = newcomers.Progress(get_args)
-    carried = progress.carried()
+    carried |= {**progress.carried(), **loop.carried()}
     at_entrance: list[Copied] = []
     ends: list[Any] = []
 
@@ -160,11 +162,11 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
         for mine, (_, data) in zip(newcomer.state.tensors(), given.tensors, strict=True):
             mine.data.copy_(data)
         newcomer.install(given.scalars)
-        at_entrance.append(copy_of(newcomers.published(newcomer.state, carried)))
+        at_entrance.append(copy_of(Published(newcomer.state, carried)))
 
     def copy(label: str) -> None:
         if label == f"train {ENTERS}" and kind == "donor":
-            at_entrance.append(copy_of(newcomers.published(loop.know_state(()), carried)))
+            at_entrance.append(copy_of(loop.published()))
 
     def train(*arguments: Any, **others: Any) -> Any:
         result = originals["train"](*arguments, **others)
@@ -199,4 +201,4 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
         store=store,
     )  # fmt: skip
     loop.close()
-    return Found(at_entrance[0], driver.begun, copy_of(newcomers.published(loop.know_state(()), carried)), ends)
+    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends)

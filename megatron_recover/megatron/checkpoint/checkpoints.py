@@ -72,6 +72,7 @@ from megatron_recover.megatron.checkpoint.background import BackgroundSave
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
 from megatron_recover.megatron.checkpoint.shared_failure import NoGrant, SharedFailure, agreed, gathered, of_first
 from megatron_recover.megatron.checkpoint.tracker_file import replacing_tracker
+from megatron_recover.megatron.state import Carried
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.state_window import StateWindow
 
@@ -101,6 +102,7 @@ class Checkpoints:
         faults: FaultInjector | None,
         window: StateWindow | None = None,
         run_id: str = "",
+        is_newcomer: bool = False,
     ) -> None:
         """Look at the tracker in `save`; create this object before the job can save anything there.
 
@@ -115,10 +117,11 @@ class Checkpoints:
         - `window`: the state window, to save in the background (Note [In the background]); None:
           the writer waits while it saves.
         - `run_id` (`wandb_run.py`) is stored in each checkpoint, unless it is empty.
+        - `is_newcomer`: this replica begins with the state of others, and has loaded nothing.
         """
         self._saver, self._originals, self._get_args, self._agree_on = saver, originals, get_args, agree
         self._samples, self._deadlines, self._faults, self._window = samples, deadlines, faults, window
-        self._run_id = run_id
+        self._run_id, self._is_newcomer = run_id, is_newcomer
         self._record = trace.RankTrace(log, replica=saver.replica, rank=saver.rank)
         self._folder = SaveFolder(save, deadlines.lock_s) if save is not None else None
         self._agreed: int | None = None
@@ -155,16 +158,24 @@ class Checkpoints:
             raise RuntimeError("Megatron saves a checkpoint without --save")
         return self._folder
 
+    def carried(self) -> dict[str, Carried]:
+        """Return what a newcomer needs of this object: the newest save that all have agreed on."""
+
+        def put(iteration: int | None) -> None:
+            self._agreed = iteration
+
+        return {"agreed_save": Carried(lambda: self._agreed, put)}
+
     # --- Seams of Megatron ------------------------------------------------------------------------
 
     def tell_what_was_loaded(self) -> None:
         """Record at rank 0 the iteration that was loaded with `--load`; 0 if none was there.
 
-        Records nothing without `--load` or with `--finetune`. Not a seam: called once, before this
-        rank joins the job.
+        Records nothing without `--load`, with `--finetune`, and in a newcomer. Not a seam: called
+        once, before this rank joins the job.
         """
         args = self._get_args()
-        if self._saver.rank == 0 and args.load is not None and not args.finetune:
+        if self._saver.rank == 0 and args.load is not None and not args.finetune and not self._is_newcomer:
             self._record(trace.Checkpoint, iteration=args.iteration, phase="loaded", detail=str(args.load))
 
     def save_checkpoint_and_time(self, iteration: int, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +190,7 @@ class Checkpoints:
             # A step was given up (`commit.OF_A_STEP_GIVEN_UP`), and there is no folder or nothing
             # to save.
             return
-        if iteration != self._agreed and not resuming.is_loaded(self._get_args(), iteration):
+        if iteration != self._agreed and (self._is_newcomer or not resuming.is_loaded(self._get_args(), iteration)):
             self._save(iteration, *args, **kwargs)
 
     def _save(self, iteration: int, *args: Any, **kwargs: Any) -> None:

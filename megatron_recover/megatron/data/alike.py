@@ -20,6 +20,14 @@ from megatron_recover.config import nccl_order
 from megatron_recover.megatron.launch.preflight_data import is_number
 
 _OF_ONE_RANK = frozenset({"rank", "local_rank", "flight_recorder_dump_path", "profile"})
+_OF_PROGRESS = frozenset(
+    {
+        "consumed_train_samples", "consumed_valid_samples", "curr_iteration", "finetune", "iteration",
+        "num_floating_point_operations_so_far", "skipped_train_samples",
+    }
+)  # fmt: skip
+"""Arguments in which Megatron keeps how far it has come. It sets `finetune` where it loads
+`--pretrained-checkpoint`; the argument decides only what is loaded."""
 _PACKAGES = ("torch", "megatron-core", "numpy", "megatron-recover")
 _DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Arguments that name indexed data."""
@@ -30,17 +38,21 @@ _NUM_BLOCKS = 64
 """Number of blocks to read of a file that has more, including the first and the last block."""
 
 
-def arguments(args: Namespace, rank: int) -> dict[str, str]:
+def arguments(args: Namespace, rank: int, *, unchanging: bool = False) -> dict[str, str]:
     """Return all arguments by name on rank 0, and their digest on every rank.
+
+    `unchanging`: only those that are the same at each iteration (`_OF_PROGRESS` lists the others).
 
     Arguments that are not set (None, False, []) are left out by name, but are part of the digest.
     Arguments that differ between ranks (`_OF_ONE_RANK`) are in neither. Long values are cut
     (`_LONGEST`).
     """
-    values = {name: repr(value) for name, value in sorted(vars(args).items()) if name not in _OF_ONE_RANK}
+    left_out = _OF_ONE_RANK | _OF_PROGRESS if unchanging else _OF_ONE_RANK
+    values = {name: repr(value) for name, value in sorted(vars(args).items()) if name not in left_out}
     unset = ("None", "False", "[]")
     named = {f"argument {name}": _cut(value) for name, value in values.items() if value not in unset} if rank == 0 else {}
-    return {**named, "the digest of all arguments": _digest(repr(sorted(values.items())).encode())}
+    which = "the arguments that do not change" if unchanging else "all arguments"
+    return {**named, f"the digest of {which}": _digest(repr(sorted(values.items())).encode())}
 
 
 def software(*, exact: bool) -> dict[str, str]:
