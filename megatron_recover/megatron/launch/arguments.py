@@ -13,7 +13,7 @@ import inspect
 import textwrap
 import typing
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -240,6 +240,17 @@ REFUSALS = (
     Refusal("--yaml-cfg", _set("yaml_cfg"), "the launcher has to know the shape of the job", "use flags"),
 )  # fmt: skip
 
+# A newcomer reads the state of others between two steps, while their next step runs. So what the
+# next step needs has to be in that state, and may change only when a step is applied.
+JOINING_REFUSALS = (
+    Refusal("--optimizer-cpu-offload", _set("optimizer_cpu_offload"),
+            "copies between host and device may still run between two steps", _DROP),
+    Refusal("--phase-transition-iterations", _set("phase_transition_iterations"),
+            "data sets are built for the phase of the iteration with which training begins", _DROP),
+    Refusal("--vision-pretraining-type", lambda args: args.vision_pretraining and args.vision_pretraining_type == "dino",
+            "the center of its loss changes in each forward", "use another type"),
+)  # fmt: skip
+
 
 class Adaptation(msgspec.Struct, frozen=True):
     """An argument of Megatron that gets another value under the launcher, which is said."""
@@ -313,11 +324,24 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
 
     An argument that the installed Megatron does not know cannot be judged, so it is refused too.
     """
-    judged, found = Namespace(**{**_WITHOUT_KITCHEN, **vars(args), "lanes": lanes}), []
-    for refusal in REFUSALS:
+    return _judged(REFUSALS, Namespace(**{**_WITHOUT_KITCHEN, **vars(args), "lanes": lanes}), "is not supported with replicas")
+
+
+def joining_refusals(args: Namespace) -> list[str]:
+    """Return one line for each argument with which no replica can join while others train.
+
+    The job runs with such an argument, and a replica that is lost is not replaced. A line has the
+    flag, the reason and the remedy. An argument that Megatron does not know cannot be judged.
+    """
+    return _judged(JOINING_REFUSALS, args, "lets no replica join while others train")
+
+
+def _judged(refusals: Sequence[Refusal], judged: Namespace, what: str) -> list[str]:
+    found = []
+    for refusal in refusals:
         try:
             if refusal.when(judged):
-                found.append(f"{refusal.flag} is not supported with replicas: {refusal.because}; {refusal.instead}")
+                found.append(f"{refusal.flag} {what}: {refusal.because}; {refusal.instead}")
         except AttributeError as error:
             if error.obj is not judged:  # a defect of ours
                 raise
