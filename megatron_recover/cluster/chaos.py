@@ -29,6 +29,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The job that faults are meant for."""
 
     num_replicas: int
+    has_newcomers: bool = False
+    """True if lost replicas are replaced: newcomers have the next numbers, and may have faults."""
     num_ranks: int
     """Ranks of one replica."""
     num_microbatches: int
@@ -100,7 +102,7 @@ def _slow_mistakes(table: Mapping[str, object]) -> Iterator[toml_file.Mistake]:
 def _limits(target: Target) -> dict[str, tuple[float, float]]:
     """Return the least and the greatest value of each number in a fault."""
     return {
-        "replica": (0, target.num_replicas - 1),
+        "replica": (0, math.inf if target.has_newcomers else target.num_replicas - 1),
         "rank": (0, target.num_ranks - 1),
         "step": (0, math.inf),
         "microbatch": (0, target.num_microbatches - 1),

@@ -151,6 +151,7 @@ class Healing:
         living = {each.user for each in self._pasts if each.is_taken and not each.is_given_back}
         wanted = state.policy.num_replicas - len(state.left) - len(living)
         if wanted < 1:
+            self._membership.know_room(True)  # as far as one knows: of the next loss
             return
         plan = slots.plan(self._pasts, wanted=wanted, settings=self._settings, now_s=self._loop.time())
         for newcomer in plan.newcomers:
@@ -162,6 +163,7 @@ class Healing:
         self._tell_left_out(plan)
         if plan.again_at_s is not None:
             self._again_at_s = plan.again_at_s
+        self._membership.know_room(bool(plan.newcomers) or plan.again_at_s is not None)
 
     def form(self, replica: ReplicaId) -> None:
         """Begin to form a newcomer, to which the machine has given this id."""
@@ -211,7 +213,8 @@ class Healing:
 
     def _tell_left_out(self, plan: slots.Plan) -> None:
         """Say which slots stay empty although replicas are missing, each reason once per slot."""
-        fresh = [each for each in plan.left_out if (each.slot, each.reason) not in self._told]
+        found = (each for each in plan.left_out if not each.is_usual)
+        fresh = [each for each in found if (each.slot, each.reason) not in self._told]
         self._told.update((each.slot, each.reason) for each in fresh)
         for reason in dict.fromkeys(each.reason for each in fresh):
             where = slots.described(each.slot for each in fresh if each.reason == reason)

@@ -135,6 +135,8 @@ class CoordinatorState(Value, frozen=True):
     """Claims for which a member has vouched and that wait for the timer `gather`, by replica."""
     joins_from: int = 0
     """The first step in which the next join may begin."""
+    has_room: bool = False
+    """True if newcomers can be formed where replicas are missing, now or later (`RoomKnown`)."""
     num_setbacks: int = 0
     """Number of times in a row that unproven newcomers were removed."""
     grants: Ledger = Ledger()
@@ -189,6 +191,12 @@ class FormAsked(Value, frozen=True):
     num_newcomers: int
 
 
+class RoomKnown(Value, frozen=True):
+    """Whether newcomers can be formed where replicas are missing, now or later."""
+
+    has_room: bool
+
+
 class Progressed(Value, frozen=True):
     """A member's beat reports its first uncommitted step: all steps before it are committed."""
 
@@ -214,7 +222,7 @@ class FenceConfirmed(Value, frozen=True):
 
 Input = (
     LeaderMessage | Launched | ReplicaLost | NodeLost | TimerFired | ExitAsked | LeaveAsked | Progressed | AtWork
-    | FenceConfirmed | FormAsked
+    | FenceConfirmed | FormAsked | RoomKnown
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_recover import faults as faults_module
@@ -240,3 +241,11 @@ def test_what_a_point_is_passed_for_can_be_given(point: FaultPoint) -> None:
         assert refused == ([] if point.value in points else [key])
     refused = [one for one, _ in never_passed({"replica": 0, "rank": 1, "point": point.value})]
     assert refused == (["rank"] if point.value in ("in_vote", "status") else [])
+
+
+def test_newcomers_have_numbers_for_faults_where_replicas_are_replaced() -> None:
+    text = '[[fault]]\nreplica = 4\nrank = 0\npoint = "forward"\n'
+    with pytest.raises(ValueError, match="replica"):
+        parse(text, TARGET)
+    [found] = parse(text, msgspec.structs.replace(TARGET, has_newcomers=True))
+    assert found.replica == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.control_plane.node_messages import (
@@ -135,8 +136,23 @@ def test_a_newcomer_that_ends_is_tried_again_at_once_if_it_was_killed_and_later_
     town.run(0.9, agent)
     assert len(agent.of(FormReplica)) == 2
     assert "slots 2 and 3: set aside for 1 s (1 of 2): replica 3: exception (it is gone)" in said(agent)
+    membership = town.nodes._membership
+    assert membership is not None and membership.state.has_room, "later"
     town.run(0.3, agent)
     assert agent.of(FormReplica)[2:] == [FormReplica(4, ((0, 2), (1, 3)))]
+
+
+def test_the_machine_knows_when_no_newcomer_can_be_formed_any_more(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0))
+    membership = town.nodes._membership
+    assert membership is not None
+    for replica in (1, 2):
+        assert membership.state.has_room
+        lose(town, agent, replica, LossKind.CRASHED)
+        agent.say(FenceDone(replica))
+        town.run(0.2, agent)
+    assert len(agent.of(FormReplica)) == 1 and not membership.state.has_room
+    assert "never used again, as no try is left: replica 2: crashed" in said(agent)
 
 
 def test_only_the_slot_of_the_rank_that_broke_is_blamed(start: Start) -> None:

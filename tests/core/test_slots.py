@@ -31,16 +31,16 @@ def crashed(pasts: Pasts, replica: int, *, now_s: float = 100.0, rank: int | Non
     return slots.gone(pasts, replica)
 
 
-def _for(newcomer: Newcomer) -> str:
-    return f"for {' '.join(map(str, newcomer.in_place_of))} " if newcomer.in_place_of else ""
+def line(newcomer: Newcomer) -> str:
+    where = " ".join(f"{slot.node}.{slot.slot}" for slot in newcomer.slots)
+    of = f"for {' '.join(map(str, newcomer.in_place_of))} " if newcomer.in_place_of else ""
+    return f"{where} {of}{newcomer.reason}"
 
 
 def plan(pasts: Pasts, wanted: int, *, now_s: float = 100.0, settings: Settings = SETTINGS) -> str:
     """The plan in words, a line for each newcomer and each slot that is left out."""
     found = slots.plan(pasts, wanted=wanted, settings=settings, now_s=now_s)
-    lines = [
-        f"{' '.join(f'{slot.node}.{slot.slot}' for slot in each.slots)} {_for(each)}{each.reason}" for each in found.newcomers
-    ]
+    lines = list(map(line, found.newcomers))
     lines += [f"not {each.slot.node}.{each.slot.slot} {each.reason} [{each.again_at_s}]" for each in found.left_out]
     return "\n".join(lines)
 
@@ -163,6 +163,25 @@ def test_only_the_slot_of_the_rank_that_broke_is_set_aside_and_a_spare_takes_its
     pasts = crashed(slots.taken(crashed(pasts, 1, rank=1), 2, seat(0, 2)), 2, rank=1)
     assert plan(pasts, 1) == (
         "0.2 0.4 for 2 in healthy and spare slots, node 0: slots 2 and 4\n"
+        "not 0.3 set aside for 60 s (1 of 3): replica 2: crashed (rank 1: SIGSEGV) [160.0]"
+    )
+
+
+def test_a_crash_loop_that_ends_another_rank_each_time_is_no_longer() -> None:
+    pasts = crashed(THREE, 1, rank=0)
+    pasts = crashed(slots.taken(pasts, 3, seat(0, 2)), 3, rank=1)
+    assert plan(pasts, 1) == "\n".join(
+        f"not 0.{slot} set aside for 60 s (1 of 3): replica 3: crashed (rank 1: SIGSEGV) [160.0]" for slot in (2, 3)
+    )
+
+
+def test_a_crash_loop_of_one_rank_does_not_use_up_the_spares() -> None:
+    pasts = slots.seated({0: seat(0, 0), 1: seat(0, 2)}, spares=seat(0, 4, 3))
+    pasts = crashed(slots.taken(crashed(pasts, 1, rank=1), 2, seat(0, 2)), 2, rank=1)
+    pasts = crashed(slots.taken(pasts, 3, (Slot(0, 2), Slot(0, 4))), 3, rank=1)
+    assert plan(pasts, 1) == (
+        "0.4 0.5 for 3 in healthy and spare slots, node 0: slots 4 and 5\n"
+        "not 0.2 set aside for 60 s (1 of 3): replica 3: crashed (rank 1: SIGSEGV) [160.0]\n"
         "not 0.3 set aside for 60 s (1 of 3): replica 2: crashed (rank 1: SIGSEGV) [160.0]"
     )
 
