@@ -299,4 +299,5 @@ def _target(num_replicas: int, judged: Preflight) -> chaos.Target:
         num_microbatches=judged.num_microbatches,
         num_steps=judged.train_iters,
         min_replicas=judged.config.min_replicas,
+        heals=judged.config.heal != "off",
     )
