@@ -155,7 +155,7 @@ class Healing:
         plan = slots.plan(self._pasts, wanted=wanted, settings=self._settings, now_s=self._loop.time())
         for newcomer in plan.newcomers:
             self._next = newcomer
-            self._membership.ask_form(1)
+            self._membership.ask_form(1, newcomer.in_place_of, newcomer.reason)
             if self._next is not None:  # the job is over
                 self._next = None
                 return
@@ -174,7 +174,6 @@ class Healing:
         nodes = self._nodes[replica] = _nodes(newcomer.slots)
         self._forming[replica] = _Forming(nodes, set())
         self._note_hosts(replica, nodes)
-        self._say(f"replica {replica} is formed {newcomer.reason}")
         for node in nodes:
             seats = tuple((rank, slot.slot) for rank, slot in enumerate(newcomer.slots) if slot.node == node)
             self._send(node, FormReplica(replica, seats, len(nodes) > 1))
@@ -212,7 +211,7 @@ class Healing:
 
     def _tell_left_out(self, plan: slots.Plan) -> None:
         """Say which slots stay empty although replicas are missing, each reason once per slot."""
-        fresh = [each for each in plan.left_out if (each.slot, each.reason) not in self._told]
+        fresh = [each for each in plan.left_out if not each.is_ending and (each.slot, each.reason) not in self._told]
         self._told.update((each.slot, each.reason) for each in fresh)
         for reason in dict.fromkeys(each.reason for each in fresh):
             where = slots.described(each.slot for each in fresh if each.reason == reason)

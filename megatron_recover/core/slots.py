@@ -101,6 +101,9 @@ class Newcomer(Value, frozen=True):
     slots: tuple[Slot, ...]
     """The slots of its ranks, by rank."""
     reason: str
+    """Where that is, as in "it forms in the slots of replica 1"."""
+    in_place_of: tuple[ReplicaId, ...] = ()
+    """The lost replica whose slots these are, if all of them are one's."""
 
 
 class LeftOut(Value, frozen=True):
@@ -110,6 +113,8 @@ class LeftOut(Value, frozen=True):
     reason: str
     again_at_s: float | None = None
     """Time at which it may be used; None: that depends on an event, or it is never used again."""
+    is_ending: bool = False
+    """True if only processes are waited for that have not had much time to end: the usual case."""
 
 
 class Plan(Value, frozen=True):
@@ -224,7 +229,7 @@ def plan(pasts: Pasts, *, wanted: int, settings: Settings, now_s: float) -> Plan
             continue
         if not any(slot in hindered for slot in seat):
             if len(newcomers) < wanted:
-                newcomers.append(Newcomer(seat, f"in the slots of replica {replica} ({described(seat)})"))
+                newcomers.append(Newcomer(seat, f"in the slots of replica {replica} ({described(seat)})", (replica,)))
         elif all(_is_only_ending(free[slot], settings, now_s) for slot in seat):
             num_awaited += 1
     used = {slot for each in newcomers for slot in each.slots}
@@ -283,7 +288,8 @@ def _hindrance(past: Past, settings: Settings, now_s: float) -> LeftOut | None:
         return LeftOut(past.slot, f"set aside for {past.for_s:g} s ({which}): {past.why}", past.until_s)
     if not past.is_gone:
         until_s = (past.lost_at_s or 0.0) + settings.patience_s
-        return LeftOut(past.slot, f"a process of {_user(past)} may live", until_s if now_s < until_s else None)
+        is_ending = now_s < until_s
+        return LeftOut(past.slot, f"a process of {_user(past)} may live", until_s if is_ending else None, is_ending)
     return None
 
 

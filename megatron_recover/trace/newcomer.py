@@ -16,7 +16,7 @@ class Forming(Event, frozen=True, kw_only=True):
     in_place_of: tuple[int, ...] = ()
     """Replicas whose slots its ranks get. Every process of theirs has ended."""
     reason: str = ""
-    """Why it is formed, or where else; may be empty."""
+    """Where it forms, as in "it forms in the slots of replica 1"; may be empty."""
 
 
 class StateRead(Event, frozen=True, kw_only=True):
