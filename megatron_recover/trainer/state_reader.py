@@ -38,6 +38,11 @@ _MAX_DAMAGED = 3
 class StateVoid(Exception):
     """The state of a label could not be read whole. Nothing that was read counts."""
 
+    def __init__(self, reason: str, *, num_bytes: int = 0, of_bytes: int = 0, seconds: float = 0.0) -> None:
+        """`num_bytes` of `of_bytes` bytes had been read after `seconds`."""
+        super().__init__(reason)
+        self.num_bytes, self.of_bytes, self.seconds = num_bytes, of_bytes, seconds
+
 
 class Offer(NamedTuple):
     """The window that is open at a source."""
@@ -190,7 +195,10 @@ class _Reading:
             self._void = self._void or "over"
             about, num_bytes = self._about, list(self._num_bytes)
         if not is_complete or about is None:
-            raise StateVoid(f"the state of {self._expected.label} was not read: {void}")
+            raise StateVoid(
+                f"the state of {self._expected.label} was not read: {void}",
+                num_bytes=sum(num_bytes), of_bytes=self._bytes.num_bytes, seconds=time.monotonic() - started,
+            )  # fmt: skip
         try:
             scalars = decoded(about)
         except ValueError as error:
