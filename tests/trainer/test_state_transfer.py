@@ -26,7 +26,7 @@ from tests.trainer.states import Tensors, of_every_kind, of_size
 
 pytestmark = pytest.mark.timeout(150)
 SIZE = 6 * CHUNK_BYTES + 64
-SHORT = replace(DEADLINES, connect_s=0.5, sum_s=0.5, beat_s=0.1)
+SHORT = replace(DEADLINES, connect_s=1.0, sum_s=1.0)
 
 
 class Digests:
@@ -406,29 +406,31 @@ def end(frames: Frames) -> None:
     frames.sock.close()
 
 
-def stall(frames: Frames) -> None:
-    time.sleep(2)
-    frames.sock.close()
-
-
 def damaged(frames: Frames) -> None:
     frames.sock.sendall(b"garbage" * 100)
 
 
-@pytest.mark.parametrize("behave", [end, stall, damaged])
+@pytest.mark.parametrize("behave", [end, None, damaged], ids=["end", "stall", "garbage"])
 def test_what_a_failing_source_does_not_send_is_read_from_another(
-    monkeypatch: pytest.MonkeyPatch, behave: Callable[[Frames], None]
+    monkeypatch: pytest.MonkeyPatch, behave: Callable[[Frames], None] | None
 ) -> None:
+    go_on = threading.Event()
+
+    def stall(frames: Frames) -> None:
+        go_on.wait(60)
+        frames.sock.close()
+
     with serving(3) as servers, reading() as reader:
         for server in servers:
             server.open("train 1", of_size(4 * SIZE, 1.0))
-        misbehave(monkeypatch, servers[1], behave)
+        misbehave(monkeypatch, servers[1], behave or stall)
         mine, since = of_size(4 * SIZE, 0.0), time.monotonic()
         got = reader.read("train 1", addresses(servers), mine)
         assert all(each.eq(1).all() for each in mine.named.values())
-        assert time.monotonic() - since < (1.9 if behave is stall else 30), "nobody waits for one that stalls"
-        assert set(got.lost) <= {servers[1].address} and (behave is stall or got.lost)
+        assert time.monotonic() - since < DEADLINES.sum_s, "nobody waits for one that stalls"
+        assert set(got.lost) <= {servers[1].address}
         assert got.bytes_by_source[servers[1].address] <= CHUNK_BYTES
+        go_on.set()
         monkeypatch.undo()
         assert not reader.read("train 1", addresses(servers), mine).lost, "it is asked again the next time"
 
@@ -455,7 +457,7 @@ def test_all_sources_are_too_slow_or_never_open_that_window() -> None:
         reader.read("train 1", [address], of_size(SIZE, 0.0))
     with serving() as servers, reading(deadlines=SHORT) as reader:
         servers[0].open("train 0", of_size(SIZE, 0.0))
-        with pytest.raises(StateVoid, match=r"no source has sent any of it for 1 s \(connect_s and sum_s\)"):
+        with pytest.raises(StateVoid, match=r"no source has sent any of it for 2 s \(connect_s and sum_s\)"):
             reader.read("train 1", addresses(servers), of_size(SIZE, 0.0))
 
 
@@ -538,7 +540,7 @@ def test_sources_with_different_scalars_or_unreadable_ones_are_void() -> None:
     with reading(connect=sources.__getitem__) as reader:
         begun = threading.Barrier(2)  # both have sent their scalars when either reads
         for each in sources.values():
-            each.may_read.wait = begun.wait  # type: ignore[method-assign]
+            each.may_read.wait = lambda seconds: begun.wait(seconds) >= 0  # type: ignore[method-assign, assignment, misc]
         with pytest.raises(StateVoid, match="different scalars"):
             reader.read("train 1", ["one", "other"], mine)
     void = pytest.raises(StateVoid, match="scalars of train 1 cannot be read")
