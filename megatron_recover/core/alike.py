@@ -15,12 +15,12 @@ Parts = tuple[tuple[str, str], ...]
 
 
 class Alike(NamedTuple):
-    """What must be equal on the same rank of every replica."""
+    """The parts that must be equal on the same rank of every replica."""
 
     configuration: Parts
-    """What does not change while the job runs; newcomers are compared by it."""
+    """All that does not change while the job runs; newcomers are compared by it."""
     beginning: Parts
-    """What is compared when all start: all arguments, and the state that they begin with."""
+    """All that is compared when they start: all arguments, and the state that they begin with."""
 
 
 SHOWN = 5

@@ -141,7 +141,7 @@ class CommitLoop:
         self._parameters_checksum = 0
         """Newest digest of the parameters. Part of every checksum of the next steps."""
         self._carried_checksum: int | None = None
-        """Of a newcomer that has not joined: the others' newest digest, which may be some steps
+        """Newest digest of the others, for a newcomer that has not joined. It may be some steps
         old."""
         self._state: TrainingState | None = None
         """The state of this rank; None before the first step or save."""

@@ -41,7 +41,7 @@ from megatron_recover.trainer.work_queue import Task
 
 
 class Progress:
-    """How far Megatron has come, as its training loop counts it in variables of its own."""
+    """The progress of Megatron, as its training loop counts it in variables of its own."""
 
     def __init__(self, get_args: Callable[[], Namespace]) -> None:
         """Use Megatron's arguments; nothing is read yet."""

@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import logging
 import os
 import pickle
+import re
+import shutil
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -29,6 +34,11 @@ from tests.megatron.processes import Round, ScriptedDriver
 DEADLINE_S = 120.0
 ENTERS = 4
 """The newcomer enters with this training step."""
+SAVED = 2
+"""The iteration of the checkpoint, if there is one."""
+_OF_THIS_RUN = re.compile(r"^ \[[^]]*\]|(elapsed time per iteration \(ms\)|lm loss|number of \w+ iterations): +[0-9.E+]+ \|")
+"""What differs in the log of Megatron: times, and what it averages with the iteration before, unless that was its first."""
+
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 "
     "--train-iters 6 --lr 1e-2 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --clip-grad 1.0 --weight-decay 0.01 "
@@ -53,9 +63,10 @@ class Found(msgspec.Struct, frozen=True):
     steps: list[tuple[str, list[range]]]
     """Label of each step, and the samples of its first microbatch in each iterator."""
     at_end: Copied
-    operations: Any
-    """What Megatron counts at the end."""
-    output: str = ""
+    ends: list[Any]
+    """What Megatron's training loop returns: iterations and floating-point operations."""
+    log: list[str]
+    """Lines of Megatron's log about the first and the third iteration and evaluation from then on, without times."""
 
 
 class Rank(ScriptedDriver):
@@ -75,21 +86,31 @@ class Rank(ScriptedDriver):
         return super().begin(work, requests, digest)
 
 
-def go_on(flags: str, num_ranks: int = 1) -> tuple[list[Found], list[Found]]:
-    """Train from the beginning, and from the copied state; return what each rank of the two has found."""
+def go_on(flags: str, num_ranks: int = 1, *, resumes: bool = False) -> tuple[list[Found], list[Found]]:
+    """Train from the beginning, and from the copied state; return what each rank of the two has found.
+
+    `resumes`: the first begins with a checkpoint, which is gone when the newcomer is formed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        found = []
-        for kind in ("donor", "newcomer"):
-            place = Path(folder) / kind
-            place.mkdir()
-            ranks = [
-                CONTEXT.Process(target=_rank, args=(kind, flags, num_ranks, rank, folder), daemon=True)
-                for rank in range(num_ranks)
-            ]
-            for process in ranks:
-                process.start()
-            found.append([pickle.loads(path.read_bytes()) for path in results_of(ranks, place, DEADLINE_S)])
-    return found[0], found[1]
+        saved = Path(folder) / "saved"
+        if resumes:
+            _start("first", f"{flags} --save {saved} --save-interval {SAVED} --exit-interval {SAVED}", num_ranks, folder)
+            flags += f" --load {saved} --exit-on-missing-checkpoint"
+        donors = _start("donor", flags, num_ranks, folder)
+        shutil.rmtree(saved, ignore_errors=True)
+        return donors, _start("newcomer", flags, num_ranks, folder)
+
+
+def _start(kind: str, flags: str, num_ranks: int, folder: str) -> list[Found]:
+    place = Path(folder) / kind
+    place.mkdir()
+    ranks = [
+        CONTEXT.Process(target=_rank, args=(kind, flags, num_ranks, rank, folder), daemon=kind != "first")
+        for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    return [pickle.loads(path.read_bytes()) for path in results_of(ranks, place, DEADLINE_S)]
 
 
 def copy_of(state: Any) -> Copied:
@@ -99,7 +120,7 @@ def copy_of(state: Any) -> Copied:
     )  # fmt: skip
 
 
-def _rank(kind: Literal["donor", "newcomer"], flags: str, num_ranks: int, rank: int, folder: str) -> None:
+def _rank(kind: str, flags: str, num_ranks: int, rank: int, folder: str) -> None:
     place = Path(folder) / kind
     try:
         os.environ |= {
@@ -112,7 +133,13 @@ def _rank(kind: Literal["donor", "newcomer"], flags: str, num_ranks: int, rank: 
         logging.getLogger("megatron").setLevel(logging.ERROR)
         sys.argv = ["pretrain_gpt.py", *FLAGS.split(), *flags.split()]
         store = dist.FileStore(str(place / "store"), num_ranks)
-        found = _train(kind, store, lambda: pickle.loads((Path(folder) / "donor" / f"result.{rank}").read_bytes()).at_entrance)
+        donor = Path(folder) / "donor" / f"result.{rank}"
+        found = None
+        if kind == "first":
+            with contextlib.suppress(SystemExit):  # how Megatron ends at `--exit-interval`
+                _train(kind, store, lambda: None)
+        else:
+            found = _train(kind, store, lambda: pickle.loads(donor.read_bytes()).at_entrance)
         (place / f"result.{rank}").write_bytes(pickle.dumps(found))
         dist.barrier()
     except BaseException:
@@ -140,7 +167,9 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
     replaced = {"forward_backward", "train_step", "finish_grad_sync", "cyclic", "data_loader", "train", "load_checkpoint"}
     installation = seams.Installation([seam for seam in seams.load() if seam.name in replaced])
     originals = installation.originals
-    args = parse(None, {"tokenizer_type": "GPT2BPETokenizer"}, {"enable_one_logger": False})
+    args = parse(
+        None, {"tokenizer_type": "GPT2BPETokenizer"}, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
+    )
     args.align_param_gather = False
     config: RecoverConfig = recover_config(args)
     driver, cursor = Rank(args.rank), MicrobatchCursor()
@@ -168,6 +197,7 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
         if label == f"train {ENTERS}" and kind == "donor":
             at_entrance.append(copy_of(loop.published()))
 
+    @functools.wraps(originals["train"])
     def train(*arguments: Any, **others: Any) -> Any:
         result = originals["train"](*arguments, **others)
         ends.extend(result)
@@ -181,7 +211,6 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
             carried=carried, cursor=cursor, seed=_seeding(args.seed), train_step=originals["train_step"],
         ),
     )  # fmt: skip
-    entrance._signature = __import__("inspect").signature(originals["train"])
     installation.install(
         {
             **loop.replacements(), "cyclic": never_ends, "data_loader": Loaders(cursor, get_args).build,
@@ -196,9 +225,13 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
 
     megatron.training.training.checkpoint_and_decide_exit = noted
     pretrain_gpt.datasets_provider.is_distributed = True
-    megatron.training.pretrain(
-        pretrain_gpt.configure(args), pretrain_gpt.datasets_provider, ModelType.encoder_or_decoder, pretrain_gpt.forward_step,
-        store=store,
-    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        megatron.training.pretrain(
+            pretrain_gpt.configure(args), pretrain_gpt.datasets_provider, ModelType.encoder_or_decoder,
+            pretrain_gpt.forward_step, store=store,
+        )  # fmt: skip
     loop.close()
-    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends)
+    log = [line for line in output.getvalue().splitlines() if re.search(rf"iteration +({ENTERS}|{ENTERS + 2})\b.* \|", line)]
+    lines = [" ".join(_OF_THIS_RUN.sub("", line).split()) for line in log]
+    assert "checkpoint" not in output.getvalue() or kind != "newcomer", output.getvalue()
+    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends, lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.megatron.newcomers import ENTERS, Copied, go_on
+from tests.megatron.newcomers import ENTERS, Copied, Found, go_on
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -23,6 +23,7 @@ def assert_equal(found: Copied, wanted: Copied) -> None:
 
 SCALED = "--fp16 --initial-loss-scale 262144 --hysteresis 1 --loss-scale-window 2 "
 ZERO1 = "--use-distributed-optimizer --bf16 "
+MTP = "--position-embedding-type rope --calculate-per-token-loss --mtp-num-layers 1 "
 VIRTUAL = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
 BIAS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -40,20 +41,36 @@ BIAS = (
         (f"--global-batch-size 4 {ZERO1}", 2),
         (f"--global-batch-size 4 {ZERO1} --overlap-grad-reduce --overlap-param-gather", 2),
         (f"--global-batch-size 2 --pipeline-model-parallel-size 2 {VIRTUAL}", 2),
-        ("--global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 2),
+        (f"--global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel {MTP}", 2),
         (f"--global-batch-size 2 {BIAS}", 1),
         (f"--global-batch-size 4 --expert-model-parallel-size 2 {ZERO1} {BIAS}", 2),
     ],
     ids=[
-        "fp32", "bf16, cyclic", "fp16", "sgd", "lanes", "lanes, late gather", "virtual stages, tied", "tp", "experts",
+        "fp32", "bf16, cyclic", "fp16", "sgd", "lanes", "lanes, late gather", "virtual stages, tied", "tp, mtp", "experts",
         "experts over lanes",
     ],
 )  # fmt: skip
 def test_it_goes_on_as_the_replica_whose_state_it_has(flags: str, num_ranks: int) -> None:
-    donors, newcomers = go_on(flags, num_ranks)
+    compare(*go_on(flags, num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_ranks"),
+    [("--global-batch-size 2 --bf16", 1), (f"--global-batch-size 4 {ZERO1}", 2)],
+    ids=["bf16", "lanes"],
+)  # fmt: skip
+def test_it_loads_nothing_where_the_others_have_loaded_a_checkpoint(flags: str, num_ranks: int) -> None:
+    """That checkpoint is gone. An optimizer that was loaded has the names of one that was not."""
+    compare(*go_on(flags, num_ranks, resumes=True))
+
+
+def compare(donors: list[Found], newcomers: list[Found]) -> None:
     for donor, newcomer in zip(donors, newcomers, strict=True):
         assert_equal(newcomer.at_entrance, donor.at_entrance)
+        assert newcomer.at_entrance.scalars["carried.iteration"] == ENTERS - 1
         assert newcomer.steps == donor.steps
         assert newcomer.steps[0][0] == f"train {ENTERS}" and len(newcomer.steps) > 5
         assert_equal(newcomer.at_end, donor.at_end)
-        assert newcomer.operations == donor.operations
+        assert newcomer.ends == donor.ends and newcomer.ends[1] > 0
+        assert newcomer.log == donor.log
+    assert len(donors[-1].log) >= 4
