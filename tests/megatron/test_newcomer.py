@@ -37,6 +37,7 @@ BIAS = (
         ("--global-batch-size 2", 1),
         ("--global-batch-size 2 --bf16 --dataloader-type cyclic --untie-embeddings-and-output-weights", 1),
         (f"--global-batch-size 2 {SCALED}", 1),
+        ("--step-batch-size-schedule 0:2,64:4", 1),
         ("--global-batch-size 2 --optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 2", 1),
         (f"--global-batch-size 4 {ZERO1}", 2),
         (f"--global-batch-size 4 {ZERO1} --overlap-grad-reduce --overlap-param-gather", 2),
@@ -46,7 +47,7 @@ BIAS = (
         (f"--global-batch-size 4 --expert-model-parallel-size 2 {ZERO1} {BIAS}", 2),
     ],
     ids=[
-        "fp32", "bf16, cyclic", "fp16", "sgd", "lanes", "lanes, late gather", "virtual stages, tied", "tp, mtp", "experts",
+        "fp32", "bf16, cyclic", "fp16", "growing batch", "sgd", "lanes", "lanes, late gather", "virtual stages, tied", "tp, mtp", "experts",
         "experts over lanes",
     ],
 )  # fmt: skip
