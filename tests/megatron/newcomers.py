@@ -65,6 +65,8 @@ class Found(msgspec.Struct, frozen=True):
     at_end: Copied
     ends: list[Any]
     """What Megatron's training loop returns: iterations and floating-point operations."""
+    saves: list[int]
+    """Iterations that Megatron asks to save."""
     log: list[str]
     """Lines of Megatron's log about the first and the third iteration and evaluation from then on, without times."""
 
@@ -131,7 +133,7 @@ def _rank(kind: str, flags: str, num_ranks: int, rank: int, folder: str) -> None
         }
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a store
         logging.getLogger("megatron").setLevel(logging.ERROR)
-        sys.argv = ["pretrain_gpt.py", *FLAGS.split(), *flags.split()]
+        sys.argv = ["pretrain_gpt.py", *FLAGS.split(), *flags.replace("FOLDER", folder).split()]
         store = dist.FileStore(str(place / "store"), num_ranks)
         donor = Path(folder) / "donor" / f"result.{rank}"
         found = None
@@ -223,7 +225,14 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
         progress.passed(arguments[4])
         return exits(*arguments)
 
+    def asked(iteration: int, *arguments: Any, **others: Any) -> None:
+        if iteration >= ENTERS - 1:
+            saves.append(iteration)
+
+    saves: list[int] = []
     megatron.training.training.checkpoint_and_decide_exit = noted
+    if kind != "first":
+        megatron.training.training.save_checkpoint_and_time = asked
     pretrain_gpt.datasets_provider.is_distributed = True
     with contextlib.redirect_stdout(io.StringIO()) as output:
         megatron.training.pretrain(
@@ -234,4 +243,4 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
     log = [line for line in output.getvalue().splitlines() if re.search(rf"iteration +({ENTERS}|{ENTERS + 2})\b.* \|", line)]
     lines = [" ".join(_OF_THIS_RUN.sub("", line).split()) for line in log]
     assert "checkpoint" not in output.getvalue() or kind != "newcomer", output.getvalue()
-    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends, lines)
+    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends, saves, lines)

@@ -21,7 +21,7 @@ def assert_equal(found: Copied, wanted: Copied) -> None:
     assert (found.layout, found.digest) == (wanted.layout, wanted.digest)
 
 
-SCALED = "--fp16 --initial-loss-scale 262144 --hysteresis 1 --loss-scale-window 2 "
+SCALED = "--fp16 --initial-loss-scale 524288 --hysteresis 1 --loss-scale-window 2 "
 ZERO1 = "--use-distributed-optimizer --bf16 "
 MTP = "--position-embedding-type rope --calculate-per-token-loss --mtp-num-layers 1 "
 VIRTUAL = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
@@ -37,7 +37,7 @@ BIAS = (
         ("--global-batch-size 2", 1),
         ("--global-batch-size 2 --bf16 --dataloader-type cyclic --untie-embeddings-and-output-weights", 1),
         (f"--global-batch-size 2 {SCALED}", 1),
-        ("--step-batch-size-schedule 0:2,64:4", 1),
+        ("--step-batch-size-schedule 0:2,64:4 --save FOLDER --save-interval 1000", 1),
         ("--global-batch-size 2 --optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 2", 1),
         (f"--global-batch-size 4 {ZERO1}", 2),
         (f"--global-batch-size 4 {ZERO1} --overlap-grad-reduce --overlap-param-gather", 2),
@@ -74,4 +74,5 @@ def compare(donors: list[Found], newcomers: list[Found]) -> None:
         assert_equal(newcomer.at_end, donor.at_end)
         assert newcomer.ends == donor.ends and newcomer.ends[1] > 0
         assert newcomer.log == donor.log
+        assert newcomer.saves == donor.saves
     assert len(donors[-1].log) >= 4
