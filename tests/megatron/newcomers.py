@@ -65,6 +65,8 @@ class Found(msgspec.Struct, frozen=True):
     at_end: Copied
     ends: list[Any]
     """What Megatron's training loop returns: iterations and floating-point operations."""
+    configuration: dict[str, str]
+    """What is compared with a newcomer's of the arguments, at the time when this rank joins."""
     saves: list[int]
     """Iterations that Megatron asks to save."""
     log: list[str]
@@ -156,6 +158,7 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
 
     from megatron_recover.megatron import newcomer as newcomers
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.data import alike
     from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
     from megatron_recover.megatron.launch.arguments import recover_config
     from megatron_recover.megatron.launch.parsing import parse, prepare_device
@@ -177,9 +180,11 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
     driver, cursor = Rank(args.rank), MicrobatchCursor()
     driver.cursor = cursor
     carried: dict[str, Carried] = {}
+    configuration: dict[str, str] = {}
     loop = CommitLoop(
         driver, config, originals, cursor=cursor, seed=_seeding(args.seed), iteration=lambda: args.curr_iteration + 1,
         alike=dict, counters=lambda: counters(args), carried=carried,
+        before_joining=lambda: configuration.update(alike.arguments(args, args.rank, unchanging=True)),
     )  # fmt: skip
     progress = newcomers.Progress(get_args)
     carried |= {**progress.carried(), **loop.carried()}
@@ -243,4 +248,4 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
     log = [line for line in output.getvalue().splitlines() if re.search(rf"iteration +({ENTERS}|{ENTERS + 2})\b.* \|", line)]
     lines = [" ".join(_OF_THIS_RUN.sub("", line).split()) for line in log]
     assert "checkpoint" not in output.getvalue() or kind != "newcomer", output.getvalue()
-    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends, saves, lines)
+    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends, configuration, saves, lines)
