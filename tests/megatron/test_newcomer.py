@@ -54,9 +54,8 @@ BIAS = (
         (f"--global-batch-size 4 --expert-model-parallel-size 2 {ZERO1} {BIAS}", 2),
     ],
     ids=[
-        "fp32", "bf16, cyclic", "fp16", "growing batch", "sgd", "lanes", "lanes, late gather", "virtual stages, tied", "tp, mtp",
-        "experts",
-        "experts over lanes",
+        "fp32", "bf16, cyclic", "fp16", "growing batch", "sgd", "lanes", "lanes, late gather", "virtual stages, tied",
+        "tp, mtp", "experts", "experts over lanes",
     ],
 )  # fmt: skip
 def test_it_goes_on_as_the_replica_whose_state_it_has(flags: str, num_ranks: int) -> None:
