@@ -311,9 +311,9 @@ def _refuse_unseen(faults: Iterable[Fault], level: trace.Level) -> None:
 def _target(num_replicas: int, judged: Preflight) -> chaos.Target:
     return chaos.Target(
         num_replicas=num_replicas,
-        has_newcomers=judged.config.heal != "off",
         num_ranks=judged.layout.num_ranks,
         num_microbatches=judged.num_microbatches,
         num_steps=judged.train_iters,
         min_replicas=judged.config.min_replicas,
+        heals=judged.config.heal != "off",
     )

@@ -99,7 +99,9 @@ def gathered(state: CoordinatorState) -> Step:
         joins=state.ready,
         ready=(),
     )
-    return generations.announce(state, (), f"replicas {', '.join(map(str, sorted(newcomers)))} join")
+    who = ", ".join(map(str, sorted(newcomers)))
+    what = f"replica {who} is to join" if len(newcomers) == 1 else f"replicas {who} are to join"
+    return generations.announce(state, (), what)
 
 
 def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:

@@ -32,6 +32,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_recover.core.progress import Phase
+from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import late_gather, mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, of_loaders
 from megatron_recover.megatron.schedule.passes import run_pass
@@ -99,6 +100,7 @@ class Newcomer:
         cursor: MicrobatchCursor,
         seed: Callable[[int, int, int], None],
         train_step: Callable[..., Any],
+        faults: FaultInjector | None = None,
     ) -> None:
         """Store the parts of this rank.
 
@@ -110,7 +112,7 @@ class Newcomer:
         """
         self.arguments, self.state = arguments, state
         self._get_args, self._carried, self._train_step = get_args, carried, train_step
-        self._cursor, self._seed = cursor, seed
+        self._cursor, self._seed, self._faults = cursor, seed, faults
 
     # --- before the state is read -----------------------------------------------------------------
 
@@ -120,6 +122,8 @@ class Newcomer:
         Call this once, on all ranks of the replica together. Raises RuntimeError if upstream skips
         the step, and ValueError for state that cannot be filled in place.
         """
+        if self._faults is not None:
+            self._faults.at(FaultPoint.FORM)
         arguments, args = self.arguments, self._get_args()
         for chunk in arguments.model:
             chunk.train()

@@ -26,6 +26,7 @@ from megatron_recover.data_plane.ranges.contract import CHUNK_BYTES, Description
 from megatron_recover.data_plane.ranges.division import Division
 from megatron_recover.data_plane.ranges.tcp_source import LayoutDiffers, TcpSource
 from megatron_recover.deadlines import Deadlines, figure
+from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer.state import Scalar, State, StateTensor, layout_digest_of
 from megatron_recover.trainer.state_bytes import StateBytes, decoded
 
@@ -37,6 +38,11 @@ _MAX_DAMAGED = 3
 
 class StateVoid(Exception):
     """The state of a label could not be read whole. Nothing that was read counts."""
+
+    def __init__(self, reason: str, *, num_bytes: int = 0, of_bytes: int = 0, seconds: float = 0.0) -> None:
+        """`num_bytes` of `of_bytes` bytes had been read after `seconds`."""
+        super().__init__(reason)
+        self.num_bytes, self.of_bytes, self.seconds = num_bytes, of_bytes, seconds
 
 
 class Offer(NamedTuple):
@@ -71,6 +77,7 @@ class StateReader:
         rank: int,
         deadlines: Deadlines | None = None,
         connect: Callable[[str], Source] | None = None,
+        faults: FaultInjector | None = None,
     ) -> None:
         """Make no connection yet.
 
@@ -80,6 +87,7 @@ class StateReader:
         self._deadlines = deadlines = deadlines or Deadlines.of()
         me = Party(Role.NEWCOMER, replica, rank)
         self._connect = connect or (lambda address: TcpSource(address, key, me, deadlines))
+        self._faults = faults
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
         """Connections that can be used again, by address."""
@@ -107,7 +115,9 @@ class StateReader:
         if not 1 <= len(set(sources)) == len(sources) <= MAX_SOURCES:
             raise ValueError(f"{len(sources)} sources, {len(set(sources))} of them different; 1 to {MAX_SOURCES} can be read")
         tensors = state.tensors()
-        reading = _Reading(label, [self._source(address) for address in sources], tensors, state.compared(), self._deadlines)
+        reading = _Reading(
+            label, [self._source(address) for address in sources], tensors, state.compared(), self._deadlines, self._faults
+        )  # fmt: skip
         try:
             found = reading.run()
         finally:
@@ -147,8 +157,9 @@ class _Reading:
         tensors: Sequence[StateTensor],
         scalars: Mapping[str, Scalar],
         deadlines: Deadlines,
+        faults: FaultInjector | None,
     ) -> None:
-        self._sources, self._deadlines = sources, deadlines
+        self._sources, self._deadlines, self._faults = sources, deadlines, faults
         self._parts = [*(tensor.layout for tensor in tensors), *sorted(scalars)]
         self._bytes = StateBytes([tensor.data for tensor in tensors])
         self._expected = Description(label, layout_digest_of(tensors, scalars), self._bytes.num_bytes)
@@ -190,7 +201,10 @@ class _Reading:
             self._void = self._void or "over"
             about, num_bytes = self._about, list(self._num_bytes)
         if not is_complete or about is None:
-            raise StateVoid(f"the state of {self._expected.label} was not read: {void}")
+            raise StateVoid(
+                f"the state of {self._expected.label} was not read: {void}",
+                num_bytes=sum(num_bytes), of_bytes=self._bytes.num_bytes, seconds=time.monotonic() - started,
+            )  # fmt: skip
         try:
             scalars = decoded(about)
         except ValueError as error:
@@ -288,6 +302,8 @@ class _Reading:
                 self._bytes.copy_in(*got, buffer)
                 for device in self._devices:
                     torch.cuda.current_stream(device).synchronize()
+            if self._faults is not None:
+                self._faults.at(FaultPoint.STATE_READ)
         except BaseException as error:
             with self._changed:
                 self._void = self._void or f"this rank cannot store it: {error}"

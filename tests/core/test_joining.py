@@ -123,7 +123,7 @@ def test_all_newcomers_that_are_ready_go_in_together() -> None:
     state, effects = feed(formed(2), ready(other), ready())
     assert effects == [Arm("gather 1", "gather_s")]
     state, effects = feed(state, TimerFired("gather 1"))
-    assert announced(effects) == NewGeneration(2, (0, 1, 2, 3, 4), (), "replicas 3, 4 join", joins=(CLAIM, other))
+    assert announced(effects) == NewGeneration(2, (0, 1, 2, 3, 4), (), "replicas 3, 4 are to join", joins=(CLAIM, other))
     assert state.joins == (CLAIM, other) and not state.ready and not state.forming
 
 
@@ -389,6 +389,7 @@ def test_a_newcomer_that_does_not_fit_is_turned_away_and_awaited_by_nobody(field
     state, effects = lead(state, theirs(1, **fields))
     [told] = [each.message for each in effects if isinstance(each, ToCoordinator)]
     assert isinstance(told, TurnedAway) and told.newcomers == (3,) and why in told.reason
+    assert "replica 3" not in told.reason, "the message names it already"
     assert state.roster == (0, 1) and state.joins == ()
 
 
