@@ -94,7 +94,7 @@ def test_a_newcomer_is_formed_in_place_once_the_end_of_every_process_was_seen(st
     town.until(lambda: agent.of(FormReplica))
     assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
     [told] = town.of(trace.Forming)
-    assert (told.newcomer, told.in_place_of, told.reason) == (3, (1,), "in its slots, node 0: slots 2 and 3")
+    assert (told.newcomer, told.in_place_of, told.reason) == (3, (1,), "in the slots of replica 1 (node 0: slots 2 and 3)")
     town.run(0.1, agent)
     assert not agent.of(StartReplica)
     agent.say(SlotsReady(3, "a:33"))
