@@ -145,9 +145,9 @@ class Healing:
     def heal(self) -> None:
         """Have newcomers formed for the replicas that are missing, where there are slots now."""
         state = self._membership.state
-        self._again_at_s = float("inf")
         if not state.generation or _is_ending(state):
             return
+        self._again_at_s = float("inf")
         living = {each.user for each in self._pasts if each.is_taken and not each.is_given_back}
         wanted = state.policy.num_replicas - len(state.left) - len(living)
         if wanted < 1:
@@ -181,7 +181,14 @@ class Healing:
             self._send(node, FormReplica(replica, seats, len(nodes) > 1))
         self._loop.after(self._deadlines.deadline_s, lambda: self._give_up(replica))
 
-    def ready(self, node: int, ready: SlotsReady) -> None:
+    def answered(self, node: int, answer: SlotsReady | SlotsUnfit) -> None:
+        """Take what a node says about the slots of a newcomer."""
+        if isinstance(answer, SlotsReady):
+            self._ready(node, answer)
+        else:
+            self._unfit_there(node, answer)
+
+    def _ready(self, node: int, ready: SlotsReady) -> None:
         """Start the ranks of a newcomer on all its nodes once all of them are ready."""
         forming = self._forming.get(ready.replica)
         if forming is None or node not in forming.nodes:
@@ -193,7 +200,7 @@ class Healing:
             for each in forming.nodes:
                 self._send(each, StartReplica(ready.replica, forming.leader, forming.store))
 
-    def unfit(self, node: int, unfit: SlotsUnfit) -> None:
+    def _unfit_there(self, node: int, unfit: SlotsUnfit) -> None:
         """Set slots aside that are not fit, and remove the newcomer that was to use them."""
         if node not in self._nodes.get(unfit.replica, ()):
             return

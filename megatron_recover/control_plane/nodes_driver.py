@@ -382,10 +382,8 @@ class NodesDriver:
                 if failing is not None:
                     self._membership.failing(failing)
                 self._membership.lost(loss)
-            case SlotsReady() if self._healing is not None:
-                self._healing.ready(agent.number, message)
-            case SlotsUnfit() if self._healing is not None:
-                self._healing.unfit(agent.number, message)
+            case SlotsReady() | SlotsUnfit() if self._healing is not None:
+                self._healing.answered(agent.number, message)
             case NodeAtWork(replicas):
                 agent.at_work = replicas
                 self._soon(self._tell_work)

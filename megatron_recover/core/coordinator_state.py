@@ -192,7 +192,7 @@ class FormAsked(Value, frozen=True):
 
 
 class RoomKnown(Value, frozen=True):
-    """Whether newcomers can be formed where replicas are missing, now or later."""
+    """Newcomers can or cannot be formed where replicas are missing, now or later."""
 
     has_room: bool
 

@@ -237,7 +237,7 @@ def plan(pasts: Pasts, *, wanted: int, settings: Settings, now_s: float) -> Plan
             continue
         if not any(slot in hindered for slot in seat):
             if len(newcomers) < wanted:
-                newcomers.append(Newcomer(seat, (replica,), f"in its slots, {described(seat)}"))
+                newcomers.append(Newcomer(seat, (replica,), f"in the slots of replica {replica} ({described(seat)})"))
         elif all(_is_only_ending(free[slot], settings, now_s) for slot in seat):
             num_awaited += 1
     used = {slot for each in newcomers for slot in each.slots}
@@ -246,7 +246,7 @@ def plan(pasts: Pasts, *, wanted: int, settings: Settings, now_s: float) -> Plan
     unseen = {each.user for each in pasts if each.is_lost}
     for seat in together:
         former = {user for slot in seat if (user := free[slot].user) is not None} - unseen
-        newcomers.append(Newcomer(seat, tuple(sorted(former)), f"in healthy and spare slots, {described(seat)}"))
+        newcomers.append(Newcomer(seat, tuple(sorted(former)), f"in healthy and spare slots ({described(seat)})"))
     used |= {slot for seat in together for slot in seat}
     rest = [slot for slot in pool if slot not in used]
     left_out = list(hindered.values())

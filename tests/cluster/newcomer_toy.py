@@ -1,6 +1,6 @@
 """A toy whose newcomers do not train: they note how they were started, and then wait, or break as the test says.
 
-The folder `sums_dir` has a file `mode`: `wait`, `abort` or `exit N`.
+The folder `sums_dir` has a file `mode`: `wait`, `abort`, `abort NODE-SLOT` (there alone) or `exit N`.
 Each rank leaves `slot-N-S-R.json` there (node, slot, replica): how it was started, and which former users of its slot lived.
 """
 
@@ -47,6 +47,8 @@ def main() -> None:
     print(f"newcomer {context.replica} rank {context.rank}", flush=True)
     match (folder / "mode").read_text().split():
         case ["abort"]:
+            os.abort()
+        case ["abort", where] if where == slot:
             os.abort()
         case ["exit", code]:
             sys.exit(int(code))

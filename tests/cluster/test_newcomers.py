@@ -126,6 +126,14 @@ def test_newcomers_that_break_again_and_again_cost_their_slots_and_not_the_job(s
     assert "may live" not in healed.said, "that is so for an instant after every loss"
 
 
+def test_a_spare_slot_takes_the_place_of_one_that_breaks_every_rank(start: Start, tmp_path: Path) -> None:
+    healed = Healed(start, tmp_path, "abort 0-3", "1 0 forward 1", num_spares=1, config=RecoverConfig(heal="in-place"))
+    healed.job.until(lambda: (5, 6) in healed.notes, "a newcomer in the spare slot")
+    healed.end([0, 2])
+    assert {slot for replica, slot in healed.notes if replica == 5} == {2, 6} and healed.newcomers == [3, 4, 5]
+    assert "no newcomer is formed on node 0: slot 3: set aside for 60 s (1 of 3): replica 4: crashed" in healed.said
+
+
 @pytest.mark.parametrize(("check", "why"), [("refuse", "a test says so"), ("hang", "its check has not ended within 0.4 s")])
 def test_slots_that_fail_their_check_are_set_aside_and_nobody_is_started(
     start: Start, tmp_path: Path, check: str, why: str

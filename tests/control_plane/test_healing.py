@@ -41,7 +41,9 @@ def start() -> Iterator[Start]:
     """Start a job; each node has its seats (replica -> (rank, slot) pairs) and spare slots."""
     made: list[Town] = []
 
-    def starting(*nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS) -> tuple[Town, list[Agent]]:
+    def starting(
+        *nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS, lost: tuple[int, ...] = ()
+    ) -> tuple[Town, list[Agent]]:
         town = Town(least=len(nodes), most=len(nodes), node_silence_s=1000.0)
         made.append(town)
         agents = town.meet(len(nodes))
@@ -56,7 +58,10 @@ def start() -> Iterator[Start]:
         for agent in agents:
             agent.say(NodeLaunched())
         town.leaders = {}
-        for replica in range(town.num_replicas):
+        for replica in lost:
+            lose(town, agents[0], replica)
+            agents[0].say(FenceDone(replica))
+        for replica in {*range(town.num_replicas)} - {*lost}:
             town._lead(replica)
         town.until(lambda: all(agent.of(Roster) for agent in agents))
         return town, agents
@@ -89,7 +94,7 @@ def test_a_newcomer_is_formed_in_place_once_the_end_of_every_process_was_seen(st
     town.until(lambda: agent.of(FormReplica))
     assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
     [told] = town.of(trace.Forming)
-    assert (told.newcomer, told.in_place_of, told.reason) == (3, (1,), "in its slots, node 0: slots 2 and 3")
+    assert (told.newcomer, told.in_place_of, told.reason) == (3, (1,), "in the slots of replica 1 (node 0: slots 2 and 3)")
     town.run(0.1, agent)
     assert not agent.of(StartReplica)
     agent.say(SlotsReady(3, "a:33"))
@@ -232,3 +237,9 @@ def test_a_newcomer_that_says_nothing_until_the_deadline_is_given_up(start: Star
         agent.say(NodeBeat())
         town.turn(0.2)
     assert FenceReplica(2) in agent.received
+
+
+def test_a_replica_that_is_lost_before_generation_1_is_replaced_after_it(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2), lost=(1,))
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]

@@ -55,12 +55,12 @@ def test_nothing_is_formed_while_nobody_is_lost() -> None:
 
 def test_several_losses_at_once_are_healed_in_place() -> None:
     assert plan(killed(THREE, 0, 2), 2) == (
-        "0.0 0.1 for 0 in its slots, node 0: slots 0 and 1\n0.4 0.5 for 2 in its slots, node 0: slots 4 and 5"
+        "0.0 0.1 for 0 in the slots of replica 0 (node 0: slots 0 and 1)\n0.4 0.5 for 2 in the slots of replica 2 (node 0: slots 4 and 5)"
     )
 
 
 def test_no_more_newcomers_are_formed_than_are_missing() -> None:
-    assert plan(killed(THREE, 0, 2), 1) == "0.0 0.1 for 0 in its slots, node 0: slots 0 and 1"
+    assert plan(killed(THREE, 0, 2), 1) == "0.0 0.1 for 0 in the slots of replica 0 (node 0: slots 0 and 1)"
 
 
 def test_a_slot_waits_for_the_end_of_every_former_process() -> None:
@@ -70,7 +70,7 @@ def test_a_slot_waits_for_the_end_of_every_former_process() -> None:
     )
     with pytest.raises(ValueError, match="node 0 slot 2 is not free for replica 3: replica 1 is there"):
         slots.taken(pasts, 3, seat(0, 2))
-    assert plan(slots.gone(pasts, 1), 1) == "0.2 0.3 for 1 in its slots, node 0: slots 2 and 3"
+    assert plan(slots.gone(pasts, 1), 1) == "0.2 0.3 for 1 in the slots of replica 1 (node 0: slots 2 and 3)"
 
 
 def test_nobody_takes_the_slot_of_a_replica_that_lives() -> None:
@@ -82,7 +82,7 @@ def test_a_spare_replaces_only_a_process_that_does_not_end() -> None:
     pasts = killed(slots.seated({0: seat(0, 0), 1: seat(0, 2)}, spares=seat(0, 4)), 1, is_gone=False)
     assert plan(pasts, 1, now_s=109.0).startswith("not 0.2 a process of replica 1 may live [110.0]\n")
     assert plan(pasts, 1, now_s=111.0) == (
-        "0.4 0.5 in healthy and spare slots, node 0: slots 4 and 5\n"
+        "0.4 0.5 in healthy and spare slots (node 0: slots 4 and 5)\n"
         "not 0.2 a process of replica 1 may live [None]\nnot 0.3 a process of replica 1 may live [None]"
     )
 
@@ -91,7 +91,7 @@ def test_fewer_spares_than_losses() -> None:
     pasts = slots.seated({replica: seat(replica, 0) for replica in range(3)}, spares=seat(3, 0))
     pasts = slots.node_lost(slots.node_lost(killed(pasts, 1, 2, is_gone=False), 1), 2)
     assert plan(pasts, 2) == (
-        "3.0 3.1 in healthy and spare slots, node 3: slots 0 and 1\n"
+        "3.0 3.1 in healthy and spare slots (node 3: slots 0 and 1)\n"
         "not 1.0 node 1 is lost [None]\nnot 1.1 node 1 is lost [None]\n"
         "not 2.0 node 2 is lost [None]\nnot 2.1 node 2 is lost [None]"
     )
@@ -100,7 +100,7 @@ def test_fewer_spares_than_losses() -> None:
 def test_a_spare_that_is_dead_before_its_use_is_not_used() -> None:
     pasts = slots.seated({0: seat(0, 0), 1: seat(1, 0)}, spares=(*seat(2, 0), *seat(3, 0)))
     pasts = slots.node_lost(killed(slots.node_lost(pasts, 2), 1), 1)
-    assert plan(pasts, 1).splitlines()[0] == "3.0 3.1 in healthy and spare slots, node 3: slots 0 and 1"
+    assert plan(pasts, 1).splitlines()[0] == "3.0 3.1 in healthy and spare slots (node 3: slots 0 and 1)"
     assert "not 2.0 node 2 is lost [None]" in plan(pasts, 1)
 
 
@@ -110,7 +110,7 @@ def test_a_replica_over_two_nodes_that_loses_one_comes_back_with_a_spare() -> No
     pasts = slots.lost(slots.node_lost(pasts, 1), 1, LossKind.NODE_LOST, "node b", SETTINGS, now_s=100.0)
     pasts = slots.gone(pasts, 1)
     assert plan(pasts, 1) == (
-        "0.2 2.5 in healthy and spare slots, node 0: slot 2; node 2: slot 5\nnot 1.0 node 1 is lost [None]"
+        "0.2 2.5 in healthy and spare slots (node 0: slot 2; node 2: slot 5)\nnot 1.0 node 1 is lost [None]"
     )
     without_spare = tuple(each for each in pasts if each.slot.node < 2)
     assert plan(without_spare, 1) == (
@@ -121,12 +121,14 @@ def test_a_replica_over_two_nodes_that_loses_one_comes_back_with_a_spare() -> No
 def test_halves_of_two_replicas_and_no_spare_form_one_together() -> None:
     pasts = slots.seated({0: seat(0, 0), 1: (Slot(0, 2), Slot(1, 0)), 2: (Slot(0, 3), Slot(1, 1))})
     pasts = slots.node_lost(killed(pasts, 1, 2), 1)
-    assert plan(pasts, 2).splitlines()[0] == "0.2 0.3 in healthy and spare slots, node 0: slots 2 and 3"
+    assert plan(pasts, 2).splitlines()[0] == "0.2 0.3 in healthy and spare slots (node 0: slots 2 and 3)"
 
 
 def test_a_slot_that_breaks_twice_before_ten_steps_is_set_aside_for_longer_each_time_and_then_for_good() -> None:
     pasts, now_s, told = crashed(THREE, 1), 100.0, []
-    assert plan(pasts, 1) == "0.2 0.3 for 1 in its slots, node 0: slots 2 and 3", "the first break of its own is healed"
+    assert plan(pasts, 1) == "0.2 0.3 for 1 in the slots of replica 1 (node 0: slots 2 and 3)", (
+        "the first break of its own is healed"
+    )
     for replica in range(3, 8):
         pasts = crashed(slots.taken(pasts, replica, seat(0, 2)), replica, now_s=now_s)
         found = slots.plan(pasts, wanted=1, settings=SETTINGS, now_s=now_s)
@@ -146,7 +148,7 @@ def test_a_slot_that_breaks_twice_before_ten_steps_is_set_aside_for_longer_each_
 
 def test_a_newcomer_that_commits_ten_steps_ends_the_row_of_breaks() -> None:
     pasts = slots.proven(slots.taken(crashed(THREE, 1), 3, seat(0, 2)), 3)
-    assert plan(crashed(pasts, 3), 1) == "0.2 0.3 for 3 in its slots, node 0: slots 2 and 3"
+    assert plan(crashed(pasts, 3), 1) == "0.2 0.3 for 3 in the slots of replica 3 (node 0: slots 2 and 3)"
 
 
 @pytest.mark.parametrize("kind", [LossKind.PROCESS_ENDED, LossKind.NODE_LOST])
@@ -155,14 +157,14 @@ def test_a_signal_from_outside_is_no_break_of_the_slot_however_often(kind: LossK
     for replica in range(3, 9):
         pasts = slots.lost(slots.taken(pasts, replica, seat(0, 2)), replica, kind, "", SETTINGS, now_s=100.0)
         pasts = slots.gone(pasts, replica)
-        assert plan(pasts, 1) == f"0.2 0.3 for {replica} in its slots, node 0: slots 2 and 3"
+        assert plan(pasts, 1) == f"0.2 0.3 for {replica} in the slots of replica {replica} (node 0: slots 2 and 3)"
 
 
 def test_only_the_slot_of_the_rank_that_broke_is_set_aside_and_a_spare_takes_its_place() -> None:
     pasts = slots.seated({0: seat(0, 0), 1: seat(0, 2)}, spares=(Slot(0, 4),))
     pasts = crashed(slots.taken(crashed(pasts, 1, rank=1), 2, seat(0, 2)), 2, rank=1)
     assert plan(pasts, 1) == (
-        "0.2 0.4 for 2 in healthy and spare slots, node 0: slots 2 and 4\n"
+        "0.2 0.4 for 2 in healthy and spare slots (node 0: slots 2 and 4)\n"
         "not 0.3 set aside for 60 s (1 of 3): replica 2: crashed (rank 1: SIGSEGV) [160.0]"
     )
 
@@ -180,7 +182,7 @@ def test_a_crash_loop_of_one_rank_does_not_use_up_the_spares() -> None:
     pasts = crashed(slots.taken(crashed(pasts, 1, rank=1), 2, seat(0, 2)), 2, rank=1)
     pasts = crashed(slots.taken(pasts, 3, (Slot(0, 2), Slot(0, 4))), 3, rank=1)
     assert plan(pasts, 1) == (
-        "0.4 0.5 for 3 in healthy and spare slots, node 0: slots 4 and 5\n"
+        "0.4 0.5 for 3 in healthy and spare slots (node 0: slots 4 and 5)\n"
         "not 0.2 set aside for 60 s (1 of 3): replica 3: crashed (rank 1: SIGSEGV) [160.0]\n"
         "not 0.3 set aside for 60 s (1 of 3): replica 2: crashed (rank 1: SIGSEGV) [160.0]"
     )
