@@ -259,8 +259,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("1 replica, a newcomer, late members, and a crash", **NEWCOMER, late=1, crashes=1),
         Scenario("2 replicas, links, a newcomer, and a crash", **BESIDE_TWO, links=True, crashes=1),
         Scenario("2 replicas, a newcomer, and links that break", **BESIDE_TWO, links=True, alarms=1),
-        Scenario("2 replicas, links that break, and a newcomer that asks for a hold",
-                 **BESIDE_TWO, asks=1, links=True, alarms=1),
+        Scenario("2 replicas, links, and a newcomer that asks for a hold", **BESIDE_TWO, asks=1, links=True),
         Scenario("a row of 2 replicas, and a newcomer", **{**BESIDE_TWO, "microbatches": 2}, tree_above=1),
     ),
     "full": (
