@@ -189,7 +189,7 @@ class ReplicaDriver:
         self._claim_when_complete()
 
     def ask_hold(self, member: int, label: str) -> None:
-        """Ask `member` to keep the pass of the step `label` open, whose state is about to be read."""
+        """Ask `member` to hold the step `label`, whose state is about to be read."""
         self._feed(machine.AskHold(member, label))
 
     def see_ranks_off(self) -> None:
@@ -335,9 +335,9 @@ class ReplicaDriver:
 
     def _from_peer(self, link: Link, message: Message) -> None:
         match message:
-            case (
-                Status() | Statuses() | Vote() | Votes() | Claim() | Admission() | HoldAsked()
-            ) if message.replica == self._incoming[link]:
+            case Status() | Statuses() | Vote() | Votes() | Claim() | Admission() | HoldAsked() if (
+                message.replica == self._incoming[link]
+            ):
                 self._feed(message)
             case JoinRefused():
                 self._events.refused(message, self._incoming[link])
