@@ -140,12 +140,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     ran out of time or failed without a culprit. Then the rank names the peers that did not."""
     connect_s: float
     """Longest wait of a rank inside a sum or a transfer for the connection to a member. Then the
-    sum fails, and the leader requests a generation. On a GPU a run refuses a deadline below 250 s,
-    which leaves NCCL less than 10 s to connect the members."""
+    sum fails, and the leader requests a generation. A newcomer waits as long for the connection to
+    a member whose state it reads, and then reads from others. On a GPU a run refuses a deadline
+    below 250 s, which leaves NCCL less than 10 s to connect the members."""
     sum_s: float
     """Longest wait of a rank inside a sum that all members have entered without any byte of any of
     them (`gloo`: without a finished piece of 1 MiB; `nccl`: without a finished tensor). Then the
-    sum fails, and the leader requests a generation. Transfers wait as long."""
+    sum fails, and the leader requests a generation. Transfers wait as long, and so do both ends
+    while a newcomer reads the state of a member."""
     slowest_s: float
     """Longest wait of a rank inside a sum for the slowest member to enter the sum, without any byte
     of anyone. Then the sum fails, and the leader requests a generation. Longer while a job without

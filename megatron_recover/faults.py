@@ -55,6 +55,14 @@ class FaultPoint(enum.Enum):
     TRANSFER = "transfer"
     SECOND_REDUCE = "second_reduce"
     """Inside the sum of a bucket over the replicas, in a later plan (`recompute`) of any step."""
+    FORM = "form"
+    """Newcomer only, as the next three: its model is built, and it has computed nothing."""
+    STATE_READ = "state_read"
+    """A range of the state was copied into this rank's tensors, and does not count yet."""
+    CLAIM = "claim"
+    """Leader only: all ranks have read the state, and no member was asked to vouch for it."""
+    ADMITTED = "admitted"
+    """The order to begin training is here, and the first step has not begun."""
 
 
 class FaultKind(enum.Enum):
@@ -125,13 +133,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 STANDS_STILL = frozenset({FaultKind.STOP.value, FaultKind.FREEZE.value, FaultKind.LOOP.value})
 """Kinds, as written in a trace, that leave the rank alive and silent."""
-LEADER_ONLY = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS})
+LEADER_ONLY = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS, FaultPoint.CLAIM})
 """Points of the protocol that only rank 0 of a replica passes."""
+NEWCOMER_ONLY = frozenset({FaultPoint.FORM, FaultPoint.STATE_READ, FaultPoint.CLAIM, FaultPoint.ADMITTED})
+"""Points that only replicas pass that are formed while others train."""
+_WITHOUT_STEP = frozenset({FaultPoint.START_UP, FaultPoint.FORM, FaultPoint.STATE_READ, FaultPoint.CLAIM})
 
 _POINTS_WITH = {
     "microbatch": (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.EVALUATE),
     "bucket": (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE, FaultPoint.TRANSFER),
-    "step": tuple(point for point in FaultPoint if point is not FaultPoint.START_UP),
+    "step": tuple(point for point in FaultPoint if point not in _WITHOUT_STEP),
 }
 """Points that have a microbatch, a bucket or a step, by key of `Fault`."""
 

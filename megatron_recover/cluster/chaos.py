@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import toml_file, trace
-from megatron_recover.faults import LEADER_ONLY, Fault, FaultKind, FaultPoint, never_passed
+from megatron_recover.faults import LEADER_ONLY, NEWCOMER_ONLY, Fault, FaultKind, FaultPoint, never_passed
 from megatron_recover.flags import did_you_mean
 
 CHAOS_FILE = "chaos.toml"
@@ -37,6 +37,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Number of training steps of the run; None: not known before the run. Faults strike in
     the steps numbered below it, among which evaluation steps count too."""
     min_replicas: int = 1
+    heals: bool = False
+    """True if newcomers may be formed, under the ids from `num_replicas` on."""
 
 
 # --- Exact faults ---------------------------------------------------------------------------------
@@ -68,6 +70,7 @@ def _mistakes(table: Mapping[str, object], target: Target) -> Iterator[toml_file
     yield from toml_file.mistakes(table, Fault, _limits(target))
     yield from never_passed(table)
     yield from _slow_mistakes(table)
+    yield from _newcomer_mistakes(table, target)
     until = table.get("until")
     freezes = table.get("kind") == FaultKind.FREEZE.value
     if freezes and until is None:
@@ -97,10 +100,21 @@ def _slow_mistakes(table: Mapping[str, object]) -> Iterator[toml_file.Mistake]:
             yield key, f"{key} does not fit a slow rank, which is so for whole steps; leave it out"
 
 
+def _newcomer_mistakes(table: Mapping[str, object], target: Target) -> Iterator[toml_file.Mistake]:
+    """Yield a mistake if the point is one that no replica of this id passes."""
+    replica, point = table.get("replica"), table.get("point")
+    if type(replica) is not int or point not in {each.value for each in NEWCOMER_ONLY}:
+        return
+    if not target.heals:
+        yield "point", f"{point} is passed by newcomers only, and this job forms none; give --recover-heal in-place"
+    elif replica < target.num_replicas:
+        yield "replica", f"only newcomers pass {point}; give replica = {target.num_replicas}, the first of their ids, or more"
+
+
 def _limits(target: Target) -> dict[str, tuple[float, float]]:
     """Return the least and the greatest value of each number in a fault."""
     return {
-        "replica": (0, target.num_replicas - 1),
+        "replica": (0, math.inf if target.heals else target.num_replicas - 1),
         "rank": (0, target.num_ranks - 1),
         "step": (0, math.inf),
         "microbatch": (0, target.num_microbatches - 1),

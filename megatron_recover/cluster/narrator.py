@@ -281,8 +281,8 @@ class Narrator:
     def _of_newcomers(self, event: trace.Forming | trace.ClaimRefused | trace.TurnedAway | trace.Proven) -> Iterable[str]:
         match event:
             case trace.Forming(newcomer=newcomer, in_place_of=places, reason=reason):
-                where = f" in the place of {_replicas(places)}" if places else ""
-                yield f"replica {newcomer} forms{where}{f' ({reason})' if reason else ''}"
+                where = reason or (f"in the place of {_replicas(places)}" if places else "")
+                yield f"replica {newcomer} forms {where}".rstrip()
             case trace.ClaimRefused(newcomer=newcomer, label=label, reason=reason) if newcomer not in self._refused:
                 self._refused.add(newcomer)
                 yield f"replica {newcomer} does not join in {label}: {reason}; it reads again, as often as needed"

@@ -203,6 +203,11 @@ class CoordinatorDriver:
         self._forms_for = in_place_of, reason
         self._step(machine.FormAsked(num_newcomers))
 
+    def know_room(self, has_room: bool) -> None:
+        """Tell the machine whether newcomers can be formed where replicas are missing."""
+        if has_room != self._state.has_room:
+            self._step(machine.RoomKnown(has_room))
+
     def launched(self) -> None:
         """Note that the processes of all replicas were started."""
         self._step(machine.Launched())

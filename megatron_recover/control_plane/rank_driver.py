@@ -573,7 +573,8 @@ class RankDriver:
                 if self._faults is not None:
                     self._faults.at(FaultPoint.PROMISE, step=self._state.step)
                 with self._changed:
-                    self._known_addresses |= dict(data_addresses)
+                    if promise.generation > self._state.promised:
+                        self._known_addresses |= dict(data_addresses)
                     self._feed(promise)
                 if self._link is not None:
                     self._link.has_order()

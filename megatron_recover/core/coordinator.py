@@ -63,6 +63,7 @@ from megatron_recover.core.coordinator_state import (
     Progressed,
     Refuse,
     ReplicaLost,
+    RoomKnown,
     Setting,
     TimerFired,
     Waits,
@@ -96,7 +97,7 @@ from megatron_recover.core.vote import unite
 __all__ = [
     "Announce", "Arm", "Ask", "AtWork", "CoordinatorState", "Dismiss", "Effect", "EndJob", "ExitAsked", "Fence",
     "FenceConfirmed", "Form", "FormAsked", "Give", "Input", "Launched", "LeaveAsked", "LeaveJudged", "MembershipSettings",
-    "NodeLost", "OpenSave", "Progressed", "Refuse", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
+    "NodeLost", "OpenSave", "Progressed", "Refuse", "ReplicaLost", "RoomKnown", "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -250,6 +251,7 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Progressed: lateness.on_progressed,
     AtWork: lateness.on_at_work,
     FormAsked: newcomers.on_form_asked,
+    RoomKnown: newcomers.on_room_known,
     NewcomerReady: newcomers.on_ready,
     TurnedAway: newcomers.on_turned_away,
     NewcomersProven: newcomers.on_proven,

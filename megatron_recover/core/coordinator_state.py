@@ -136,6 +136,8 @@ class CoordinatorState(Value, frozen=True):
     """Claims that wait for the timer `gather`, each as a member has vouched for it; by newcomer."""
     joins_from: int = 0
     """The first step in which the next join may begin."""
+    has_room: bool = False
+    """True if newcomers can be formed where replicas are missing, now or later (`RoomKnown`)."""
     num_setbacks: int = 0
     """Number of times in a row that unproven newcomers were removed."""
     grants: Ledger = Ledger()
@@ -190,6 +192,12 @@ class FormAsked(Value, frozen=True):
     num_newcomers: int
 
 
+class RoomKnown(Value, frozen=True):
+    """Newcomers can or cannot be formed where replicas are missing, now or later."""
+
+    has_room: bool
+
+
 class Progressed(Value, frozen=True):
     """A member's beat reports its first uncommitted step: all steps before it are committed."""
 
@@ -215,7 +223,7 @@ class FenceConfirmed(Value, frozen=True):
 
 Input = (
     LeaderMessage | Launched | ReplicaLost | NodeLost | TimerFired | ExitAsked | LeaveAsked | Progressed | AtWork
-    | FenceConfirmed | FormAsked
+    | FenceConfirmed | FormAsked | RoomKnown
 )  # fmt: skip
 
 

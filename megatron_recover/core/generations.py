@@ -109,8 +109,17 @@ def refuse_ready(state: CoordinatorState, reason: str) -> Step:
 
 
 def _may_grow(state: CoordinatorState) -> bool:
-    """Return whether a job with too few members waits for newcomers, and there are some."""
-    return state.policy.waits_for_newcomers and bool(state.forming or state.joins)
+    """Return whether a job with too few members waits for newcomers, and there are or will be."""
+    return state.policy.waits_for_newcomers and bool(state.forming or state.joins or state.has_room)
+
+
+def end_wait_for_newcomers(before: CoordinatorState, state: CoordinatorState) -> Step:
+    """Request the exit of a job with too few members that has no more newcomers to wait for."""
+    if _may_grow(before) and not _may_grow(state) and len(state.roster) < state.policy.min_replicas:
+        # Nobody has to enter a generation for this: the next record carries the request.
+        state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
+        return state, (Ask(state.roster[0], (TOO_FEW,)),)
+    return state, ()
 
 
 def remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
@@ -165,11 +174,7 @@ def _remove_newcomers(state: CoordinatorState, losses: tuple[Loss, ...], reason:
         # There was no trouble when they joined, so what was reported since is about them.
         state = replace(set_back(without_evidence(state)), evidence_from=state.generation + 1)
         return announce(state, losses, reason)
-    if _may_grow(before) and not _may_grow(state) and len(state.roster) < state.policy.min_replicas:
-        # Nobody has to enter a generation for this: the next record carries the request.
-        state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
-        return state, (Ask(state.roster[0], (TOO_FEW,)),)
-    return state, ()
+    return end_wait_for_newcomers(before, state)
 
 
 def members(state: CoordinatorState) -> tuple[ReplicaId, ...]:

@@ -68,7 +68,8 @@ def judged(claims: Sequence[Claim], statuses: Sequence[Status], work: Work | Non
     `statuses` are those of all older members that are at the plan's step, of which `work` is the
     work; None if nobody has begun the step.
     """
-    admitted, reasons = [], []
+    admitted: list[ReplicaId] = []
+    reasons: dict[ReplicaId, str] = {}
     known = {status.state_digest for status in statuses if status.state_digest is not None}
     for claim in claims:
         if work is None or work.label != claim.label:
@@ -80,9 +81,9 @@ def judged(claims: Sequence[Claim], statuses: Sequence[Status], work: Work | Non
         else:
             admitted.append(claim.replica)
             continue
-        reasons.append(f"replica {claim.replica} is turned away: {why}")
-    turned_away = tuple(claim.replica for claim in claims if claim.replica not in admitted)
-    return Admissions(tuple(admitted), turned_away, "; ".join(reasons))
+        reasons[claim.replica] = why
+    told = reasons.values() if len(reasons) == 1 else (f"replica {replica}: {why}" for replica, why in reasons.items())
+    return Admissions(tuple(admitted), tuple(reasons), "; ".join(told))
 
 
 def older(roster: Sequence[ReplicaId], joins: Collection[Claim]) -> tuple[ReplicaId, ...]:

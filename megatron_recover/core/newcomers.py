@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import generations
 from megatron_recover.core.alike import described, differences
-from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse
+from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse, RoomKnown
 from megatron_recover.core.excuses import without_evidence
 from megatron_recover.core.generations import Step
 from megatron_recover.core.joining import refused
@@ -33,6 +33,11 @@ def on_form_asked(state: CoordinatorState, asked: FormAsked) -> Step:
     ids = tuple(range(first, first + asked.num_newcomers))
     state = replace(state, num_newcomers=state.num_newcomers + asked.num_newcomers, forming=(*state.forming, *ids))
     return state, tuple(Form(replica) for replica in ids)
+
+
+def on_room_known(state: CoordinatorState, known: RoomKnown) -> Step:
+    """Note whether newcomers can be formed. Too few members no longer wait once none can be."""
+    return generations.end_wait_for_newcomers(state, replace(state, has_room=known.has_room))
 
 
 def on_hello(state: CoordinatorState, hello: Hello) -> Step:
@@ -95,7 +100,9 @@ def gathered(state: CoordinatorState) -> Step:
         joins=claims,
         ready=(),
     )
-    return generations.announce(state, (), f"replicas {', '.join(map(str, sorted(newcomers)))} join")
+    who = ", ".join(map(str, sorted(newcomers)))
+    what = f"replica {who} is to join" if len(newcomers) == 1 else f"replicas {who} are to join"
+    return generations.announce(state, (), what)
 
 
 def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:

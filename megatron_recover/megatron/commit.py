@@ -272,9 +272,12 @@ class CommitLoop:
         """
         self.join(newcomer.arguments.model)
         entering = Entering(
-            self._driver, reader, newcomer.state, install=newcomer.install, gather=self._gather, record=self._record
+            self._driver, reader, newcomer.state, install=newcomer.install, gather=self._gather, record=self._record,
+            faults=self._faults,
         )  # fmt: skip
         self._step = self._next_step = entering.enter()
+        if self._faults is not None:
+            self._faults.at(FaultPoint.ADMITTED, step=self._step)
 
     def _parts(self, reduction: Reduction) -> Alike:
         """Return what must be equal on the same rank of replicas, as far as it is known by now."""

@@ -11,8 +11,8 @@ Note [Prepared]
     own training step once, with a few microbatches and with a gradient of zeros: that step is
     successful whatever the loss scale is. It changes parameters, optimizer, scheduler and scaler,
     all of which are overwritten (`Newcomer.install`). Nothing is reduced over replicas, and no
-    protocol runs. What only the reduction uses (its kernels, its collectives over lanes) is not
-    used here.
+    protocol runs. Of what only the reduction uses, the groups of lanes are connected here; its
+    kernels run for the first time in the step with which the newcomer enters.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_recover.core.progress import Phase
+from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import late_gather, mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, of_loaders
 from megatron_recover.megatron.schedule.passes import run_pass
@@ -99,6 +100,7 @@ class Newcomer:
         cursor: MicrobatchCursor,
         seed: Callable[[int, int, int], None],
         train_step: Callable[..., Any],
+        faults: FaultInjector | None = None,
     ) -> None:
         """Store the parts of this rank.
 
@@ -110,7 +112,7 @@ class Newcomer:
         """
         self.arguments, self.state = arguments, state
         self._get_args, self._carried, self._train_step = get_args, carried, train_step
-        self._cursor, self._seed = cursor, seed
+        self._cursor, self._seed, self._faults = cursor, seed, faults
 
     # --- before the state is read -----------------------------------------------------------------
 
@@ -120,6 +122,8 @@ class Newcomer:
         Call this once, on all ranks of the replica together. Raises RuntimeError if upstream skips
         the step, and ValueError for state that cannot be filled in place.
         """
+        if self._faults is not None:
+            self._faults.at(FaultPoint.FORM)
         arguments, args = self.arguments, self._get_args()
         for chunk in arguments.model:
             chunk.train()
@@ -132,6 +136,8 @@ class Newcomer:
         if skipped:
             raise RuntimeError("Megatron has skipped a step whose gradient is zero")
         get_moe_metrics_tracker().clear()
+        for group, device in late_gather.lanes_of(arguments.model):
+            torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)
         copies = copies_in(self.state)
         if copies:
             raise ValueError(f"this state cannot be filled in place: {', '.join(copies)}")

@@ -394,7 +394,7 @@ class _Training:
             originals["load_checkpoint"], originals["train"], enter=self._enter(config, loop),
             newcomer=lambda arguments: Newcomer(
                 arguments, loop.know_state(arguments.model, arguments.optimizer, arguments.opt_param_scheduler), get_args,
-                carried=carried, cursor=cursor, seed=seed, train_step=originals["train_step"],
+                carried=carried, cursor=cursor, seed=seed, train_step=originals["train_step"], faults=self._faults,
             ),
         )  # fmt: skip
         boundary = Boundary(driver, checkpoints, originals["exit"], get_args, progress.passed)
@@ -445,7 +445,9 @@ class _Training:
             return None
 
         def enter(newcomer: Newcomer) -> None:
-            reader = StateReader(key=self._key, replica=context.replica, rank=context.rank, deadlines=config.deadlines)
+            reader = StateReader(
+                key=self._key, replica=context.replica, rank=context.rank, deadlines=config.deadlines, faults=self._faults
+            )  # fmt: skip
             try:
                 loop.enter(newcomer, reader)
             finally:

@@ -16,7 +16,7 @@ class Forming(Event, frozen=True, kw_only=True):
     in_place_of: tuple[int, ...] = ()
     """Replicas whose slots its ranks get. Every process of theirs has ended."""
     reason: str = ""
-    """Why it is formed, or where else; may be empty."""
+    """Reason or place of the forming, for people; may be empty."""
 
 
 class StateRead(Event, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from megatron_recover.core.label import next_training
 from megatron_recover.core.membership_messages import JoinRefused
+from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trace import RankTrace, StateRead
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.reduction import Gather
@@ -55,6 +56,7 @@ class Entering:
         install: Callable[[Mapping[str, Scalar]], None],
         gather: Gather,
         record: RankTrace,
+        faults: FaultInjector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare to fill `state`, all of whose tensors exist.
@@ -65,6 +67,7 @@ class Entering:
         """
         self._driver, self._reader, self._state = driver, reader, state
         self._install, self._gather, self._record, self._clock = install, gather, record, clock
+        self._faults = faults
         self._newest: Read | None = None
         self._num_tries = 0
         """Number of states that this rank has begun to read since the last that it has read."""
@@ -131,7 +134,12 @@ class Entering:
             self._driver.digested(label, digest)
         if faults := [each for each in self._gather(fault) if each]:
             return JoinRefused(self._driver.replica, label, faults[0], is_fault=True)
-        return self._at_rank_0(lambda: self._driver.ask_to_join(members[0]))
+        return self._at_rank_0(lambda: self._ask(members[0]))
+
+    def _ask(self, member: int) -> JoinRefused | None:
+        if self._faults is not None:
+            self._faults.at(FaultPoint.CLAIM)
+        return self._driver.ask_to_join(member)
 
     def _at_rank_0[T](self, call: Callable[[], T]) -> T:
         """Return what `call` returns at rank 0.

@@ -189,6 +189,20 @@ def test_a_wrong_argument_is_refused(argument: str, message: str) -> None:
     assert message in str(refusal.value) and argument in str(refusal.value)
 
 
+def test_newcomers_are_named_by_ids_above_those_of_the_start() -> None:
+    healing = Target(num_replicas=4, num_ranks=2, num_microbatches=8, num_steps=100, heals=True)
+    (fault,) = parse('[[fault]]\nreplica = 7\nrank = 1\npoint = "state_read"\noccurrence = 2\n', healing)
+    assert fault == Fault(replica=7, rank=1, point=FaultPoint.STATE_READ, occurrence=2)
+    for target, replica, message in (
+        (TARGET, 4, "line 2: replica is 4; it must be 0 to 3"),
+        (TARGET, 3, "line 4: form is passed by newcomers only, and this job forms none; give --recover-heal in-place"),
+        (healing, 3, "line 2: only newcomers pass form; give replica = 4, the first of their ids, or more"),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            parse(f'[[fault]]\nreplica = {replica}\nrank = 1\npoint = "form"\n', target)
+        assert message in str(refusal.value)
+
+
 def test_a_rate_needs_a_number_of_steps() -> None:
     target = Target(num_replicas=4, num_ranks=2, num_microbatches=8, num_steps=None)
     with pytest.raises(ValueError, match="number of steps is not known"):
@@ -231,7 +245,7 @@ def test_what_a_point_is_passed_for_can_be_given(point: FaultPoint) -> None:
     allowed = {
         "microbatch": {"forward", "backward", "recompute", "evaluate"},
         "bucket": {"reduce", "second_reduce", "transfer"},
-        "step": {one.value for one in FaultPoint} - {"start_up"},
+        "step": {one.value for one in FaultPoint} - {"start_up", "form", "state_read", "claim"},
     }  # fmt: skip
     if point is FaultPoint.COMPUTE:
         return  # of a slow rank, with rules of its own
@@ -239,4 +253,4 @@ def test_what_a_point_is_passed_for_can_be_given(point: FaultPoint) -> None:
         refused = [one for one, _ in never_passed({"replica": 0, "rank": 0, "point": point.value, key: 1})]
         assert refused == ([] if point.value in points else [key])
     refused = [one for one, _ in never_passed({"replica": 0, "rank": 1, "point": point.value})]
-    assert refused == (["rank"] if point.value in ("in_vote", "status") else [])
+    assert refused == (["rank"] if point.value in ("in_vote", "status", "claim") else [])

@@ -22,6 +22,7 @@ from megatron_recover.core.coordinator import (
     MembershipSettings,
     Progressed,
     Refuse,
+    RoomKnown,
     TimerFired,
 )
 from megatron_recover.core.digest import combined, commitment
@@ -122,7 +123,7 @@ def test_all_newcomers_that_are_ready_go_in_together() -> None:
     state, effects = feed(formed(2), ready(other), ready())
     assert effects == [Arm("gather 1", "gather_s")]
     state, effects = feed(state, TimerFired("gather 1"))
-    assert announced(effects) == NewGeneration(2, (0, 1, 2, 3, 4), (), "replicas 3, 4 join", joins=(CLAIM, other))
+    assert announced(effects) == NewGeneration(2, (0, 1, 2, 3, 4), (), "replicas 3, 4 are to join", joins=(CLAIM, other))
     assert state.joins == (CLAIM, other) and not state.ready and not state.forming
 
 
@@ -290,6 +291,23 @@ def test_a_job_with_too_few_members_ends_unless_it_waits_for_newcomers(waits: bo
     assert announced(effects).requests == (TOO_FEW,), "the last newcomer is lost"
 
 
+def test_too_few_members_wait_for_newcomers_that_can_be_formed_until_none_can() -> None:
+    state, _ = feed(started(min_replicas=3, waits_for_newcomers=True), RoomKnown(True))
+    state, effects = feed(state, died(2))
+    assert announced(effects).requests == (), "the slots are not free yet"
+    state, effects = feed(state, FormAsked(1), died(3))
+    assert effects == [Form(3), Fence(3)], "there will be another one"
+    state, effects = feed(state, RoomKnown(False), RoomKnown(False))
+    assert effects == [Ask(0, (TOO_FEW,))] and state.requests == (TOO_FEW,)
+
+
+def test_without_the_flag_nobody_waits_for_room() -> None:
+    state, _ = feed(started(min_replicas=3), RoomKnown(True))
+    state, effects = feed(state, died(2))
+    assert announced(effects).requests == (TOO_FEW,)
+    assert feed(state, RoomKnown(False))[1] == []
+
+
 def test_the_lowest_id_among_the_older_members_gets_the_grant() -> None:
     state, _ = feed(joined(), died(0), died(1), coordinator.FenceConfirmed(0))
     assert state.grants.open is not None and state.grants.open.writer == 2
@@ -371,6 +389,7 @@ def test_a_newcomer_that_does_not_fit_is_turned_away_and_awaited_by_nobody(field
     state, effects = lead(state, theirs(1, **fields))
     [told] = [each.message for each in effects if isinstance(each, ToCoordinator)]
     assert isinstance(told, TurnedAway) and told.newcomers == (3,) and why in told.reason
+    assert "replica 3" not in told.reason, "the message names it already"
     assert state.roster == (0, 1) and state.joins == ()
 
 

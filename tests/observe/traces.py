@@ -311,7 +311,7 @@ class Run:
         self.claim(newcomer, off)
         self.roster = tuple(sorted((*older, newcomer)))
         self.generation += 1
-        what = {"newcomers": (newcomer,), "reason": f"replicas {newcomer} join"}
+        what = {"newcomers": (newcomer,), "reason": f"replica {newcomer} is to join"}
         self.add(trace.Generation, generation=self.generation, roster=self.roster, **what)
         self.statuses(dealt, lambda replica: (), newcomers=(newcomer,))
         if off:

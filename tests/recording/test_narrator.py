@@ -111,10 +111,10 @@ def test_each_step_of_a_newcomer_is_told() -> None:
     mine = [text for text in told.texts if "replica 3" in text or "replicas 3" in text]
     assert mine == [
         "replica 3 forms in the place of replica 2",
-        "generation 3: replicas 0 1 3 (replicas 3 join)",
+        "generation 3: replicas 0 1 3 (replica 3 is to join)",
         "replica 3 is turned away: its state digest differs; it reads again",
         "replica 3 does not join in train 4: a save is in progress; it reads again, as often as needed",
-        "generation 4: replicas 0 1 3 (replicas 3 join)",
+        "generation 4: replicas 0 1 3 (replica 3 is to join)",
         "replica 3 joins at train 5: 3 replicas train",
     ]
     assert told.narrator.seen.forming == ()
@@ -126,7 +126,7 @@ def test_a_newcomer_that_ends_before_it_joins_is_told() -> None:
     assert told.narrator.seen.forming == (2,)
     told.after(trace.Failure(t=3.0, replica=2, rank=1, cause="SIGKILL"), trace.Fenced(t=3.1, replica=2, ranks=(0, 1)))
     assert told.texts[1:] == [
-        "replica 2 forms (on spare node b)", "replica 2 has ended before it joined: rank 1, SIGKILL",
+        "replica 2 forms on spare node b", "replica 2 has ended before it joined: rank 1, SIGKILL",
     ]  # fmt: skip
     assert told.narrator.seen.forming == ()
     closing = told.narrator.account.lines(ExitCode.OK, "training finished")
@@ -135,7 +135,7 @@ def test_a_newcomer_that_ends_before_it_joins_is_told() -> None:
 
 def test_a_refused_newcomer_is_told_once_and_two_that_join_together_in_one_line() -> None:
     refused = trace.ClaimRefused(t=2.0, newcomer=2, label="train 3", reason="it is too late in train 3", member=0)
-    joined = trace.Generation(t=4.0, generation=2, roster=(0, 1, 2, 3), newcomers=(2, 3), reason="replicas 2, 3 join")
+    joined = trace.Generation(t=4.0, generation=2, roster=(0, 1, 2, 3), newcomers=(2, 3), reason="replicas 2, 3 are to join")
     told = Told().after(BEGUN, refused, refused, joined, trace.Proven(t=5.0, generation=2, newcomers=(2, 3)))
     assert [text for text in told.texts if "does not join" in text] == [
         "replica 2 does not join in train 3: it is too late in train 3; it reads again, as often as needed"

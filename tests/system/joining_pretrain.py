@@ -1,0 +1,125 @@
+"""`scripts/pretrain_gpt.py` in which replicas have time to come back, and things happen at fault points of any rank.
+
+As long as members are missing, a step takes `Orders.step_s`, which the ranks spend asleep, a part before each forward. With the
+full roster they compute as fast as they can.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgspec
+import psutil
+
+from megatron_recover.config import RankContext, rank_context
+from megatron_recover.control_plane.rank_driver import RankDriver
+from megatron_recover.faults import Fault, FaultInjector, FaultPoint, Passages
+
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
+ORDERS = "JOINING_ORDERS"
+
+
+class Act(msgspec.Struct, frozen=True):
+    """What a rank does as it passes a fault point."""
+
+    at: Fault
+    do: str
+    """`kill REPLICA RANK`, `term` (SIGTERM to the launcher), `drain REPLICA`, `sleep SECONDS`, `copy FROM TO`."""
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What is different from the script, in `ORDERS` as JSON."""
+
+    microbatches: int
+    step_s: float = 0.5
+    acts: tuple[Act, ...] = ()
+    newcomers_raise: bool = False
+    newcomers_get: tuple[str, ...] = ()
+    """Further flags that newcomers alone have."""
+
+
+def main() -> None:
+    """Train as ordered."""
+    spec = importlib.util.spec_from_file_location("pretrain_gpt", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    context = rank_context()
+    if context is not None and not context.dry_run:
+        orders = msgspec.json.decode(os.environ[ORDERS], type=Orders)
+        (pathlib.Path(context.run_dir) / f"pid.{context.replica}.{context.rank}").write_text(str(os.getpid()))
+        if context.newcomer and orders.newcomers_raise:
+            raise RuntimeError("this script does not run in newcomers")
+        if context.newcomer:
+            sys.argv += orders.newcomers_get
+        _act(context, orders.acts)
+        _take_time(script, context, orders)
+    script.main()
+
+
+def _take_time(script: Any, context: RankContext, orders: Orders) -> None:
+    drivers: list[RankDriver] = []
+    init, forward_step = RankDriver.__init__, script.forward_step
+
+    def remember(self: RankDriver, *args: Any, **others: Any) -> None:
+        init(self, *args, **others)
+        drivers.append(self)
+
+    def forward(*args: Any, **others: Any) -> Any:
+        num_members = len(drivers[0].roster) if drivers else 0
+        if 0 < num_members < context.num_replicas:
+            time.sleep(orders.step_s * num_members / orders.microbatches)
+        return forward_step(*args, **others)
+
+    RankDriver.__init__, script.forward_step = remember, forward  # type: ignore[method-assign]
+
+
+def _act(context: RankContext, acts: tuple[Act, ...]) -> None:
+    """Do what is ordered in the thread that passes a point, before anything else happens there."""
+    mine = {act.at: act.do for act in acts if (act.at.replica, act.at.rank) == (context.replica, context.rank)}
+    if not mine:
+        return
+    passages, of, pass_point = Passages(mine), FaultInjector.of, FaultInjector.at
+
+    def always(texts: Any, **others: Any) -> FaultInjector:
+        return of(texts, **others) or FaultInjector((), **others)
+
+    def at(self: FaultInjector, point: FaultPoint, **where: Any) -> None:
+        if (due := passages.take(point, **where)) is not None:
+            _do(context, *mine[due].split())
+        pass_point(self, point, **where)
+
+    FaultInjector.of, FaultInjector.at = always, at  # type: ignore[method-assign, assignment]
+
+
+def _do(context: RankContext, what: str, *arguments: str) -> None:
+    folder = pathlib.Path(context.run_dir)
+    match what:
+        case "kill":
+            os.kill(int((folder / f"pid.{'.'.join(arguments)}").read_text()), signal.SIGKILL)
+        case "term":
+            os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGTERM)
+        case "drain":
+            subprocess.Popen(
+                [sys.executable, "-m", "megatron_recover", "drain", arguments[0], str(folder)],
+                start_new_session=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        case "sleep":
+            time.sleep(float(arguments[0]))
+        case "copy":
+            changed = pathlib.Path(arguments[1]).with_suffix(".changed")
+            changed.write_bytes(pathlib.Path(arguments[0]).read_bytes())
+            changed.rename(arguments[1])
+        case _:
+            raise AssertionError(what)
+
+
+if __name__ == "__main__":
+    main()
