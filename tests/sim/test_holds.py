@@ -118,9 +118,7 @@ def test_a_vote_that_is_kept_back_helps_no_newcomer(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_newcomer_that_reads_for_longer_than_a_step_lasts_gets_in_if_it_asks_for_a_hold(
-    asks: bool, microbatches: int
-) -> None:
+def test_a_newcomer_that_reads_for_longer_than_a_step_gets_in_if_it_asks_for_a_hold(asks: bool, microbatches: int) -> None:
     """With a quota of 1 the end of the pass is asked for as it begins."""
     job = ShortSteps(0.15, microbatches=microbatches)
     job.newcomers_ask = asks
