@@ -526,7 +526,7 @@ def test_a_hold_that_came_with_a_claim_ends_with_the_reason_for_it(lead: Lead, e
     elif end == "link":
         leading.other.loop.drop(link)
     else:
-        leading.announce(2)
+        leading.coordinator.send(Announcement(NewGeneration(2, (0, 1)), leading.peers, 0.0))
     leading.other.wait(lambda: leading.member.has_order())
     assert leading.member.more_work() is None
     event = recorded(leading)
