@@ -315,12 +315,14 @@ class CoordinatorDriver:
                     in_place_of, reason = self._forms_for
                     self._record(trace.Forming(newcomer=replica, in_place_of=in_place_of, reason=reason))
                     self._form(replica)
-                case machine.Refuse(refused):
+                case machine.Refuse(refused, member):
                     if refused.generation:  # it was announced, and may miss what is announced meanwhile
                         self._announced.discard(refused.newcomer)
                     for recorded in membership_events.refusal(refused):
                         self._record(recorded)
                     self._loop.send(self._links[refused.newcomer], refused)
+                    if member is not None:
+                        self._loop.send(self._links[member], refused)
                     self._tell_sources(refused.newcomer)
                 case machine.Ask(replica, requests):
                     self._loop.send(self._links[replica], AddRequests(requests))

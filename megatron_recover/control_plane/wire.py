@@ -74,7 +74,7 @@ from megatron_recover.core.rank_messages import (
     StateDigested,
     Stop,
 )
-from megatron_recover.core.replica_state import Admission
+from megatron_recover.core.replica_state import Admission, HoldAsked
 from megatron_recover.core.values import Claim, Commitment, Generation, ReplicaId, Shape, Status, Statuses, Value, Vote, Votes
 from megatron_recover.host.addresses import Ports, bind_free, family_of, outlast_cuts, parse_address, prepare
 from megatron_recover.trace.node_clock import NodeClock
@@ -278,7 +278,7 @@ Message = (
     | FromAgent | ToAgent
     | Plan | Close | Apply | Stop | EnterTraining
     | Begun | Promised | Holds | RankBlocked | RankFailing | RankFinished | StateDigested
-    | Vote | Votes | Status | Statuses | Claim | JoinRefused | Admission
+    | Vote | Votes | Status | Statuses | Claim | JoinRefused | Admission | HoldAsked
     | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailing | ReplicaFinished
     | Diverged | Miscounted | AddRequests | ReplicaLeaving | Grant | Named | NewcomerReady | TurnedAway | NewcomersProven
     | StoreRequest | StoreAnswer | StoreRefusal

@@ -18,7 +18,7 @@ Caller's contract
 * `Fence`: kill all ranks of the replica, for certain. Never wait for their end. Feed
   `FenceConfirmed` once the end of all of them was seen.
 * `Form`: start the ranks of a newcomer, and link to its leader. Its end is a `ReplicaLost`.
-* `Refuse`: send its `JoinRefused` to the leader of the newcomer.
+* `Refuse`: send its `JoinRefused` to the leader of the newcomer, and to that of `member`, if any.
 * `Give`: send the grant to the leader of its writer, behind all announcements before it.
 * `Ask(replica, requests)`: send `AddRequests(requests)` to the leader of that replica.
 * `LeaveJudged`: answer who asked for the leave; with an empty `replicas` also after a loss.

@@ -15,6 +15,7 @@ from megatron_recover.core.membership_messages import (
     JoinRefused,
     LeaderMessage,
     Loss,
+    NewcomerReady,
     NewGeneration,
     ReplicaFailing,
     ReplicaFinished,
@@ -131,8 +132,8 @@ class CoordinatorState(Value, frozen=True):
     """Newcomers that are not lost and not in the roster, ascending."""
     joins: tuple[Claim, ...] = ()
     """Claims of the unproven newcomers in `roster`, by replica."""
-    ready: tuple[Claim, ...] = ()
-    """Claims for which a member has vouched and that wait for the timer `gather`, by replica."""
+    ready: tuple[NewcomerReady, ...] = ()
+    """Claims that wait for the timer `gather`, each as a member has vouched for it; by newcomer."""
     joins_from: int = 0
     """The first step in which the next join may begin."""
     has_room: bool = False
@@ -248,9 +249,11 @@ class Form(Value, frozen=True):
 
 
 class Refuse(Value, frozen=True):
-    """Send `JoinRefused` to the leader of the newcomer that it names."""
+    """Send `JoinRefused` to the leader of the newcomer that it names, and to that of a member."""
 
     refused: JoinRefused
+    member: ReplicaId | None = None
+    """The member that has vouched for the claim, which holds its pass for it; None if none does."""
 
 
 class Ask(Value, frozen=True):

@@ -104,7 +104,7 @@ def announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, lef
 
 def refuse_ready(state: CoordinatorState, reason: str) -> Step:
     """Refuse all claims that wait: their newcomers may claim a later state."""
-    refusals = tuple(Refuse(refused(claim, reason)) for claim in state.ready)
+    refusals = tuple(Refuse(refused(each.claim, reason), each.replica) for each in state.ready)
     return replace(state, ready=()), refusals
 
 
@@ -200,7 +200,7 @@ def without(state: CoordinatorState, out: Collection[ReplicaId]) -> CoordinatorS
         saves=tuple(save for save in state.saves if save.replica not in out),
         forming=tuple(replica for replica in state.forming if replica not in out),
         joins=tuple(claim for claim in state.joins if claim.replica not in out),
-        ready=tuple(claim for claim in state.ready if claim.replica not in out),
+        ready=tuple(each for each in state.ready if each.claim.replica not in out),
     )
 
 

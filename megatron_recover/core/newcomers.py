@@ -58,12 +58,12 @@ def on_ready(state: CoordinatorState, told: NewcomerReady) -> Step:
     The report of a generation that is over counts for nothing, and its newcomer is refused, too.
     """
     claim = told.claim
-    if claim.replica not in state.forming or claim.replica in {each.replica for each in state.ready}:
+    if claim.replica not in state.forming or claim.replica in {each.claim.replica for each in state.ready}:
         return state, ()
     if why := why_not_now(state, told):
-        return state, (Refuse(refused(claim, why)),)
+        return state, (Refuse(refused(claim, why), told.replica),)
     armed = () if state.ready else (Arm(f"gather {state.generation}", "gather_s"),)
-    ready = tuple(sorted((*state.ready, claim), key=lambda each: each.replica))
+    ready = tuple(sorted((*state.ready, told), key=lambda each: each.claim.replica))
     # One try a step: between two joins a step is committed.
     return replace(state, ready=ready, joins_from=max(state.joins_from, told.step + 1)), armed
 
@@ -76,7 +76,7 @@ def why_not_now(state: CoordinatorState, ready: NewcomerReady) -> str:
         return "other newcomers are in their first step"
     if not state.ready and ready.step < state.joins_from:
         return f"the next join may begin in step {state.joins_from}, and this is step {ready.step}"
-    if any(claim.label != ready.claim.label for claim in state.ready):
+    if any(each.claim.label != ready.claim.label for each in state.ready):
         return "a newcomer for another step is about to join"
     if state.saves or state.finished:
         return "a save is in progress" if state.saves else "training ends"
@@ -91,12 +91,13 @@ def gathered(state: CoordinatorState) -> Step:
     """Make a generation with all newcomers that are ready. Nothing else may have happened since."""
     if state.saves or state.finished or state.reason:
         return generations.refuse_ready(state, "a save, the end, or a request came in between")
-    newcomers = {claim.replica for claim in state.ready}
+    claims = tuple(each.claim for each in state.ready)
+    newcomers = {claim.replica for claim in claims}
     state = replace(
         state,
         roster=tuple(sorted({*state.roster, *newcomers})),
         forming=tuple(replica for replica in state.forming if replica not in newcomers),
-        joins=state.ready,
+        joins=claims,
         ready=(),
     )
     who = ", ".join(map(str, sorted(newcomers)))

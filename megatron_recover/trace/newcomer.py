@@ -61,6 +61,20 @@ class ClaimRefused(Event, frozen=True, kw_only=True):
     """The member that refused, as the newcomer's leader records; None: the coordinator did."""
 
 
+class PassHeld(Event, frozen=True, kw_only=True):
+    """Leader of a member: it has kept its pass of a training step open for newcomers, until now."""
+
+    replica: int
+    label: str
+    """Label of the step."""
+    newcomers: tuple[int, ...]
+    """The newcomers that needed it last."""
+    is_asked: bool
+    """True if a newcomer had asked for it before the step; False if it came with a claim."""
+    seconds: float
+    """Time for which the end of the pass was kept back; 0 if the pass was not at its end."""
+
+
 class TurnedAway(Event, frozen=True, kw_only=True):
     """Coordinator: the common plan of a generation does not admit newcomers that it announced.
 

@@ -158,7 +158,7 @@ def test_between_two_joins_a_step_is_committed() -> None:
 
 def test_a_loss_while_newcomers_gather_refuses_them_and_they_may_ask_again() -> None:
     state, effects = feed(formed(), ready(), died(2))
-    assert announced(effects).joins == () and Refuse(JoinRefused(3, "train 0", "generation 2 was made before")) in effects
+    assert announced(effects).joins == () and Refuse(JoinRefused(3, "train 0", "generation 2 was made before"), 0) in effects
     assert feed(state, TimerFired("gather 1"))[1] == [] and state.forming == (3,)
 
 
