@@ -290,7 +290,7 @@ def told(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[
         (
             "--replicas 2 --spares 2",
             "--recover-heal off",
-            "--spares needs --recover-heal in-place; give that behind the script's name",
+            "--spares has no use, as no lost replica is replaced (--recover-heal off, or a flag that excludes it)",
         ),
         ("--replicas 2 --spares -1", "--recover-heal in-place", "--spares is -1; it must be a number of slots, 0 or more"),
     ],
