@@ -68,7 +68,7 @@ class PassHeld(Event, frozen=True, kw_only=True):
     label: str
     """Label of the step."""
     newcomers: tuple[int, ...]
-    """The newcomers that needed it last."""
+    """The newcomers for which it did."""
     is_asked: bool
     """True if a newcomer had asked for it before the step; False if it came with a claim."""
     seconds: float

@@ -522,7 +522,8 @@ def test_nothing_else_ends_a_hold(other: Any) -> None:
 def test_a_hold_for_two_newcomers_ends_when_neither_needs_it() -> None:
     state, _ = lead(holding(), HoldAsked(4, "train 0"))
     state, effects = lead(state, JoinRefused(3, "train 0", "late"))
-    assert effects == [] and state.hold is not None and state.hold.newcomers == (4,)
+    assert effects == [] and state.hold is not None and state.hold.released == (3,)
+    assert lead(state, HoldAsked(3, "train 0"), JoinRefused(3, "train 0", "late")) == (state, []), "it needs it once"
     assert lead(state, JoinRefused(4, "train 0", "late"))[1] == [CLOSE]
 
 
