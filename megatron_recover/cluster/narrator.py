@@ -287,8 +287,7 @@ class Narrator:
                 self._refused.add(newcomer)
                 yield f"replica {newcomer} does not join in {label}: {reason}; it reads again, as often as needed"
             case trace.TurnedAway(newcomers=newcomers, reason=reason):
-                verb, pronoun = ("is", "it reads") if len(newcomers) == 1 else ("are", "they read")
-                yield f"{_replicas(newcomers)} {verb} turned away: {reason}; {pronoun} again"
+                yield f"{_replicas(newcomers)} {'is' if len(newcomers) == 1 else 'are'} turned away: {reason}"
             case trace.Proven(newcomers=newcomers, generation=generation):
                 number, label = self._joins_in
                 where = f"at {label}" if number == generation and label else f"in generation {generation}"

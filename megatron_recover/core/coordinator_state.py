@@ -77,6 +77,8 @@ class CoordinatorState(Value, frozen=True):
     reason_excused_by: tuple[ReplicaId, ...] = ()
     """Members that were at work when `reason` was reported. They may have ended their work before
     the grace ends."""
+    reason_of: tuple[ReplicaId, ...] = ()
+    """The unproven newcomer that has reported `reason`; empty if a member has."""
     evidence: Evidence = Evidence()
     """All evidence that has not been dropped since (`core/blame.py`)."""
     evidence_from: Generation = 0

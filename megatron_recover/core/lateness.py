@@ -120,10 +120,14 @@ def on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
         return state, ()
     if not are_waits_excused(state):
         state = replace(state, evidence=with_report(state.evidence, request.replica, request.suspects))
-    if state.reason or is_stale:
+    is_new = request.replica not in generations.members(state)
+    if is_stale or (state.reason and (is_new or not state.reason_of)):
         return state, ()
+    is_armed = bool(state.reason)  # by a newcomer, with which its reason would go
     reason = f"replica {request.replica}: {request.reason}"
-    state = replace(state, reason=reason, reason_excused_by=working(state))
+    state = replace(state, reason=reason, reason_of=(request.replica,) * is_new, reason_excused_by=working(state))
+    if is_armed:
+        return state, ()
     if any(save.generation < state.generation for save in state.saves):
         return state, ()  # a generation was made during the save already: no need of another
     # Repeated failures are not retried without a pause.

@@ -68,9 +68,8 @@ def test_a_slot_waits_for_the_end_of_every_former_process() -> None:
 
 
 def test_who_waits_for_a_process_to_end_knows_whether_that_is_usual() -> None:
-    found = [
-        slots.plan(killed(THREE, 1, is_gone=False), wanted=1, settings=SETTINGS, now_s=now_s).left_out for now_s in (109.0, 111.0)
-    ]
+    pasts = killed(THREE, 1, is_gone=False)
+    found = [slots.plan(pasts, wanted=1, settings=SETTINGS, now_s=now_s).left_out for now_s in (109.0, 111.0)]
     assert [[each.is_ending for each in left_out] for left_out in found] == [[True, True], [False, False]]
     (newcomer,) = slots.plan(killed(THREE, 1), wanted=1, settings=SETTINGS, now_s=100.0).newcomers
     assert newcomer.in_place_of == (1,)

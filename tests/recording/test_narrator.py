@@ -112,7 +112,7 @@ def test_each_step_of_a_newcomer_is_told() -> None:
     assert mine == [
         "replica 3 forms in the place of replica 2",
         "generation 3: replicas 0 1 3 (replica 3 is to join)",
-        "replica 3 is turned away: its state digest differs; it reads again",
+        "replica 3 is turned away: its state digest differs",
         "replica 3 does not join in train 4: a save is in progress; it reads again, as often as needed",
         "generation 4: replicas 0 1 3 (replica 3 is to join)",
         "replica 3 joins at train 5: 3 replicas train",
