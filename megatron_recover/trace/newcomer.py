@@ -6,6 +6,7 @@ Events about a newcomer that another process writes name it in `newcomer` or `ne
 
 from __future__ import annotations
 
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.trace.event import Event
 
 
@@ -59,6 +60,14 @@ class ClaimRefused(Event, frozen=True, kw_only=True):
     reason: str
     member: int | None = None
     """The member that refused, as the newcomer's leader records; None: the coordinator did."""
+
+
+class NewcomerLost(Event, frozen=True, kw_only=True):
+    """Coordinator: a newcomer outside the roster is lost, for which no generation is made."""
+
+    newcomer: int
+    kind: LossKind
+    detail: str
 
 
 class TurnedAway(Event, frozen=True, kw_only=True):
