@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from megatron_recover.core import generations
+from megatron_recover.core import generations, leaving
 from megatron_recover.core.alike import described, differences
 from megatron_recover.core.blame import without_reports
 from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse
@@ -81,7 +81,7 @@ def why_not_now(state: CoordinatorState, ready: NewcomerReady) -> str:
         return "a save is in progress" if state.saves else "training ends"
     if state.reason or state.trouble or state.fruitless or state.evidence.pairs:
         return "the members have trouble in this step"
-    if details(state.requests, RequestKind.EXIT) or details(state.requests, RequestKind.LEAVE):
+    if details(state.requests, RequestKind.EXIT) or leaving.asked(state.requests, state.roster):
         return "the job, or a member, was asked to end"
     return ""
 

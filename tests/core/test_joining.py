@@ -49,6 +49,7 @@ from megatron_recover.core.membership_messages import (
     NewGeneration,
     ReplicaBlocked,
     ReplicaFinished,
+    ReplicaLeaving,
     ReplicaSaving,
     TurnedAway,
 )
@@ -146,6 +147,12 @@ def test_a_claim_that_cannot_join_now_is_refused_by_name(said: NewcomerReady, be
     [refuse] = effects
     assert isinstance(refuse, Refuse) and refuse.refused.newcomer == 3 and why in refuse.refused.reason, effects
     assert (after.roster, after.ready) == (state.roster, ())
+
+
+def test_a_newcomer_may_join_once_a_member_that_was_asked_to_leave_has_left() -> None:
+    state, effects = feed(formed(), LeaveAsked((2,), "drain"), ReplicaLeaving(2, 1))
+    assert announced(effects).left == (2,)
+    assert feed(state, ready(generation=2))[1] == [Arm("gather 2", "gather_s")]
 
 
 def test_between_two_joins_a_step_is_committed() -> None:

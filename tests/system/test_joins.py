@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.faults import NEWCOMER_ONLY, Fault, FaultPoint
 from tests.system.jobs import Job, Outcome, chaos_text, check, run_job
 from tests.system.joining_pretrain import ORDERS, Act, Orders
@@ -274,7 +275,9 @@ def test_the_job_is_asked_to_end_while_a_newcomer_forms(tmp_path: pathlib.Path, 
     outcome = run(
         TWO, tmp_path / "run", data, DEATH, acts=[act("2 0 form", "term"), FORMS], save=tmp_path / "save", deadline_s=100
     )
-    assert rosters(outcome) == [[0, 1], [0]] and outcome.exit_code in (0, 3, 143)
+    assert outcome.exit_code == ExitCode.INTERRUPTED
+    assert rosters(outcome) == [[0, 1], [0], [0]], "the last one carries the request"
+    assert blamed(outcome) == {1, 2}
     assert [phase for _, phase in outcome.saves()][-1:] == ["finished"]
     _nothing_left(outcome)
 
