@@ -46,6 +46,7 @@ explore: setup   ## explore more than 10^7 states of the protocol, JOBS scenario
 
 fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judged (default 10000 from 1)
 	@$(PY) -m megatron_recover.sim.timed.fuzz --seeds $(or $(SEEDS),10000) --seed $(or $(SEED),1) --jobs 2
+	@$(PY) -m scripts.study.judged_fuzz --seeds $$(( ($(or $(SEEDS),10000) + 9) / 10 )) --seed $(or $(SEED),1) --jobs 2
 
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
 	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))

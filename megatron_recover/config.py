@@ -47,6 +47,10 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_replicas: int = 1
     """Least number of replicas to train with. With fewer, but at least one, the run ends with exit
     code 10, with a checkpoint if it has trained and `--save` is set."""
+    below_min: Literal["end", "wait"] = "end"
+    """Behaviour with fewer replicas than `min_replicas` while a newcomer forms. `end`: the run ends
+    at once. `wait`: it trains on until newcomers have joined; once none forms any more, and there
+    are still too few, it ends as with `end`."""
     determinism: Literal["fast", "exact"] = "fast"
     """`exact`: gradients are accumulated on a grid in fp64, so that parameters are bit-identical to
     those of the failure-free run, whichever replica computed what. `fast`: all replicas are
@@ -74,7 +78,7 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`same`: refuse to resume from a checkpoint that was trained on other data (content, weights,
     `--split`, `--seed`) than this run would read. `other`: resume; the data was changed on
     purpose."""
-    heal: Literal["in-place", "off"] = "off"
+    heal: Literal["in-place", "off"] = "in-place"
     """`in-place`: a lost replica's slots are used again for a new replica, which reads its state
     from the others while they train. `off`: the others train on without it."""
     heal_backoff_s: float = 60.0

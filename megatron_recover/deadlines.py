@@ -91,8 +91,12 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     a death within 0.1 s, and every repair that a member requests waits for this."""
     gather_s: float
     """Time that the coordinator waits for further newcomers once a member has vouched for one, so
-    that they join together. Fixed: it delays a join, and a step has to last longer than the whole
-    of it."""
+    that they join together. Fixed: it delays a join, and the members wait for it where their step
+    is shorter (`hold_s`)."""
+    hold_s: float
+    """Longest time for which a member keeps its pass open for a newcomer, so that the step is not
+    over before the newcomer is announced. Then the member ends its pass, and the newcomer reads a
+    later state. Nobody is blamed for it: all waits of the others are longer."""
     reset_s: float
     """Time after the reset of a node's link in which resets of others count as resets at the same
     time, before the coordinator removes the node. Fixed: what resets many links does it at once."""
@@ -136,12 +140,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     ran out of time or failed without a culprit. Then the rank names the peers that did not."""
     connect_s: float
     """Longest wait of a rank inside a sum or a transfer for the connection to a member. Then the
-    sum fails, and the leader requests a generation. On a GPU a run refuses a deadline below 250 s,
-    which leaves NCCL less than 10 s to connect the members."""
+    sum fails, and the leader requests a generation. A newcomer waits as long for the connection to
+    a member whose state it reads, and then reads from others. On a GPU a run refuses a deadline
+    below 250 s, which leaves NCCL less than 10 s to connect the members."""
     sum_s: float
     """Longest wait of a rank inside a sum that all members have entered without any byte of any of
     them (`gloo`: without a finished piece of 1 MiB; `nccl`: without a finished tensor). Then the
-    sum fails, and the leader requests a generation. Transfers wait as long."""
+    sum fails, and the leader requests a generation. Transfers wait as long, and so do both ends
+    while a newcomer reads the state of a member."""
     slowest_s: float
     """Longest wait of a rank inside a sum for the slowest member to enter the sum, without any byte
     of anyone. Then the sum fails, and the leader requests a generation. Longer while a job without
@@ -326,7 +332,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             introduction_s=INTRODUCTION_S,
             beat_s=beat_s,
             grace_s=0.25,
-            gather_s=0.05,
+            gather_s=0.02,
+            hold_s=min(1.0, 0.2 * stall_s),
             reset_s=0.05,
             name_s=0.1,
             silence_s=3 * beat_s,
@@ -415,6 +422,11 @@ ORDER = (
     Below("beat_s", "silence_s", "a beat or two may be late before anyone is called silent"),
     Below("grace_s", "follow_s", "the agent reports a death before a member is judged late for the next generation"),
     Below("gather_s", "grace_s", "newcomers that gather are announced before a request of the same moment"),
+    Below("gather_s", "hold_s", "newcomers that gather are announced before a member ends the pass that it keeps open"),
+    Below("hold_s", "hung_s", "a rank whose pass is kept open is taken for no hung one"),
+    Below("hold_s", "connect_s", "a member that keeps its pass open is not taken for one that cannot be reached"),
+    Below("hold_s", "slowest_s", "a member that keeps its pass open is called late by nobody"),
+    Below("hold_s", "stall_s", "a member that keeps its pass open keeps nobody waiting for a vote for too long"),
     Below("reset_s", "grace_s", "the loss of a node whose link was reset explains what members report of it"),
     Below("name_s", "grace_s", "the death of a rank that waits for a name still explains the requests of others"),
     Below("words_s", "follow_s", "a rank's last messages leave before anyone kills the rest of its replica"),

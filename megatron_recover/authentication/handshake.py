@@ -18,7 +18,7 @@ proves nothing.
 
 The same values give both ends one session key for each direction (`SessionKeys`). With these keys
 the control plane authenticates every frame (`control_plane/wire.py`), and so does the transfer of
-state (`data_plane/range_frames.py`). Nothing is encrypted, and the sums of the data plane do not
+state (`data_plane/ranges/frames.py`). Nothing is encrypted, and the sums of the data plane do not
 use the keys (docs/design/security.md).
 """
 

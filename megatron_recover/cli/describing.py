@@ -19,7 +19,7 @@ from megatron_recover.cluster.joining import refuse
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.cluster.signals import EndRequest
-from megatron_recover.config import inherited_environment
+from megatron_recover.config import RecoverConfig, inherited_environment
 from megatron_recover.core.placement import most_replicas, place
 from megatron_recover.faults import Fault
 from megatron_recover.flags import value_of
@@ -132,6 +132,7 @@ def _described(
     num_replicas, lanes = _size(arguments, slots, flags, None if fitting is None else fitting[0])
     judged = preflight(flags, num_replicas=num_replicas, lanes=lanes)
     launch_line.judge(line, num_replicas * judged.layout.num_ranks, judged.config)
+    _refuse_spares(arguments.spares, line, judged.config)
     placement = None
     if joined is not None and slots is not None:
         num_ranks = judged.layout.num_ranks
@@ -143,7 +144,8 @@ def _described(
         _refuse_unseen(faults, arguments.trace_level)
     log_links, run_dir = _folders(line, arguments.run_dir, joined)
     job = Job(
-        argv=(*words, *flags), num_replicas=num_replicas, placement=placement, address=address, ports=line.nodes.ports,
+        argv=(*words, *flags), num_replicas=num_replicas, num_spares=arguments.spares, placement=placement, address=address,
+        ports=line.nodes.ports,
         node=0 if joined is None or joined.met is None else joined.met.you,
         nodes=() if joined is None or joined.met is None else joined.met.nodes,
         node_s=line.nodes.node_s if line.nodes.is_of_several else None,
@@ -168,6 +170,20 @@ def _described(
 def _print(notes: Iterable[str]) -> None:
     for note in notes:
         print(f"megatron-recover run: {note}", file=sys.stderr, flush=True)
+
+
+def _refuse_spares(num_spares: int, line: launch_line.Choice, config: RecoverConfig) -> None:
+    """Raise ValueError where `--spares` makes no sense."""
+    if not num_spares:
+        return
+    if num_spares < 0:
+        raise ValueError(f"--spares is {num_spares}; it must be a number of slots, 0 or more")
+    if line.nodes.is_of_several:
+        raise ValueError(
+            "--spares is for one node; on several nodes slots without a rank are spares: give a larger --nproc-per-node"
+        )
+    if config.heal == "off":
+        raise ValueError("--spares needs --recover-heal in-place; give that behind the script's name, or leave --spares out")
 
 
 def _refuse_stopped(flags: Sequence[str], *, is_chained: bool) -> None:

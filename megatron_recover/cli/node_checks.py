@@ -41,7 +41,7 @@ def refusals(job: Job, joined: Joined | None) -> list[str]:
     """
     is_of_several = len(job.nodes) > 1 and not is_loopback(job.address)  # else all nodes are on this machine
     need = Need(
-        num_ranks=job.num_ranks_here, num_nodes=len(job.nodes) if is_of_several else 1, on_gpus=has_gpu(),
+        num_ranks=job.num_ranks_here + job.num_spares, num_nodes=len(job.nodes) if is_of_several else 1, on_gpus=has_gpu(),
         ranks_per_gpu=job.config.ranks_per_gpu, folders=folders_of(job.argv, but=[Check.RUN_DIR]),
         has_later_ranks=any(0 not in job.slots(replica) for replica in job.replicas_here),
         address=job.address if len(job.nodes) > 1 else None, environment=inherited_environment(),

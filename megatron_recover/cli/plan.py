@@ -56,7 +56,16 @@ _OF_RUN = {
     "--replicas": "plan compares all numbers of replicas",
     "--lanes": "plan compares all numbers of lanes",
     **dict.fromkeys(
-        ("--rank-start", "--run-dir", "--chaos", "--trace-level", "--trace-file-bytes", "--quiet", *meeting_flags.OURS),
+        (
+            "--spares",
+            "--rank-start",
+            "--run-dir",
+            "--chaos",
+            "--trace-level",
+            "--trace-file-bytes",
+            "--quiet",
+            *meeting_flags.OURS,
+        ),
         "plan starts no rank",
     ),
     **dict.fromkeys(

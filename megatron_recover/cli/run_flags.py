@@ -74,6 +74,11 @@ def add_flags(parser: Parser) -> None:
         "GPUs with --nproc-per-node alone, with which a rank fits by plan's estimate)",
     )  # fmt: skip
     parser.add_argument(
+        "--spares", type=int, metavar="N", default=0,
+        help="slots of this node that are kept for replicas that are formed in place of lost ones, beside those that were "
+        "theirs; needs --recover-heal in-place (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
         "--rank-start", choices=("auto", *get_args(RankStart)), default="auto",
         help="how the processes of ranks start: fork, from one process that has imported everything; warm, as fresh "
         "processes that import everything in advance, which CUDA needs; auto: warm where there is a GPU (default: auto)",

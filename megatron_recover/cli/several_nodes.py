@@ -155,5 +155,8 @@ def notes(job: Job, wanted: Path | None = None) -> Iterator[str]:
     yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
     has_ranks = any(slot.node == 0 for slots in job.placement.replicas for slot in slots)
     yield about_the_coordinator(job.nodes[0].name, saves=job.save is not None, has_ranks=has_ranks)
-    if job.node == 0 and (line := left_over_line(job.placement, job.num_ranks)) is not None:
+    if (
+        job.node == 0
+        and (line := left_over_line(job.placement, job.num_ranks, are_spares=job.config.heal != "off")) is not None
+    ):
         yield line

@@ -77,7 +77,8 @@ class Fences:
     def _tell_if_empty(self, what: str) -> None:
         if self._job.nodes and self.gone.issuperset(self._seats.replicas_here):
             back = f"; `kill {os.getpid()}` gives it back at once, and the job goes on" if self._job.node else ""
-            self._recording.says(f"all replicas with ranks on this node {what}: the node waits for the end of the job{back}")
+            until = "the end of the job" if self._job.config.heal == "off" else "a newcomer, or the end of the job"
+            self._recording.says(f"all replicas with ranks on this node {what}: the node waits for {until}{back}")
 
     def fence_late(self) -> None:
         """Report the end of replicas that leave; kill those whose ranks have not ended in time."""

@@ -83,6 +83,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that each process has for events that are not in the trace yet."""
     node: int = 0
     """Number of this node."""
+    num_spares: int = 0
+    """Slots of this node that have no rank at the start, if it is the only one."""
     placement: Placement | None = None
     """The slot of every rank. None: all ranks are on this node."""
     nodes: tuple[NodePlace, ...] = ()
@@ -123,8 +125,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def spares(self) -> tuple[int, ...]:
         """Return the slots of this node that have no rank at the start, ascending."""
-        left_over = () if self.placement is None else self.placement.left_over
-        return tuple(slot.slot for slot in left_over if slot.node == self.node)
+        if self.placement is None:
+            num_ranks = self.num_replicas * self.num_ranks
+            return tuple(range(num_ranks, num_ranks + self.num_spares))
+        return tuple(slot.slot for slot in self.placement.left_over if slot.node == self.node)
 
     def spans_nodes(self, replica: int) -> bool:
         """Return whether a replica has ranks on several nodes."""

@@ -116,7 +116,9 @@ class Launcher:
         self._key = keys.make_key() if joined is None else joined.key
         self._sealed_key = keys.sealed(self._key)
         with descriptors_needed():
-            self._clock_memory = node_clock.create(job.num_ranks_here) if joined is None else joined.clock_memory
+            self._clock_memory = (
+                node_clock.create(job.num_ranks_here + len(job.spares)) if joined is None else joined.clock_memory
+            )
         self._clock = NodeClock(self._clock_memory) if joined is None else joined.clock
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
@@ -395,18 +397,25 @@ class Launcher:
                 pass  # this node knew its place before it was given a job
             case Launch():
                 self._starting.may_start(message)
-            case Roster(generation, roster, losses, reason):
+            case Roster(generation, roster, losses, reason, left, newcomers):
                 self._generation = generation
                 if self._others is not None:
                     self._others.num_members = len(roster)
-                if not self._roster or losses or self._left_by(roster) or not {*roster} > {*self._roster}:
+                if not self._roster or losses or left or not {*roster} > {*self._roster}:
                     self._learns_since = generation
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
-                left = tuple(sorted(self._left_by(roster) - {loss.replica for loss in losses}))
                 self._roster = roster
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
-                    trace.Generation(t=seconds, generation=generation, roster=roster, losses=lost, reason=reason, left=left)
+                    trace.Generation(
+                        t=seconds,
+                        generation=generation,
+                        roster=roster,
+                        losses=lost,
+                        reason=reason,
+                        left=left,
+                        newcomers=newcomers,
+                    )  # fmt: skip
                 )
             case FenceReplica(replica):
                 self._starting.forget(replica)
@@ -437,10 +446,6 @@ class Launcher:
                 self._why_lost = reason
             case _:
                 raise NodeLost(f"the coordinator sent a {type(message).__name__}")
-
-    def _left_by(self, roster: tuple[int, ...]) -> set[int]:
-        """Return the members of the newest roster that are not in `roster`."""
-        return {*self._roster} - {*roster}
 
     def _coordinator_gone(self, why: str) -> None:
         self._newcomers.end(self._roster)  # nobody can admit them any more

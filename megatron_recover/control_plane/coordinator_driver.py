@@ -203,6 +203,11 @@ class CoordinatorDriver:
         self._forms_for = in_place_of, reason
         self._step(machine.FormAsked(num_newcomers))
 
+    def know_room(self, has_room: bool) -> None:
+        """Tell the machine whether newcomers can be formed where replicas are missing."""
+        if has_room != self._state.has_room:
+            self._step(machine.RoomKnown(has_room))
+
     def launched(self) -> None:
         """Note that the processes of all replicas were started."""
         self._step(machine.Launched())
@@ -312,12 +317,14 @@ class CoordinatorDriver:
                     in_place_of, reason = self._forms_for
                     self._record(trace.Forming(newcomer=replica, in_place_of=in_place_of, reason=reason))
                     self._form(replica)
-                case machine.Refuse(refused):
+                case machine.Refuse(refused, member):
                     if refused.generation:  # it was announced, and may miss what is announced meanwhile
                         self._announced.discard(refused.newcomer)
                     for recorded in membership_events.refusal(refused):
                         self._record(recorded)
                     self._loop.send(self._links[refused.newcomer], refused)
+                    if member is not None:
+                        self._loop.send(self._links[member], refused)
                     self._tell_sources(refused.newcomer)
                 case machine.Ask(replica, requests):
                     self._loop.send(self._links[replica], AddRequests(requests))

@@ -251,6 +251,10 @@ class Roster(Value, frozen=True):
     losses: tuple[Loss, ...]
     reason: str
     """The reason of the generation, as in `NewGeneration`."""
+    left: tuple[ReplicaId, ...] = ()
+    """Replicas that have left as requested, as in `NewGeneration`."""
+    newcomers: tuple[ReplicaId, ...] = ()
+    """Replicas of the roster that are unproven."""
 
 
 class FenceReplica(Value, frozen=True):

@@ -382,10 +382,8 @@ class NodesDriver:
                 if failing is not None:
                     self._membership.failing(failing)
                 self._membership.lost(loss)
-            case SlotsReady() if self._healing is not None:
-                self._healing.ready(agent.number, message)
-            case SlotsUnfit() if self._healing is not None:
-                self._healing.unfit(agent.number, message)
+            case SlotsReady() | SlotsUnfit() if self._healing is not None:
+                self._healing.answered(agent.number, message)
             case NodeAtWork(replicas):
                 agent.at_work = replicas
                 self._soon(self._tell_work)
@@ -474,7 +472,8 @@ class NodesDriver:
 
     def _announced(self, new: NewGeneration) -> None:
         self._watch.allow()
-        self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason))
+        newcomers = tuple(claim.replica for claim in new.joins)
+        self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason, new.left, newcomers))
         self._hangs.judge(condemning.Rostered(new.roster))
         self._send_state()
         self._loop.post(self._heal)  # the machine is in the middle of a step

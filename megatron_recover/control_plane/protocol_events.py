@@ -14,6 +14,7 @@ from megatron_recover.core import replica as machine
 from megatron_recover.core.digest import bare, digest
 from megatron_recover.core.membership_messages import Diverged, JoinRefused
 from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.replica_state import Hold
 from megatron_recover.core.values import Claim, Record, Status, Vote, Work
 
 
@@ -70,6 +71,15 @@ class ProtocolEvents:
         """Record that a member does not vouch for a claim of this newcomer."""
         self._record(
             trace.ClaimRefused(newcomer=refused.newcomer, label=refused.label, reason=refused.reason, member=member)
+        )  # fmt: skip
+
+    def held(self, hold: Hold, seconds: float) -> None:
+        """Record a hold of this member that is over, and for how long it kept the pass open."""
+        self._record(
+            trace.PassHeld(
+                replica=self._replica, label=hold.label, newcomers=hold.newcomers, is_asked=hold.is_asked,
+                seconds=round(seconds, 6),
+            )
         )  # fmt: skip
 
     def plan(self, plan: Plan) -> None:

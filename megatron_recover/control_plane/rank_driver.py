@@ -241,6 +241,17 @@ class RankDriver:
             self._raise_if_stopped()
             return None if self._is_admitted else self._refusal
 
+    def ask_hold(self, member: int, label: str) -> None:
+        """Ask a member to keep the pass of the step `label` open, which begins soon. Rank 0 only.
+
+        Then the state of that step is served for longer, and the step is not over before the
+        members know of this newcomer. There is no answer.
+        """
+        leader = self._leader
+        assert leader is not None, "rank 0 alone asks"
+        with self._changed:
+            self._loop.post(lambda: leader.ask_hold(member, label))
+
     def enter(self) -> int:
         """Wait for the order to begin training, in a newcomer that is admitted; return the step.
 
@@ -562,7 +573,8 @@ class RankDriver:
                 if self._faults is not None:
                     self._faults.at(FaultPoint.PROMISE, step=self._state.step)
                 with self._changed:
-                    self._known_addresses |= dict(data_addresses)
+                    if promise.generation > self._state.promised:
+                        self._known_addresses |= dict(data_addresses)
                     self._feed(promise)
                 if self._link is not None:
                     self._link.has_order()

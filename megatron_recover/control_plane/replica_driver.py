@@ -72,7 +72,7 @@ from megatron_recover.core.rank_messages import (
     StateDigested,
     Stop,
 )
-from megatron_recover.core.replica_state import Admission
+from megatron_recover.core.replica_state import Admission, HoldAsked
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import Claim, Status, Statuses, Vote, Votes
 from megatron_recover.deadlines import Deadlines
@@ -146,6 +146,8 @@ class ReplicaDriver:
         self.clock = RecoveryClock(context.replica, record)
         self._node_clock = clock
         self._waiting: tuple[object, ...] = ()
+        self._kept_since: float | None = None
+        """Time since which the end of a pass is kept back; None: none is."""
         self._key, self._me = key, Party(Role.LEADER, context.replica)
         listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
         self._neighbours: tuple[int, ...] = ()
@@ -185,6 +187,10 @@ class ReplicaDriver:
         """
         self._to_ask = member
         self._claim_when_complete()
+
+    def ask_hold(self, member: int, label: str) -> None:
+        """Ask `member` to keep the pass of the step `label` open, whose state is about to be read."""
+        self._feed(machine.AskHold(member, label))
 
     def see_ranks_off(self) -> None:
         """Let the ranks read `Stop` and close their links, so that no link is reset before.
@@ -329,7 +335,9 @@ class ReplicaDriver:
 
     def _from_peer(self, link: Link, message: Message) -> None:
         match message:
-            case Status() | Statuses() | Vote() | Votes() | Claim() | Admission() if message.replica == self._incoming[link]:
+            case Status() | Statuses() | Vote() | Votes() | Claim() | Admission() | HoldAsked() if (
+                message.replica == self._incoming[link]
+            ):
                 self._feed(message)
             case JoinRefused():
                 self._events.refused(message, self._incoming[link])
@@ -367,6 +375,7 @@ class ReplicaDriver:
             self._asked = None
             self._refused(event)
         self._watch_for_a_stall()
+        self._watch_the_hold(before)
 
     def _link_to_neighbours_of(self, roster: tuple[int, ...]) -> None:
         """Drop links to leaders that are no neighbours in a roster that has this replica."""
@@ -457,7 +466,7 @@ class ReplicaDriver:
 
     def _send_to_peers(self, peers: tuple[int, ...], message: machine.PeerMessage) -> None:
         """Send to all `peers`, with a fault point after the first: some have the message then."""
-        if isinstance(message, Claim | JoinRefused | Admission):
+        if isinstance(message, Claim | JoinRefused | Admission | HoldAsked):
             for other in peers:
                 if isinstance(message, Claim):
                     self._events.claim(other, message)
@@ -531,3 +540,19 @@ class ReplicaDriver:
         if self._waiting is waiting:
             self._waiting = ()
             self._feed(machine.WaitExpired(self._state.generation, self._state.step))
+
+    def _watch_the_hold(self, before: machine.ReplicaState) -> None:
+        """End a hold that has lasted `hold_s`. Record a hold that is over.
+
+        `before` is the state before the newest input. A step is held once, so its label is enough
+        to tell an old timer.
+        """
+        old, new = machine.held_label(before), machine.held_label(self._state)
+        if self._state.close_waits and not before.close_waits:
+            self._kept_since = time.monotonic()
+        if old and not new and before.hold is not None:
+            kept_s = time.monotonic() - self._kept_since if self._kept_since is not None else 0.0
+            self._kept_since = None
+            self._events.held(before.hold, kept_s)
+        if new and not old:
+            self._loop.after(self._deadlines.hold_s, lambda: self._feed(machine.HoldExpired(new)))

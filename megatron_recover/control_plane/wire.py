@@ -74,7 +74,7 @@ from megatron_recover.core.rank_messages import (
     StateDigested,
     Stop,
 )
-from megatron_recover.core.replica_state import Admission
+from megatron_recover.core.replica_state import Admission, HoldAsked
 from megatron_recover.core.values import Claim, Commitment, Generation, ReplicaId, Shape, Status, Statuses, Value, Vote, Votes
 from megatron_recover.host.addresses import Ports, bind_free, family_of, outlast_cuts, parse_address, prepare
 from megatron_recover.trace.node_clock import NodeClock
@@ -146,7 +146,7 @@ class RankHello(Value, frozen=True):
     beginning: tuple[tuple[str, str], ...] = ()
     """Such pairs of what must be alike at the start only (`Hello.beginning`)."""
     state_address: str = ""
-    """Where newcomers read the state of this rank; empty if they cannot."""
+    """Address at which newcomers read the state of this rank; empty if they cannot."""
 
 
 class LeaderHello(Value, frozen=True):
@@ -155,7 +155,7 @@ class LeaderHello(Value, frozen=True):
     hello: Hello
     peer: Peer
     state_addresses: tuple[str, ...] = ()
-    """Where newcomers read the state of each rank, by rank; empty if they cannot."""
+    """Addresses at which newcomers read the state of the ranks, by rank; empty if they cannot."""
 
 
 class PeerHello(Value, frozen=True):
@@ -163,7 +163,7 @@ class PeerHello(Value, frozen=True):
 
     replica: ReplicaId
     address: str = ""
-    """Where this leader listens, if it is that of a newcomer: the other may not know it yet."""
+    """Address of this leader if it is that of a newcomer, which the other may not know yet."""
 
 
 class Source(Value, frozen=True):
@@ -172,7 +172,7 @@ class Source(Value, frozen=True):
     replica: ReplicaId
     leader_address: str
     state_addresses: tuple[str, ...]
-    """By rank."""
+    """Addresses at which the state of its ranks is read, by rank."""
 
 
 class Sources(Value, frozen=True):
@@ -278,7 +278,7 @@ Message = (
     | FromAgent | ToAgent
     | Plan | Close | Apply | Stop | EnterTraining
     | Begun | Promised | Holds | RankBlocked | RankFailing | RankFinished | StateDigested
-    | Vote | Votes | Status | Statuses | Claim | JoinRefused | Admission
+    | Vote | Votes | Status | Statuses | Claim | JoinRefused | Admission | HoldAsked
     | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailing | ReplicaFinished
     | Diverged | Miscounted | AddRequests | ReplicaLeaving | Grant | Named | NewcomerReady | TurnedAway | NewcomersProven
     | StoreRequest | StoreAnswer | StoreRefusal

@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from megatron_recover.core.digest import combined, commitment
+from megatron_recover.core.holding import held_for, released
 from megatron_recover.core.joining import older, refusal, unproven
 from megatron_recover.core.membership_messages import NewcomerReady, TurnedAway
 from megatron_recover.core.plan import plan_of
@@ -43,9 +44,11 @@ def on_send_claim(state: ReplicaState, order: SendClaim) -> Step:
 
 
 def on_claim(state: ReplicaState, claim: Claim) -> Step:
-    """Vouch for a newcomer to the coordinator, or refuse."""
+    """Vouch for a newcomer to the coordinator, and keep the pass open meanwhile; or refuse."""
     if (answer := refusal(state, claim)) is not None:
-        return state, (ToPeers((claim.replica,), answer),)
+        state, effects = released(state, claim.replica, claim.label)
+        return state, (ToPeers((claim.replica,), answer), *effects)
+    state = held_for(state, claim.replica, claim.label, is_asked=False)
     return state, (ToCoordinator(NewcomerReady(state.replica, state.generation, state.step, claim)),)
 
 

@@ -18,7 +18,7 @@ Caller's contract
 * `Fence`: kill all ranks of the replica, for certain. Never wait for their end. Feed
   `FenceConfirmed` once the end of all of them was seen.
 * `Form`: start the ranks of a newcomer, and link to its leader. Its end is a `ReplicaLost`.
-* `Refuse`: send its `JoinRefused` to the leader of the newcomer.
+* `Refuse`: send its `JoinRefused` to the leader of the newcomer, and to that of `member`, if any.
 * `Give`: send the grant to the leader of its writer, behind all announcements before it.
 * `Ask(replica, requests)`: send `AddRequests(requests)` to the leader of that replica.
 * `LeaveJudged`: answer who asked for the leave; with an empty `replicas` also after a loss.
@@ -63,6 +63,7 @@ from megatron_recover.core.coordinator_state import (
     Progressed,
     Refuse,
     ReplicaLost,
+    RoomKnown,
     Setting,
     TimerFired,
     Waits,
@@ -96,7 +97,7 @@ from megatron_recover.core.vote import unite
 __all__ = [
     "Announce", "Arm", "Ask", "AtWork", "CoordinatorState", "Dismiss", "Effect", "EndJob", "ExitAsked", "Fence",
     "FenceConfirmed", "Form", "FormAsked", "Give", "Input", "Launched", "LeaveAsked", "LeaveJudged", "MembershipSettings",
-    "NodeLost", "OpenSave", "Progressed", "Refuse", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
+    "NodeLost", "OpenSave", "Progressed", "Refuse", "ReplicaLost", "RoomKnown", "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -250,6 +251,7 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Progressed: lateness.on_progressed,
     AtWork: lateness.on_at_work,
     FormAsked: newcomers.on_form_asked,
+    RoomKnown: newcomers.on_room_known,
     NewcomerReady: newcomers.on_ready,
     TurnedAway: newcomers.on_turned_away,
     NewcomersProven: newcomers.on_proven,

@@ -15,6 +15,7 @@ from megatron_recover.core.membership_messages import (
     JoinRefused,
     LeaderMessage,
     Loss,
+    NewcomerReady,
     NewGeneration,
     ReplicaFailing,
     ReplicaFinished,
@@ -133,10 +134,12 @@ class CoordinatorState(Value, frozen=True):
     """Newcomers that are not lost and not in the roster, ascending."""
     joins: tuple[Claim, ...] = ()
     """Claims of the unproven newcomers in `roster`, by replica."""
-    ready: tuple[Claim, ...] = ()
-    """Claims for which a member has vouched and that wait for the timer `gather`, by replica."""
+    ready: tuple[NewcomerReady, ...] = ()
+    """Claims that wait for the timer `gather`, each as a member has vouched for it; by newcomer."""
     joins_from: int = 0
     """The first step in which the next join may begin."""
+    has_room: bool = False
+    """True if newcomers can be formed where replicas are missing, now or later (`RoomKnown`)."""
     num_setbacks: int = 0
     """Number of times in a row that unproven newcomers were removed."""
     grants: Ledger = Ledger()
@@ -191,6 +194,12 @@ class FormAsked(Value, frozen=True):
     num_newcomers: int
 
 
+class RoomKnown(Value, frozen=True):
+    """Newcomers can or cannot be formed where replicas are missing, now or later."""
+
+    has_room: bool
+
+
 class Progressed(Value, frozen=True):
     """A member's beat reports its first uncommitted step: all steps before it are committed."""
 
@@ -216,7 +225,7 @@ class FenceConfirmed(Value, frozen=True):
 
 Input = (
     LeaderMessage | Launched | ReplicaLost | NodeLost | TimerFired | ExitAsked | LeaveAsked | Progressed | AtWork
-    | FenceConfirmed | FormAsked
+    | FenceConfirmed | FormAsked | RoomKnown
 )  # fmt: skip
 
 
@@ -242,9 +251,11 @@ class Form(Value, frozen=True):
 
 
 class Refuse(Value, frozen=True):
-    """Send `JoinRefused` to the leader of the newcomer that it names."""
+    """Send `JoinRefused` to the leader of the newcomer that it names, and to that of a member."""
 
     refused: JoinRefused
+    member: ReplicaId | None = None
+    """The member that has vouched for the claim, which holds its pass for it; None if none does."""
 
 
 class Ask(Value, frozen=True):

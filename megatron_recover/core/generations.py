@@ -105,13 +105,22 @@ def announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, lef
 
 def refuse_ready(state: CoordinatorState, reason: str) -> Step:
     """Refuse all claims that wait: their newcomers may claim a later state."""
-    refusals = tuple(Refuse(refused(claim, reason)) for claim in state.ready)
+    refusals = tuple(Refuse(refused(each.claim, reason), each.replica) for each in state.ready)
     return replace(state, ready=()), refusals
 
 
 def _may_grow(state: CoordinatorState) -> bool:
-    """Return whether a job with too few members waits for newcomers, and there are some."""
-    return state.policy.waits_for_newcomers and bool(state.forming or state.joins)
+    """Return whether a job with too few members waits for newcomers, and there are or will be."""
+    return state.policy.waits_for_newcomers and bool(state.forming or state.joins or state.has_room)
+
+
+def end_wait_for_newcomers(before: CoordinatorState, state: CoordinatorState) -> Step:
+    """Request the exit of a job with too few members that has no more newcomers to wait for."""
+    if _may_grow(before) and not _may_grow(state) and len(state.roster) < state.policy.min_replicas:
+        # Nobody has to enter a generation for this: the next record carries the request.
+        state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
+        return state, (Ask(state.roster[0], (TOO_FEW,)),)
+    return state, ()
 
 
 def remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
@@ -166,11 +175,7 @@ def _remove_newcomers(state: CoordinatorState, losses: tuple[Loss, ...], reason:
         # There was no trouble when they joined, so what was reported since is about them.
         state = replace(set_back(without_evidence(state)), evidence_from=state.generation + 1)
         return announce(state, losses, reason)
-    if _may_grow(before) and not _may_grow(state) and len(state.roster) < state.policy.min_replicas:
-        # Nobody has to enter a generation for this: the next record carries the request.
-        state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
-        return state, (Ask(state.roster[0], (TOO_FEW,)),)
-    return state, ()
+    return end_wait_for_newcomers(before, state)
 
 
 def members(state: CoordinatorState) -> tuple[ReplicaId, ...]:
@@ -196,7 +201,7 @@ def without(state: CoordinatorState, out: Collection[ReplicaId]) -> CoordinatorS
         saves=tuple(save for save in state.saves if save.replica not in out),
         forming=tuple(replica for replica in state.forming if replica not in out),
         joins=tuple(claim for claim in state.joins if claim.replica not in out),
-        ready=tuple(claim for claim in state.ready if claim.replica not in out),
+        ready=tuple(each for each in state.ready if each.claim.replica not in out),
     )
 
 

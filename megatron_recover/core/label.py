@@ -78,3 +78,8 @@ def label_of(text: str) -> Label:
 def given_up(text: str) -> str:
     """Return the name that replaces the name of a step when it is given up."""
     return f"{_GIVE_UP}{text}"
+
+
+def next_training(text: str) -> str:
+    """Return the name of the training step that follows a training step."""
+    return str(Label(StepKind.TRAIN, label_of(text).iteration + 1))

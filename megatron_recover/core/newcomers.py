@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from megatron_recover.core import generations, leaving
 from megatron_recover.core.alike import described, differences
 from megatron_recover.core.blame import without_reports
-from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse
+from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse, RoomKnown
 from megatron_recover.core.excuses import without_evidence
 from megatron_recover.core.generations import Step
 from megatron_recover.core.joining import refused
@@ -39,6 +39,11 @@ def on_form_asked(state: CoordinatorState, asked: FormAsked) -> Step:
     return state, tuple(Form(replica) for replica in ids)
 
 
+def on_room_known(state: CoordinatorState, known: RoomKnown) -> Step:
+    """Note whether newcomers can be formed. Too few members no longer wait once none can be."""
+    return generations.end_wait_for_newcomers(state, replace(state, has_room=known.has_room))
+
+
 def on_hello(state: CoordinatorState, hello: Hello) -> Step:
     """Record a newcomer that is formed. Remove one that does not start like the members."""
     if hello.replica not in state.forming or hello.replica in {item.replica for item in state.hellos}:
@@ -57,12 +62,12 @@ def on_ready(state: CoordinatorState, told: NewcomerReady) -> Step:
     The report of a generation that is over counts for nothing, and its newcomer is refused, too.
     """
     claim = told.claim
-    if claim.replica not in state.forming or claim.replica in {each.replica for each in state.ready}:
+    if claim.replica not in state.forming or claim.replica in {each.claim.replica for each in state.ready}:
         return state, ()
     if why := why_not_now(state, told):
-        return state, (Refuse(refused(claim, why)),)
+        return state, (Refuse(refused(claim, why), told.replica),)
     armed = () if state.ready else (Arm(f"gather {state.generation}", "gather_s"),)
-    ready = tuple(sorted((*state.ready, claim), key=lambda each: each.replica))
+    ready = tuple(sorted((*state.ready, told), key=lambda each: each.claim.replica))
     # One try a step: between two joins a step is committed.
     return replace(state, ready=ready, joins_from=max(state.joins_from, told.step + 1)), armed
 
@@ -75,7 +80,7 @@ def why_not_now(state: CoordinatorState, ready: NewcomerReady) -> str:
         return "other newcomers are in their first step"
     if not state.ready and ready.step < state.joins_from:
         return f"the next join may begin in step {state.joins_from}, and this is step {ready.step}"
-    if any(claim.label != ready.claim.label for claim in state.ready):
+    if any(each.claim.label != ready.claim.label for each in state.ready):
         return "a newcomer for another step is about to join"
     if state.saves or state.finished:
         return "a save is in progress" if state.saves else "training ends"
@@ -90,17 +95,18 @@ def gathered(state: CoordinatorState) -> Step:
     """Make a generation with all newcomers that are ready. Nothing else may have happened since."""
     if state.saves or state.finished or state.reason:
         return generations.refuse_ready(state, "a save, the end, or a request came in between")
-    newcomers = {claim.replica for claim in state.ready}
+    claims = tuple(each.claim for each in state.ready)
+    newcomers = {claim.replica for claim in claims}
     state = replace(
         state,
         roster=tuple(sorted({*state.roster, *newcomers})),
         forming=tuple(replica for replica in state.forming if replica not in newcomers),
-        joins=state.ready,
+        joins=claims,
         ready=(),
     )
     who = ", ".join(map(str, sorted(newcomers)))
-    reason = f"replica {who} is to join" if len(newcomers) == 1 else f"replicas {who} are to join"
-    return generations.announce(state, (), reason)
+    what = f"replica {who} is to join" if len(newcomers) == 1 else f"replicas {who} are to join"
+    return generations.announce(state, (), what)
 
 
 def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:

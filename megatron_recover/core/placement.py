@@ -85,12 +85,17 @@ def place(slots: Sequence[int], *, num_replicas: int, num_ranks: int, tp: int = 
     return Placement(placed, left_over)
 
 
-def left_over_line(placement: Placement, num_ranks: int) -> str | None:
-    """Return a line about the slots without a rank; None if every slot has a rank."""
+def left_over_line(placement: Placement, num_ranks: int, *, are_spares: bool = False) -> str | None:
+    """Return a line about the slots without a rank; None if every slot has a rank.
+
+    `are_spares`: lost replicas are replaced (`core/slots.py`).
+    """
     num = len(placement.left_over)
     if not num:
         return None
     by_node = [(node, len(list(group))) for node, group in itertools.groupby(placement.left_over, lambda slot: slot.node)]
+    if are_spares:
+        return f"{num} slots have no rank ({_described(by_node)}): spares for replicas that are lost"
     more = f"too few for another replica of {num_ranks} ranks" if num < num_ranks else "give a larger --replicas to use them"
     return f"{num} slots have no rank ({_described(by_node)}): {more}"
 

@@ -13,6 +13,7 @@ Caller's contract (docs/design/protocol.md has all of it)
 * `ToCoordinator`: send to the coordinator.
 * Feed `WaitExpired(generation, step)` when `waiting_for(state)` was not empty for `stall_s` without
   a change of `state.phase`, `state.generation` or `state.step`. Messages do not extend that time.
+* Feed `HoldExpired(label)` when `held_label(state)` was `label` for `hold_s`.
 * `Decided`, `Voted`, `Committed` and the messages themselves are the source of the trace.
 """
 
@@ -37,6 +38,16 @@ from megatron_recover.core.contribution import added
 from megatron_recover.core.digest import differences, summarize
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.forwarding import direct_peers, forwarded, heard_from, newest_of_each, waiting_for
+from megatron_recover.core.holding import (
+    at_start,
+    ended,
+    held_label,
+    on_ask_hold,
+    on_close_asked,
+    on_hold_asked,
+    on_hold_expired,
+    released,
+)
 from megatron_recover.core.joining import older, state_digest, talkers, unproven
 from megatron_recover.core.leaving import leavers
 from megatron_recover.core.membership_messages import (
@@ -78,10 +89,13 @@ from megatron_recover.core.rank_messages import (
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
     Admission,
+    AskHold,
     Committed,
     CoordinatorLost,
     Decided,
     Effect,
+    HoldAsked,
+    HoldExpired,
     Input,
     LinkLost,
     PeerMessage,
@@ -102,8 +116,9 @@ from megatron_recover.core.values import Claim, Journal, Record, ReplicaId, Stat
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
 
 __all__ = [
-    "Admission", "Committed", "CoordinatorLost", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase",
-    "ReplicaState", "SendClaim", "Step", "ToCoordinator", "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
+    "Admission", "AskHold", "Committed", "CoordinatorLost", "Decided", "Effect", "HoldAsked", "HoldExpired", "Input",
+    "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState", "SendClaim", "Step", "ToCoordinator", "ToPeers", "ToRanks",
+    "Voted", "WaitExpired", "held_label", "step", "waiting_for",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -137,6 +152,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
         told = TurnedAway(state.replica, new.generation, (state.replica,), why)
         return replace(state, generation=new.generation), (ToCoordinator(told),)
     begun = state.work is not None
+    state, closes = ended(state)
     entered = replace(
         state,
         phase=ReplicaPhase.PROMISING,
@@ -154,7 +170,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
         blocked=False,
     )
     entered = _voided(entered, new)
-    return entered, (ToRanks(Promise(new.generation, new.roster)),)
+    return entered, (ToRanks(Promise(new.generation, new.roster)), *closes)
 
 
 def _voided(state: ReplicaState, new: NewGeneration) -> ReplicaState:
@@ -296,8 +312,11 @@ def _on_admission(state: ReplicaState, admission: Admission) -> Step:
 def _on_join_refused(state: ReplicaState, refused: JoinRefused) -> Step:
     """Give the claim up, so that a later state is read; end if training has begun already.
 
-    Once the claim is announced, only the coordinator refuses it.
+    Once the claim is announced, only the coordinator refuses it. A member that has vouched for the
+    claim holds its pass for it no longer.
     """
+    if state.replica != refused.newcomer:
+        return released(state, refused.newcomer, refused.label)
     if state.claim is None or (refused.newcomer, refused.label) != (state.replica, state.claim.label):
         return state, ()
     if refused.generation != (state.generation if state.phase is not ReplicaPhase.JOINING else 0):
@@ -320,13 +339,6 @@ def _on_begun(state: ReplicaState, report: Begun) -> Step:
         return _start(state) if state.phase is ReplicaPhase.IDLE else (state, ())
     # This digest may be the last that the vote was waiting for.
     return _vote(state) if state.phase is ReplicaPhase.WORKING else (state, ())
-
-
-def _on_close_asked(state: ReplicaState, report: CloseAsked) -> Step:
-    """Order `Close`, so that the pass ends at the same place in the orders of all ranks."""
-    if report.step != state.step:
-        return state, ()
-    return replace(state, is_closed=True), (ToRanks(Close(state.step)),)
 
 
 def _on_pass_timed(state: ReplicaState, report: PassTimed) -> Step:
@@ -367,6 +379,7 @@ def _start(state: ReplicaState) -> Step:
             for items in state.held or ((),) * state.shape.num_ranks
         ),
     )
+    state = at_start(state)
     may_leave = state.replica in out and plan.work.num_microbatches and not state.contributions and not state.stays
     leaving = (ToCoordinator(ReplicaLeaving(state.replica, state.generation)),) if may_leave else ()
     state, effects = _vote(state)
@@ -461,6 +474,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         speeds=learn(state.speeds, record),
         journal=Journal(),
         is_closed=False,
+        was_held=False,
         joins=() if proven else state.joins,
     )
     apply = Apply(record, state.generation, older(state.roster, state.joins))
@@ -493,13 +507,16 @@ def _on_blocked(state: ReplicaState, report: RankBlocked) -> Step:
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
     """Request a newer generation if the peer is a neighbour: messages on the link may be lost.
 
-    A newcomer needs only the link to the member that will admit it.
+    A newcomer needs only the link to the member that will admit it. A hold for the peer ends.
     """
+    state, closes = released(state, lost.peer)
     waits = state.phase in (ReplicaPhase.PROMISING, ReplicaPhase.EXCHANGING) and state.replica in unproven(state)
     peers = talkers(state)[:1] if waits else neighbours(talkers(state), state.replica, state.tree_above)
     if lost.peer not in peers:
-        return state, ()
-    return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
+        return state, closes
+    why = f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip()
+    state, effects = _request(state, why, (lost.peer,))
+    return state, (*closes, *effects)
 
 
 def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
@@ -544,8 +561,13 @@ def _on_finished(state: ReplicaState, report: RankFinished) -> Step:
 
 
 def _on_coordinator_lost(state: ReplicaState, lost: CoordinatorLost) -> Step:
-    """Say so in the next vote. If training is over already, end now: no `Stop` will come."""
-    return _ends_alone(replace(state, is_alone=not lost.is_over))
+    """Say so in the next vote. If training is over already, end now: no `Stop` will come.
+
+    A hold ends, since no newcomer will join.
+    """
+    state, closes = (state, ()) if lost.is_over else ended(state)
+    state, effects = _ends_alone(replace(state, is_alone=not lost.is_over))
+    return state, (*closes, *effects)
 
 
 def _ends_alone(state: ReplicaState) -> Step:
@@ -563,7 +585,7 @@ def _on_add_requests(state: ReplicaState, asked: AddRequests) -> Step:
 
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:
     """Order the ranks to stop, and ignore every later input."""
-    return replace(state, phase=ReplicaPhase.STOPPED), (ToRanks(stop),)
+    return replace(state, phase=ReplicaPhase.STOPPED, hold=None, close_waits=False), (ToRanks(stop),)
 
 
 # --- The table ------------------------------------------------------------------------------------
@@ -594,7 +616,7 @@ def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
     rows: dict[type, Row] = {
         NewGeneration: Row(_on_generation, frozenset({phase, ReplicaPhase.PROMISING})),
         Begun: Row(_on_begun, frozenset({phase})),
-        CloseAsked: Row(_on_close_asked, frozenset({phase})),
+        CloseAsked: Row(on_close_asked, frozenset({phase})),
         PassTimed: Row(_on_pass_timed, frozenset({phase})),
         RankFailing: Row(_on_failing, frozenset({phase})),
         RankSaving: Row(_on_saving, frozenset({phase})),
@@ -622,6 +644,7 @@ TABLE: Mapping[ReplicaPhase, Mapping[type, Row]] = {
         ReplicaPhase.JOINING,
         *_statuses(),
         (SendClaim, on_send_claim, ()),
+        (AskHold, on_ask_hold, ()),
     ),
     ReplicaPhase.PROMISING: _rows(
         ReplicaPhase.PROMISING,
@@ -642,6 +665,7 @@ TABLE: Mapping[ReplicaPhase, Mapping[type, Row]] = {
         ReplicaPhase.IDLE,
         *_statuses(),
         (Begun, _on_begun, (ReplicaPhase.WORKING,)),
+        (HoldAsked, on_hold_asked, ()),
         *_votes(),
         (LinkLost, _on_link_lost, ()),
     ),
@@ -650,12 +674,15 @@ TABLE: Mapping[ReplicaPhase, Mapping[type, Row]] = {
         *_statuses(),
         (Begun, _on_begun, (ReplicaPhase.VOTED, ReplicaPhase.IDLE)),
         (Holds, _on_holds, (ReplicaPhase.VOTED, ReplicaPhase.IDLE)),
+        (HoldAsked, on_hold_asked, ()),
+        (HoldExpired, on_hold_expired, ()),
         *_votes(),
         (LinkLost, _on_link_lost, ()),
     ),
     ReplicaPhase.VOTED: _rows(
         ReplicaPhase.VOTED,
         *_statuses(),
+        (HoldAsked, on_hold_asked, ()),
         *_votes((ReplicaPhase.IDLE,)),
         (LinkLost, _on_link_lost, ()),
         (WaitExpired, _on_expired, ()),

@@ -66,6 +66,30 @@ class Admission(Value, frozen=True):
     """The speeds that all members have learned from the committed records."""
 
 
+class HoldAsked(Value, frozen=True):
+    """A newcomer asks a member to keep the pass of the training step `label` open.
+
+    It is sent before that step begins (`core/holding.py`).
+    """
+
+    replica: ReplicaId
+    """The newcomer."""
+    label: str
+
+
+class Hold(Value, frozen=True):
+    """A member keeps the pass of a training step open for newcomers (`core/holding.py`)."""
+
+    label: str
+    """Label of the step, which may be one that has not begun."""
+    generation: Generation
+    """The generation in which the hold began. It ends with it."""
+    newcomers: tuple[ReplicaId, ...]
+    """The newcomers for which the pass is kept open, ascending."""
+    is_asked: bool
+    """True if a newcomer asked for it (`HoldAsked`); False if it came with a claim."""
+
+
 class ReplicaState(Value, frozen=True):
     """The state of a replica's machine; the first one is `ReplicaState(replica, shape)`."""
 
@@ -146,6 +170,12 @@ class ReplicaState(Value, frozen=True):
     what a member serves, and of what a newcomer has read."""
     is_closed: bool = False
     """True once `Close` was ordered in `step`: newcomers are too late for it."""
+    hold: Hold | None = None
+    """The pass that this member keeps open, or will keep open; None: none."""
+    was_held: bool = False
+    """True once a hold of `step` has ended. There is no second one in a step."""
+    close_waits: bool = False
+    """True while `Close` is due and the hold keeps it back."""
     claim: Claim | None = None
     """The newest claim of this replica; None if it never was a newcomer, or gave the claim up."""
     admitted_in: Generation = 0
@@ -185,9 +215,22 @@ class SendClaim(Value, frozen=True):
     member: ReplicaId
 
 
+class AskHold(Value, frozen=True):
+    """The newcomer's driver has it ask a member to keep the pass of the step `label` open."""
+
+    member: ReplicaId
+    label: str
+
+
+class HoldExpired(Value, frozen=True):
+    """A hold of the running step has lasted `hold_s`; ignored unless it is that of `label`."""
+
+    label: str
+
+
 Input = (
     CoordinatorLost | NewGeneration | AddRequests | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
-    | Claim | JoinRefused | Admission | SendClaim
+    | Claim | JoinRefused | Admission | SendClaim | HoldAsked | AskHold | HoldExpired
 )  # fmt: skip
 
 
@@ -200,7 +243,7 @@ class ToRanks(Value, frozen=True):
     order: Order
 
 
-PeerMessage = Status | Statuses | Vote | Votes | Claim | JoinRefused | Admission
+PeerMessage = Status | Statuses | Vote | Votes | Claim | JoinRefused | Admission | HoldAsked
 """A message between leaders."""
 
 

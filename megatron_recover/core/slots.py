@@ -14,12 +14,14 @@ Note [Where newcomers are formed]
     spares do not replace it before `Settings.patience_s`.
 
 Note [When a slot is set aside]
-    A slot *breaks of its own* if a rank in it ends its replica otherwise than by a signal from
-    outside or with its node: a crash, an exception, a hang. A break that nobody can attribute to a
-    rank counts in all slots of the replica. From the second break in a row on, the slot is set
-    aside with every break, each time for twice as long, and after `Settings.budget` times for good.
-    A newcomer that has committed `Settings.proven_steps` steps ends the row: the next break counts
-    as the first again. A slot that fails its check is set aside at once.
+    The slots of a replica *break of their own* if it ends otherwise than by a signal from outside
+    or with its node: a crash, an exception, a hang. From the second break in a row on, slots are
+    set aside with every break, each time for twice as long, and after `Settings.budget` times for
+    good. That is one slot, if its own rank has caused two breaks. Otherwise nobody knows what is
+    wrong, and it is every slot of the replica that has seen two: a crash loop that ends another
+    rank each time is no longer than one that always ends the same. A newcomer that has committed
+    `Settings.proven_steps` steps ends the row: the next break is the first again. A slot that fails
+    its check is set aside at once.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from megatron_recover.core.placement import Slot, place
 from megatron_recover.core.values import ReplicaId, Value
 
 _STRIKES = 2
-"""Number of breaks in a row from which on a slot is set aside."""
+"""Number of breaks in a row from which on slots are set aside."""
 _MOST_DOUBLINGS = 10
 """The time for which a slot is set aside doubles so often at most."""
 OUTSIDE = frozenset({LossKind.PROCESS_ENDED, LossKind.NODE_LOST})
@@ -71,7 +73,9 @@ class Past(Value, frozen=True):
     is_gone: bool = True
     """True if the end of every process of `user` was seen."""
     num_breaks: int = 0
-    """Breaks of its own in a row."""
+    """Breaks in a row of the replicas that sat here."""
+    num_caused: int = 0
+    """Those of them that the rank in this slot has caused."""
     num_set_aside: int = 0
     """Number of times that the slot was set aside in that row."""
     for_s: float = 0.0
@@ -100,10 +104,9 @@ class Newcomer(Value, frozen=True):
 
     slots: tuple[Slot, ...]
     """The slots of its ranks, by rank."""
+    in_place_of: tuple[ReplicaId, ...]
+    """The lost replicas whose slots it gets, except those of which a node is lost, too."""
     reason: str
-    """Where that is, as in "it forms in the slots of replica 1"."""
-    in_place_of: tuple[ReplicaId, ...] = ()
-    """The lost replica whose slots these are, if all of them are one's."""
 
 
 class LeftOut(Value, frozen=True):
@@ -113,8 +116,8 @@ class LeftOut(Value, frozen=True):
     reason: str
     again_at_s: float | None = None
     """Time at which it may be used; None: that depends on an event, or it is never used again."""
-    is_ending: bool = False
-    """True if only processes are waited for that have not had much time to end: the usual case."""
+    is_usual: bool = False
+    """True if nobody has to know: its processes have only begun to end."""
 
 
 class Plan(Value, frozen=True):
@@ -156,19 +159,27 @@ def lost(
     pasts: Pasts, replica: ReplicaId, kind: LossKind, detail: str, settings: Settings, *, now_s: float, rank: int | None = None
 ) -> Pasts:
     """Return the slots after the loss of `replica`. `rank`: the rank that caused it, if known."""
+    if not any(each.user == replica and each.is_taken for each in pasts):
+        return pasts
+    pasts = _each(pasts, replica, lambda past: replace(past, lost_at_s=now_s))
+    if kind in OUTSIDE:
+        return pasts
     why = f"replica {replica}: {kind.value}{f' ({detail})' if detail else ''}"
 
-    def after(past: Past) -> Past:
-        past = replace(past, lost_at_s=now_s)
-        return past if kind in OUTSIDE or rank not in (None, past.rank) else _broken(past, why, settings, now_s)
+    def broken(past: Past) -> Past:
+        return replace(past, num_breaks=past.num_breaks + 1, num_caused=past.num_caused + (past.rank == rank), why=why)
 
-    return _each(pasts, replica, lambda past: past if past.lost_at_s is not None else after(past))
+    pasts = _each(pasts, replica, broken)
+    mine = [each for each in pasts if each.user == replica]
+    blamed = {each.slot for each in mine if each.rank == rank and each.num_caused >= _STRIKES}
+    blamed = blamed or {each.slot for each in mine if each.num_breaks >= _STRIKES}
+    return tuple(_set_aside(each, settings, now_s) if each.slot in blamed else each for each in pasts)
 
 
 def unfit(pasts: Pasts, slots: Collection[Slot], why: str, settings: Settings, *, now_s: float) -> Pasts:
     """Return the slots after the check of `slots` has failed for the reason `why`."""
     return tuple(
-        _broken(replace(each, num_breaks=max(each.num_breaks, _STRIKES - 1)), why, settings, now_s)
+        _set_aside(replace(each, num_breaks=_STRIKES, num_caused=_STRIKES, why=why), settings, now_s)
         if each.slot in slots
         else each
         for each in pasts
@@ -192,17 +203,14 @@ def node_lost(pasts: Pasts, node: int) -> Pasts:
 
 def proven(pasts: Pasts, replica: ReplicaId) -> Pasts:
     """Return the slots after a newcomer has committed `Settings.proven_steps` steps in them."""
-    return _each(pasts, replica, lambda past: replace(past, num_breaks=0, num_set_aside=0, until_s=None, why=""))
+    return _each(pasts, replica, lambda past: replace(past, num_breaks=0, num_caused=0, num_set_aside=0, until_s=None, why=""))
 
 
 def _each(pasts: Pasts, replica: ReplicaId, change: Callable[[Past], Past]) -> Pasts:
     return tuple(change(each) if each.user == replica else each for each in pasts)
 
 
-def _broken(past: Past, why: str, settings: Settings, now_s: float) -> Past:
-    past = replace(past, num_breaks=past.num_breaks + 1, why=why)
-    if past.num_breaks < _STRIKES:
-        return past
+def _set_aside(past: Past, settings: Settings, now_s: float) -> Past:
     for_s = settings.backoff_s * 2 ** min(past.num_set_aside, _MOST_DOUBLINGS)
     return replace(past, num_set_aside=past.num_set_aside + 1, for_s=for_s, until_s=now_s + for_s)
 
@@ -229,19 +237,23 @@ def plan(pasts: Pasts, *, wanted: int, settings: Settings, now_s: float) -> Plan
             continue
         if not any(slot in hindered for slot in seat):
             if len(newcomers) < wanted:
-                newcomers.append(Newcomer(seat, f"in the slots of replica {replica} ({described(seat)})", (replica,)))
+                newcomers.append(Newcomer(seat, (replica,), f"in the slots of replica {replica} ({described(seat)})"))
         elif all(_is_only_ending(free[slot], settings, now_s) for slot in seat):
             num_awaited += 1
     used = {slot for each in newcomers for slot in each.slots}
     pool = [slot for slot in free if slot not in hindered and slot not in used]
     together = _together(pool, wanted - len(newcomers) - num_awaited, num_ranks, settings.tp)
-    newcomers += (Newcomer(seat, f"in healthy and spare slots ({described(seat)})") for seat in together)
+    unseen = {each.user for each in pasts if each.is_lost}
+    for seat in together:
+        former = {user for slot in seat if (user := free[slot].user) is not None} - unseen
+        newcomers.append(Newcomer(seat, tuple(sorted(former)), f"in healthy and spare slots ({described(seat)})"))
     used |= {slot for seat in together for slot in seat}
     rest = [slot for slot in pool if slot not in used]
     left_out = list(hindered.values())
     if len(newcomers) < wanted:
         few = f"free, but too few for a replica of {num_ranks} ranks ({len(rest)} such slots)"
-        left_out += (LeftOut(slot, few) for slot in rest)
+        waits = any(each.again_at_s is not None for each in left_out)
+        left_out += (LeftOut(slot, few, is_usual=waits) for slot in rest)
     return Plan(tuple(newcomers), tuple(sorted(left_out, key=lambda each: each.slot)))
 
 
@@ -288,8 +300,9 @@ def _hindrance(past: Past, settings: Settings, now_s: float) -> LeftOut | None:
         return LeftOut(past.slot, f"set aside for {past.for_s:g} s ({which}): {past.why}", past.until_s)
     if not past.is_gone:
         until_s = (past.lost_at_s or 0.0) + settings.patience_s
-        is_ending = now_s < until_s
-        return LeftOut(past.slot, f"a process of {_user(past)} may live", until_s if is_ending else None, is_ending)
+        is_early = now_s < until_s
+        why = f"a process of {_user(past)} may live"
+        return LeftOut(past.slot, why, until_s if is_early else None, is_usual=is_early)
     return None
 
 

@@ -22,8 +22,9 @@ INTERFACE = "lo"
 machine's name resolves."""
 LARGEST_PORT = 2**16 - 1
 
-PORTS_OF_A_RANK = 4
-"""Listeners that a rank may have: its leader's, a store's, the data plane's and an echo server."""
+PORTS_OF_A_RANK = 5
+"""Listeners that a rank may have: its leader's, a store's, the data plane's, an echo server and a
+state server."""
 
 Ports = tuple[int, int]
 """The first and the last port that listeners may have."""

@@ -8,9 +8,10 @@ this lane is state (upstream's `core/distributed/param_and_grad_buffer.py`, `sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -45,6 +46,13 @@ def current(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in chunk.named_parameters():
         if parameter not in sharded:
             yield name, parameter
+
+
+def lanes_of(chunks: Sequence[Any]) -> list[tuple[Any, torch.device]]:
+    """Return the process groups over which lanes sum gradients, each once, with their device."""
+    buffers = [buffer for chunk in chunks for buffer in _buffers(chunk)]
+    found = {id(buffer.data_parallel_group): (buffer.data_parallel_group, buffer.grad_data.device) for buffer in buffers}
+    return [(group, device) for group, device in found.values() if group.size() > 1]
 
 
 def _buffers(chunk: Any) -> list[Any]:

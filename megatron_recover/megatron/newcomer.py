@@ -11,8 +11,8 @@ Note [Prepared]
     own training step once, with a few microbatches and with a gradient of zeros: that step is
     successful whatever the loss scale is. It changes parameters, optimizer, scheduler and scaler,
     all of which are overwritten (`Newcomer.install`). Nothing is reduced over replicas, and no
-    protocol runs. What only the reduction uses (its kernels, its collectives over lanes) is not
-    used here.
+    protocol runs. Of what only the reduction uses, the groups of lanes are connected here; its
+    kernels run for the first time in the step with which the newcomer enters.
 """
 
 from __future__ import annotations
@@ -136,6 +136,8 @@ class Newcomer:
         if skipped:
             raise RuntimeError("Megatron has skipped a step whose gradient is zero")
         get_moe_metrics_tracker().clear()
+        for group, device in late_gather.lanes_of(arguments.model):
+            torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)
         copies = copies_in(self.state)
         if copies:
             raise ValueError(f"this state cannot be filled in place: {', '.join(copies)}")

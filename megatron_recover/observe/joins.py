@@ -144,7 +144,9 @@ def _why_not(history: History, replica: int) -> str:
     causes = [event.cause for _, event in history.of(trace.Failure) if event.replica == replica]
     if causes:
         return f"it ended ({causes[0]})"
-    return "it was lost" if ended_at(history, replica) is not None else "the run ended before"
+    fenced = [event.t for _, event in history.of(trace.Fenced) if event.replica == replica]
+    last = max((record.t for record in history.records.values()), default=0.0)
+    return "it was lost" if fenced and min(fenced) < last else "the run ended before"
 
 
 def doings(history: History) -> dict[int, list[Doing]]:

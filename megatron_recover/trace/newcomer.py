@@ -17,7 +17,7 @@ class Forming(Event, frozen=True, kw_only=True):
     in_place_of: tuple[int, ...] = ()
     """Replicas whose slots its ranks get. Every process of theirs has ended."""
     reason: str = ""
-    """Where it forms, as in "it forms in the slots of replica 1"; may be empty."""
+    """Reason or place of the forming, for people; may be empty."""
 
 
 class StateRead(Event, frozen=True, kw_only=True):
@@ -68,6 +68,20 @@ class NewcomerLost(Event, frozen=True, kw_only=True):
     newcomer: int
     kind: LossKind
     detail: str
+
+
+class PassHeld(Event, frozen=True, kw_only=True):
+    """Leader of a member: it has kept its pass of a training step open for newcomers, until now."""
+
+    replica: int
+    label: str
+    """Label of the step."""
+    newcomers: tuple[int, ...]
+    """The newcomers that needed it last."""
+    is_asked: bool
+    """True if a newcomer had asked for it before the step; False if it came with a claim."""
+    seconds: float
+    """Time for which the end of the pass was kept back; 0 if the pass was not at its end."""
 
 
 class TurnedAway(Event, frozen=True, kw_only=True):

@@ -7,6 +7,9 @@ Note [Entering]
     (`core/joining.py`). Nobody waits for a newcomer. So it may be too late, or be refused for a
     reason of the job, such as a save. Then it reads the state of a later window, all of it.
 
+    On the last try rank 0 asks a member to hold the step whose state is read
+    (`core/holding.py`). It asks before that step begins.
+
     A try is used up if the newcomer was too slow or its state was not equal. After the last try it
     gives up, and says how much it read, how long that took, and how long a step takes.
 """
@@ -17,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from megatron_recover.core.label import next_training
 from megatron_recover.core.membership_messages import JoinRefused
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trace import RankTrace, StateRead
@@ -77,7 +81,8 @@ class Entering:
         """
         faults: list[str] = []
         while len(faults) < NUM_TRIES:
-            label, members = self._at_rank_0(self._choose)
+            is_last = len(faults) == NUM_TRIES - 1
+            label, members = self._at_rank_0(lambda: self._choose(is_last=is_last))
             refusal = self._try(label, members)
             if refusal is None:
                 return self._driver.enter()
@@ -85,16 +90,18 @@ class Entering:
                 faults.append(f"{label}: {refusal.reason}")
         raise CannotJoin(f"this newcomer gives up after {NUM_TRIES} tries ({'; '.join(faults)}); {self._figures()}")
 
-    def _choose(self) -> tuple[str, tuple[int, ...]]:
-        """Wait for the next window at a member.
+    def _choose(self, *, is_last: bool) -> tuple[str, tuple[int, ...]]:
+        """Wait for the next window at a member; on the last try have that member hold its step.
 
         Return its label, and all members, that one first.
         """
         sources = self._driver.sources()
         while True:
-            for position, (_, address) in enumerate(sources):
+            for position, (source, address) in enumerate(sources):
                 try:
                     current = self._reader.next_window(address, None).label
+                    if is_last:
+                        self._driver.ask_hold(source, next_training(current))
                     label = self._reader.next_window(address, current).label
                 except StateVoid:  # this member ends, or offers nothing
                     continue

@@ -146,7 +146,7 @@ def of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterato
     scales: Mapping[Any, Any] = getattr(optimizer, "_scales", {})  # scales of Transformer Engine's moments below fp32
     seen = set()
     for number, group in enumerate(optimizer.param_groups):
-        yield from flattened(f"{prefix}.group{number}", {key: value for key, value in group.items() if key != "params"})
+        yield from flattened(f"{prefix}.group{number}", _of_group(group, optimizer))
         for position, parameter in enumerate(group["params"]):
             name = f"{prefix}.group{number}.{position}"
             seen.add(parameter)
@@ -159,6 +159,16 @@ def of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterato
         yield from of_torch_optimizer(f"{prefix}.part{number}", inner)
 
 
+def _of_group(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a group of parameters has beside them, as far as a step depends on it.
+
+    Upstream leaves a `step` in the group when it loads a checkpoint. No optimizer reads it in a
+    group without parameters, or where each parameter counts its steps.
+    """
+    counts = any("step" not in optimizer.state.get(parameter, {}) for parameter in group["params"])
+    return {key: value for key, value in group.items() if key != "params" and (key != "step" or counts)}
+
+
 def assign_to_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Scalar]) -> None:
     """Set the scalars that `of_torch_optimizer` yields under `prefix` to those of `scalars`.
 
@@ -167,8 +177,7 @@ def assign_to_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer, sca
     scales: Mapping[Any, Any] = getattr(optimizer, "_scales", {})
     seen = set()
     for number, group in enumerate(optimizer.param_groups):
-        own = {key: value for key, value in group.items() if key != "params"}
-        group.update(assigned(f"{prefix}.group{number}", own, scalars))
+        group.update(assigned(f"{prefix}.group{number}", _of_group(group, optimizer), scalars))
         for position, parameter in enumerate(group["params"]):
             name = f"{prefix}.group{number}.{position}"
             seen.add(parameter)

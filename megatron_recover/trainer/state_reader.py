@@ -39,6 +39,11 @@ _MAX_DAMAGED = 3
 class StateVoid(Exception):
     """The state of a label could not be read whole. Nothing that was read counts."""
 
+    def __init__(self, reason: str, *, num_bytes: int = 0, of_bytes: int = 0, seconds: float = 0.0) -> None:
+        """`num_bytes` of `of_bytes` bytes had been read after `seconds`."""
+        super().__init__(reason)
+        self.num_bytes, self.of_bytes, self.seconds = num_bytes, of_bytes, seconds
+
 
 class Offer(NamedTuple):
     """The window that is open at a source."""
@@ -87,6 +92,8 @@ class StateReader:
         self._sources: dict[str, Source] = {}
         """Connections that can be used again, by address."""
         self._has_ended = False
+        self._threads: list[threading.Thread] = []
+        """Threads of sources that a read has left to end by themselves, and some that have."""
 
     def next_window(self, address: str, after: str | None) -> Offer:
         """Return the first window at a source whose label is not `after`; wait until it opens.
@@ -118,16 +125,22 @@ class StateReader:
         finally:
             for source in reading.unusable():
                 self._forget(source)
+            self._threads = [thread for thread in (*self._threads, *reading.threads) if thread.is_alive()]
         for tensor in tensors:
             tensor.put_back()
         return found
 
     def end(self) -> None:
-        """End all connections. Any thread may call; a call in another thread raises StateVoid."""
+        """End all connections and threads, within `close_s`.
+
+        Any thread may call. A call in another thread raises StateVoid.
+        """
         with self._lock:
             self._has_ended = True
             for source in self._sources.values():
                 source.shut_down()
+        for thread in self._threads:
+            thread.join(self._deadlines.close_s)
 
     def _source(self, address: str) -> Source:
         with self._lock:
@@ -171,6 +184,11 @@ class _Reading:
         self._num_bytes = [0] * len(sources)
         self._progressed_at = time.monotonic()
         self._running = set(range(len(sources)))
+        self.threads = [
+            threading.Thread(target=self._run, args=(index,), name="recover-state-source", daemon=True)
+            for index in range(len(sources))
+        ]
+        """The threads of the sources, in their order."""
         self._clean: set[int] = set()
         """Sources whose connection has no answer under way."""
 
@@ -179,8 +197,8 @@ class _Reading:
         started = time.monotonic()
         for device in self._devices:  # the tensors may still be in use by what was enqueued before
             torch.cuda.current_stream(device).synchronize()
-        for index in range(len(self._sources)):
-            threading.Thread(target=self._run, args=(index,), name="recover-state-source", daemon=True).start()
+        for thread in self.threads:
+            thread.start()
         with self._changed:
             limit_s = (
                 self._deadlines.connect_s + self._deadlines.sum_s
@@ -196,7 +214,10 @@ class _Reading:
             self._void = self._void or "over"
             about, num_bytes = self._about, list(self._num_bytes)
         if not is_complete or about is None:
-            raise StateVoid(f"the state of {self._expected.label} was not read: {void}")
+            raise StateVoid(
+                f"the state of {self._expected.label} was not read: {void}",
+                num_bytes=sum(num_bytes), of_bytes=self._bytes.num_bytes, seconds=time.monotonic() - started,
+            )  # fmt: skip
         try:
             scalars = decoded(about)
         except ValueError as error:

@@ -61,9 +61,12 @@ class StateServer:
         - `exporter`: the transport. None: TCP.
         """
         self._replica, self._digested, self._window = replica, digested, window or StateWindow()
+        self._deadlines = deadlines or Deadlines.of()
         self._exporter = exporter or TcpExporter(
-            host, key=key, rank=rank, deadlines=deadlines or Deadlines.of(), report=report, ports=ports
+            host, key=key, rank=rank, deadlines=self._deadlines, report=report, ports=ports
         )
+        self._digesting: list[threading.Thread] = []
+        """Threads that compute a digest, and some that have ended."""
         self.address = self._exporter.address
         """The address that is published to newcomers."""
         self._opened: _Opened | None = None
@@ -77,7 +80,7 @@ class StateServer:
         if self._opened is not None and self._opened.label == label and self._opened.reads.is_open:
             return
         self.close()
-        self._opened = _Opened(label, state, self._window.expose(), self._digested)
+        self._opened = _Opened(label, state, self._window.expose(), self._digested, self._digesting)
         self._exporter.register(self._opened)
 
     def close(self) -> None:
@@ -94,14 +97,18 @@ class StateServer:
         """Close, and end all threads and connections, within `close_s`."""
         self.close()
         self._exporter.close()
+        for thread in self._digesting:  # torch ends a process that ends while a thread is inside it
+            thread.join(self._deadlines.close_s)
 
 
 class _Opened:
     """The state in one open window, as a `Memory` that readers may read."""
 
-    def __init__(self, label: str, state: State, reads: OutsideReads, digested: Digested) -> None:
+    def __init__(
+        self, label: str, state: State, reads: OutsideReads, digested: Digested, digesting: list[threading.Thread]
+    ) -> None:
         self.label, self.reads = label, reads
-        self._digested = digested
+        self._digested, self._digesting = digested, digesting
         self._state: State | None = state
         self._scalars, self._compared = state.scalars(), state.compared()
         self._lock = threading.Lock()
@@ -129,7 +136,9 @@ class _Opened:
         with self._lock:
             is_first, self._is_digested = not self._is_digested, True
         if is_first:
-            threading.Thread(target=self._digest, args=(found,), name="recover-state-digest", daemon=True).start()
+            thread = threading.Thread(target=self._digest, args=(found,), name="recover-state-digest", daemon=True)
+            thread.start()
+            self._digesting[:] = [each for each in (*self._digesting, thread) if each.is_alive()]
 
     def buffer(self) -> Tensor:
         with self.reads.enqueuing():  # pinned memory belongs to the current device

@@ -37,6 +37,8 @@ class StateWindow:
         """Begin with an open window: before the first step nothing changes."""
         self._is_open = True
         self._reading: list[StateCopy | OutsideReads] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        """Streams of `OutsideReads`. They are kept, since libraries keep memory for each stream."""
 
     def open(self) -> None:
         """Let copies begin; call this when a training step is applied."""
@@ -73,7 +75,7 @@ class StateWindow:
         if not self._is_open:
             raise RuntimeError("state is to be read while a step changes it")
         self._reading = [each for each in self._reading if not isinstance(each, OutsideReads) or each.is_open]
-        reads = OutsideReads()
+        reads = OutsideReads(self._streams)
         self._reading.append(reads)
         return reads
 
@@ -81,11 +83,16 @@ class StateWindow:
 class OutsideReads:
     """Reads by other threads in one open window. See Note [Reads by other threads]."""
 
-    def __init__(self) -> None:
-        """Begin, in the training thread. What was enqueued on its current stream comes before."""
+    def __init__(self, streams: dict[torch.device, torch.cuda.Stream]) -> None:
+        """Begin, in the training thread. What was enqueued on its current stream comes before.
+
+        `streams` are those of all windows of this rank, by device.
+        """
         self._lock = threading.Lock()
         self._is_open = True
+        self._streams = streams
         self._stream: torch.cuda.Stream | None = None
+        """The stream of the reads, once there was one in this window."""
         self._opened: torch.cuda.Event | None = None
         if torch.cuda.is_initialized():
             self._opened = torch.cuda.current_stream().record_event()
@@ -104,10 +111,12 @@ class OutsideReads:
             yield
             return
         with self._lock:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
-                self._stream.wait_event(self._opened)
-        with torch.cuda.stream(self._stream):
+            if (stream := self._stream) is None:
+                if self._device not in self._streams:
+                    self._streams[self._device] = torch.cuda.Stream(self._device)
+                self._stream = stream = self._streams[self._device]
+                stream.wait_event(self._opened)
+        with torch.cuda.stream(stream):
             yield
 
     def wait(self) -> None:

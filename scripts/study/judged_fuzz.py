@@ -52,8 +52,13 @@ def judge(job: TracedJob, seed: int) -> Judged:
     job.finish()
     found = violations(History(job.trace))
     if job.gone_drifted and verdict.exit_code != ExitCode.DIVERGED:  # `check` excuses only what was outvoted
-        found = tuple(one for one in found if one.invariant != "INV-2")
+        found = tuple(one for one in found if not _is_of_drift(one))
     return Judged(verdict, found, len(job.trace))
+
+
+def _is_of_drift(one: Violation) -> bool:
+    """Return whether a violation may be one result that differs from another."""
+    return "checksum" in one.message or one.message.endswith("though sums are exact")
 
 
 def judge_seed(seed: int) -> Judged:

@@ -284,6 +284,30 @@ def told(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[
     return capsys.readouterr().err.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("line", "flags", "expected"),
+    [
+        ("--replicas 2 --spares 2", "", "--spares needs --recover-heal in-place; give that behind the script's name"),
+        ("--replicas 2 --spares -1", "--recover-heal in-place", "--spares is -1; it must be a number of slots, 0 or more"),
+    ],
+)
+def test_spares_without_use_are_refused(tmp_path: Path, line: str, flags: str, expected: str) -> None:
+    (tmp_path / "train.py").touch()
+    words = [*line.split(), "--run-dir", str(tmp_path / "run"), str(tmp_path / "train.py"), *FLAGS.split(), *flags.split()]
+    ours, command = split(words, run_flags.parser())
+    with pytest.raises(ValueError) as refusal:
+        describing.job_of(run_flags.parser().parse_args(ours), command)
+    assert str(refusal.value).startswith(expected)
+
+
+def test_spare_slots_follow_those_of_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = ["--replicas", "2", "--spares", "3", "--run-dir", str(tmp_path / "run"), str(tmp_path / "train.py"), *FLAGS.split()]
+    ours, command = split([*words, "--recover-heal", "in-place"], run_flags.parser())
+    job, *_ = describing.job_of(run_flags.parser().parse_args(ours), command)
+    assert job.spares == (2, 3, 4) and job.num_ranks_here == 2
+
+
 def test_what_follows_from_other_flags_is_told_and_so_is_a_lack_of_protection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,11 +180,11 @@ def test_a_mistake_in_a_variable_names_the_variable() -> None:
 
 def test_a_range_that_all_listeners_of_a_node_may_use_up_is_refused() -> None:
     line = "--nnodes 2 --master-addr h --nproc-per-node 8 --port-range"
-    launch_line.judge(read(f"{line} 20000-20031"), num_processes=16, config=RecoverConfig())
+    launch_line.judge(read(f"{line} 20000-20039"), num_processes=16, config=RecoverConfig())
     with pytest.raises(ValueError) as refusal:
-        launch_line.judge(read(f"{line} 20000-20030"), num_processes=16, config=RecoverConfig())
+        launch_line.judge(read(f"{line} 20000-20038"), num_processes=16, config=RecoverConfig())
     assert str(refusal.value) == (
-        "--port-range 20000-20030 has 31 ports, and each of the 8 ranks of this node listens on up to 4; give at least 32 ports"
+        "--port-range 20000-20038 has 39 ports, and each of the 8 ranks of this node listens on up to 5; give at least 40 ports"
     )
 
 

@@ -338,7 +338,7 @@ def test_what_the_nodes_find_together_ends_a_chain_on_the_node_of_the_coordinato
 
 def test_a_port_of_a_file_that_is_in_use_ends_no_chain(nodes: Nodes) -> None:
     line, saves, save = chained(nodes, "save")
-    first, last = free_range("0.0.0.0", 8)
+    first, last = free_range("0.0.0.0", 10)
     with ExitStack() as taken:
         for port in range(first, last + 1):
             taken.enter_context(socket.create_server(("0.0.0.0", port)))

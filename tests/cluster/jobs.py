@@ -60,6 +60,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 4
     microbatches: int = 7
     config: RecoverConfig = RecoverConfig()
+    heals: bool = False
+    """Lost replicas are replaced, as `config.heal` says. Most tests look at those who are left."""
     deadlines: dict[str, float] = msgspec.field(
         default_factory=lambda: {**sums(10.0), "stall_s": 10.0, "finish_s": 10.0, "follow_s": 5.0}
     )
@@ -89,6 +91,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of ranks of this node, with a meeting."""
     key_file: str = ""
     """File with the key of the job, with a meeting."""
+    num_spares: int = 0
     slot_check: str = ""
     """`refuse`: no slot is fit; `hang`: no check ever ends; empty: the usual check."""
     hasty: bool = False
@@ -244,6 +247,8 @@ _CHECKS = {"refuse": lambda wanted: "a test says so", "hang": _hang}
 def main() -> int:
     """Run the job in this process."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
+    if not spec.heals:
+        spec = msgspec.structs.replace(spec, config=msgspec.structs.replace(spec.config, heal="off"))
     settings = {
         "steps": spec.steps,
         "microbatches": spec.microbatches,
@@ -260,7 +265,7 @@ def main() -> int:
     job = Job(
         argv=(spec.script, json.dumps(settings), *("x" * 1000,) * spec.num_arguments),
         num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
-        config=spec.config, faults=spec.faults, **in_job,
+        config=spec.config, faults=spec.faults, num_spares=spec.num_spares, **in_job,
         trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
         rank_start=spec.rank_start, signals=spec.signals, shutdown_s=spec.shutdown_s,
         preload=("torch", "megatron_recover.data_plane.direct", "megatron_recover.control_plane.rank_driver"),

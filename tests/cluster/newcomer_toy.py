@@ -1,7 +1,7 @@
 """A toy whose newcomers do not train: they note how they were started, and then wait, or break as the test says.
 
-The folder `sums_dir` has `mode` with one word: `wait`, `abort`, `exit N`, or `late` (the leader never says hello, and waits).
-Each rank leaves `slot-S-R.json` there: what it was told, and which former users of its slot lived when it began.
+The folder `sums_dir` has a file `mode`: `wait`, `abort`, `abort NODE-SLOT` (there alone) or `exit N`.
+Each rank leaves `slot-N-S-R.json` there (node, slot, replica): how it was started, and which former users of its slot lived.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     context, folder = rank_context(), Path(json.loads(sys.argv[1])["sums_dir"])
     assert context is not None
     if not context.dry_run:
-        slot = context.clock_place - node_clock.FIRST_RANK
+        slot = f"{os.environ['GROUP_RANK']}-{context.clock_place - node_clock.FIRST_RANK}"
         former = [json.loads(file.read_text())["pid"] for file in folder.glob(f"slot-{slot}-*.json")]
         note = {
             "pid": os.getpid(),
@@ -47,6 +47,8 @@ def main() -> None:
     print(f"newcomer {context.replica} rank {context.rank}", flush=True)
     match (folder / "mode").read_text().split():
         case ["abort"]:
+            os.abort()
+        case ["abort", where] if where == slot:
             os.abort()
         case ["exit", code]:
             sys.exit(int(code))

@@ -112,6 +112,19 @@ def test_a_state_without_an_iteration_has_the_number_of_steps(tmp_path: Path, ca
     assert "generation 1, 7 steps, evaluations and saves included, 2 of 2" in capsys.readouterr().out
 
 
+def test_newcomers_that_form_are_told_and_can_be_named_once_they_are_members(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = StatusKeeper(tmp_path, lambda request: None)
+    keeper.take(running(roster=(0, 3), losses=1))
+    keeper.see(Seen(step=9, iteration=9, iterations=None, saved=None, checkpoint="no checkpoint", forming=(3, 4)))
+    keeper.finish(30)
+    assert status.main([str(tmp_path)]) == 0
+    assert "2 of 2 replicas (0 3), 1 lost, replica 4 forms; no checkpoint" in capsys.readouterr().out
+    nodes = (NodeStatus(0, "n0", "here", (0, 3)),)
+    assert [targets(name, 2, nodes, (0, 3)) for name in ("3", "1", "4", "n0")] == [(3,), (), (), (0, 3)]
+
+
 def running(**changes: Any) -> Status:
     """The state of a job with two replicas on one node."""
     state = Status(

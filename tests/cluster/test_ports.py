@@ -8,13 +8,14 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.seats import Seats
 from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext, RecoverConfig
 from megatron_recover.control_plane import rendezvous
@@ -72,10 +73,10 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
     layout = Layout(tp=1, pp=2)
     job = Job(argv=("train.py",), num_replicas=2, layout=layout, config=RecoverConfig(), run_dir=tmp_path)
     made, sealed = Spawned(), keys.sealed(keys.make_key())
-    recording: Any = SimpleNamespace(descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None)
+    recording: Any = SimpleNamespace(descriptors=lambda *_: {}, output_of_rank=lambda *_: None)
     starting = Starting(
-        job, made, recording, coordinator=lambda: "127.0.0.1:1", handed_down={keys.DESCRIPTOR: sealed},
-        started=lambda replica, rank: None, started_at=0.0,
+        job, Seats(job), made, recording, coordinator=lambda: "127.0.0.1:1", handed_down={keys.DESCRIPTOR: sealed},
+        started=lambda replica, rank: None, started_at=0.0, patience_s=1.0,
     )  # fmt: skip
     starting.may_start(Launch(starting.listen().leaders))
     starting.ranks()
@@ -85,10 +86,30 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
 
 def test_a_node_without_ranks_may_go_on_too() -> None:
     nothing: Any = None
-    starting = Starting(nothing, nothing, nothing, coordinator=str, handed_down={}, started=lambda *_: None, started_at=0.0)
+    starting = Starting(
+        nothing, nothing, nothing, nothing, coordinator=str, handed_down={}, started=lambda *_: None, started_at=0.0,
+        patience_s=1.0,
+    )  # fmt: skip
     assert not starting.is_allowed
     starting.may_start(Launch(()))
     assert starting.is_allowed, "it leads no replica, so it gets no address"
+
+
+@pytest.mark.parametrize(("below_min", "waits"), [("end", False), ("wait", True)])
+def test_the_coordinator_is_told_whether_a_job_with_too_few_replicas_waits(
+    below_min: Literal["end", "wait"], waits: bool, tmp_path: Path
+) -> None:
+    config = RecoverConfig(min_replicas=2, below_min=below_min)
+    job = Job(argv=("train.py",), num_replicas=2, layout=Layout(tp=1, pp=2), config=config, run_dir=tmp_path)
+    nothing: Any = None
+    starting = Starting(
+        job, Seats(job), nothing, nothing, coordinator=str, handed_down={}, started=lambda *_: None, started_at=0.0,
+        patience_s=1.0,
+    )  # fmt: skip
+    settings = starting.listen().settings
+    starting.close()
+    assert (settings.min_replicas, settings.waits_for_newcomers) == (2, waits)
+    assert RecoverConfig().below_min != "wait", "it ends by default"
 
 
 def test_a_stranger_cannot_take_the_ports_of_a_replica_that_starts(spawned: Spawned) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.seats import Seats
 from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.loop import Loop
@@ -48,14 +49,16 @@ def test_the_start_of_ranks_is_not_told_as_a_standstill_and_each_is_a_sign_of_li
         now[0] += 2.0
 
     launcher = Launcher.__new__(Launcher)
-    launcher._job = SimpleNamespace(replicas_here=(0, 1), slots=lambda replica: {0: 0, 1: 1}, command=())
+    launcher._job = SimpleNamespace(
+        replicas_here=(0, 1), slots=lambda replica: {0: 0, 1: 1}, command=(), num_replicas=2, place_of=lambda *rank: 0
+    )
     launcher._loop = Loop(clock=lambda: now[0], cpu_clock=lambda: 0.0)
     launcher._recording = SimpleNamespace(
-        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None, says=said.append
+        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank, place: None, says=said.append
     )
     launcher._starting = Starting(
-        launcher._job, SimpleNamespace(spawn=spawn), launcher._recording, coordinator=lambda: "",
-        handed_down={}, started=launcher._rank_started, started_at=0.0,
+        launcher._job, Seats(launcher._job), SimpleNamespace(spawn=spawn), launcher._recording, coordinator=lambda: "",
+        handed_down={}, started=launcher._rank_started, started_at=0.0, patience_s=1.0,
     )  # fmt: skip
     launcher._ranks = SimpleNamespace(watches=lambda replica, rank: None)
     launcher._starting.may_start(Launch(((0, "127.0.0.1:1"), (1, "127.0.0.1:2"))))

@@ -69,7 +69,7 @@ class Toy:
             record=lambda **fields: self.log.record(trace.Fault(**fields)),
         )
         self.page = ProgressPage.inherited()
-        key = inherited_key()
+        key = self.key = inherited_key()
         self.member = RankDriver(
             context, config,
             DirectEndpoint(
@@ -93,8 +93,11 @@ class Toy:
 
     def run(self) -> None:
         self.member.join(self.shape, "toy")
+        self.train(1)
+
+    def train(self, first: int) -> None:
         sums = open(f"{self.sums_dir}/sums-{self.context.replica}-{self.context.rank}.jsonl", "a")  # noqa: SIM115
-        for iteration in range(1, self.num_steps + 1):
+        for iteration in range(first, self.num_steps + 1):
             requests = self.step(iteration, sums)
             if any(request.startswith("exit: ") for request in requests):
                 break
@@ -102,6 +105,7 @@ class Toy:
 
     def step(self, iteration: int, sums) -> tuple[str, ...]:  # noqa: ANN001
         work = Work(f"train {iteration}", self.num_microbatches, tuple(range(len(self.shape.bucket_ranks))))
+        self.begins(work)
         step = self.member.begin(work)
         self.gradients = {bucket: torch.zeros(ELEMENTS, dtype=torch.float64) for bucket in self.mine}
         self.counts = {bucket: torch.zeros(self.num_microbatches, dtype=torch.int64) for bucket in self.mine}
@@ -122,6 +126,7 @@ class Toy:
             again = True
         self.page.enter(Phase.OPTIMIZER, ())
         self.at(FaultPoint.OPTIMIZER, step=step)
+        self.applies(work)
         applied = {}
         for bucket in self.mine:
             result = self.results[bucket][0]
@@ -141,6 +146,12 @@ class Toy:
             )
         )
         return order.record.requests
+
+    def begins(self, work: Work) -> None:
+        """Called before a step begins; for a toy that does more."""
+
+    def applies(self, work: Work) -> None:
+        """Called before a step changes the parameters; for a toy that does more."""
 
     def fresh(self, plan: Plan) -> tuple[Compute, ...]:
         """What a step begins with that nobody has begun before."""

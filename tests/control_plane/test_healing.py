@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec.structs import replace
 
+from megatron_recover import trace
 from megatron_recover.control_plane.node_messages import (
     DrainAsked,
     FenceDone,
@@ -39,7 +41,9 @@ def start() -> Iterator[Start]:
     """Start a job; each node has its seats (replica -> (rank, slot) pairs) and spare slots."""
     made: list[Town] = []
 
-    def starting(*nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS) -> tuple[Town, list[Agent]]:
+    def starting(
+        *nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS, lost: tuple[int, ...] = ()
+    ) -> tuple[Town, list[Agent]]:
         town = Town(least=len(nodes), most=len(nodes), node_silence_s=1000.0)
         made.append(town)
         agents = town.meet(len(nodes))
@@ -54,7 +58,10 @@ def start() -> Iterator[Start]:
         for agent in agents:
             agent.say(NodeLaunched())
         town.leaders = {}
-        for replica in range(town.num_replicas):
+        for replica in lost:
+            lose(town, agents[0], replica)
+            agents[0].say(FenceDone(replica))
+        for replica in {*range(town.num_replicas)} - {*lost}:
             town._lead(replica)
         town.until(lambda: all(agent.of(Roster) for agent in agents))
         return town, agents
@@ -86,7 +93,8 @@ def test_a_newcomer_is_formed_in_place_once_the_end_of_every_process_was_seen(st
     agent.say(FenceDone(1))
     town.until(lambda: agent.of(FormReplica))
     assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
-    assert not said(agent), "the trace tells of it"
+    [told] = town.of(trace.Forming)
+    assert (told.newcomer, told.in_place_of, told.reason) == (3, (1,), "in the slots of replica 1 (node 0: slots 2 and 3)")
     town.run(0.1, agent)
     assert not agent.of(StartReplica)
     agent.say(SlotsReady(3, "a:33"))
@@ -133,8 +141,23 @@ def test_a_newcomer_that_ends_is_tried_again_at_once_if_it_was_killed_and_later_
     town.run(0.9, agent)
     assert len(agent.of(FormReplica)) == 2
     assert "slots 2 and 3: set aside for 1 s (1 of 2): replica 3: exception (it is gone)" in said(agent)
+    membership = town.nodes._membership
+    assert membership is not None and membership.state.has_room, "later"
     town.run(0.3, agent)
     assert agent.of(FormReplica)[2:] == [FormReplica(4, ((0, 2), (1, 3)))]
+
+
+def test_the_machine_knows_when_no_newcomer_can_be_formed_any_more(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0))
+    membership = town.nodes._membership
+    assert membership is not None
+    for replica in (1, 2):
+        assert membership.state.has_room
+        lose(town, agent, replica, LossKind.CRASHED)
+        agent.say(FenceDone(replica))
+        town.run(0.2, agent)
+    assert len(agent.of(FormReplica)) == 1 and not membership.state.has_room
+    assert "never used again, as no try is left: replica 2: crashed" in said(agent)
 
 
 def test_only_the_slot_of_the_rank_that_broke_is_blamed(start: Start) -> None:
@@ -214,3 +237,9 @@ def test_a_newcomer_that_says_nothing_until_the_deadline_is_given_up(start: Star
         agent.say(NodeBeat())
         town.turn(0.2)
     assert FenceReplica(2) in agent.received
+
+
+def test_a_replica_that_is_lost_before_generation_1_is_replaced_after_it(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2), lost=(1,))
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]

@@ -23,6 +23,7 @@ from megatron_recover.core.coordinator import (
     MembershipSettings,
     Progressed,
     Refuse,
+    RoomKnown,
     TimerFired,
 )
 from megatron_recover.core.digest import combined, commitment
@@ -165,7 +166,7 @@ def test_between_two_joins_a_step_is_committed() -> None:
 
 def test_a_loss_while_newcomers_gather_refuses_them_and_they_may_ask_again() -> None:
     state, effects = feed(formed(), ready(), died(2))
-    assert announced(effects).joins == () and Refuse(JoinRefused(3, "train 0", "generation 2 was made before")) in effects
+    assert announced(effects).joins == () and Refuse(JoinRefused(3, "train 0", "generation 2 was made before"), 0) in effects
     assert feed(state, TimerFired("gather 1"))[1] == [] and state.forming == (3,)
 
 
@@ -310,6 +311,23 @@ def test_a_job_with_too_few_members_ends_unless_it_waits_for_newcomers(waits: bo
     assert announced(effects).requests == ()
     state, effects = feed(state, died(3))
     assert announced(effects).requests == (TOO_FEW,), "the last newcomer is lost"
+
+
+def test_too_few_members_wait_for_newcomers_that_can_be_formed_until_none_can() -> None:
+    state, _ = feed(started(min_replicas=3, waits_for_newcomers=True), RoomKnown(True))
+    state, effects = feed(state, died(2))
+    assert announced(effects).requests == (), "the slots are not free yet"
+    state, effects = feed(state, FormAsked(1), died(3))
+    assert effects == [Form(3), Fence(3)], "there will be another one"
+    state, effects = feed(state, RoomKnown(False), RoomKnown(False))
+    assert effects == [Ask(0, (TOO_FEW,))] and state.requests == (TOO_FEW,)
+
+
+def test_without_the_flag_nobody_waits_for_room() -> None:
+    state, _ = feed(started(min_replicas=3), RoomKnown(True))
+    state, effects = feed(state, died(2))
+    assert announced(effects).requests == (TOO_FEW,)
+    assert feed(state, RoomKnown(False))[1] == []
 
 
 def test_the_lowest_id_among_the_older_members_gets_the_grant() -> None:

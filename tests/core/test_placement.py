@@ -176,3 +176,10 @@ def test_more_slots_never_hold_fewer_replicas_and_one_more_than_fits_is_refused(
 def test_a_thousand_nodes_are_placed_at_once() -> None:
     placement = place([8] * 1024, num_replicas=512, num_ranks=16, tp=8)
     assert pairs(placement) == 1024 and placement.left_over == ()
+
+
+def test_slots_without_a_rank_are_spares_where_lost_replicas_are_replaced() -> None:
+    placement = place([3, 3], num_replicas=2, num_ranks=2)
+    assert left_over_line(placement, 2, are_spares=True) == (
+        "2 slots have no rank (nodes 0 to 1: 1 each): spares for replicas that are lost"
+    )

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from megatron_recover.core import slots
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.placement import Slot
-from megatron_recover.core.slots import Pasts, Settings
+from megatron_recover.core.slots import Newcomer, Pasts, Settings
 
 SETTINGS = Settings(backoff_s=60.0, budget=3, patience_s=10.0, num_ranks=2)
 
@@ -31,10 +31,16 @@ def crashed(pasts: Pasts, replica: int, *, now_s: float = 100.0, rank: int | Non
     return slots.gone(pasts, replica)
 
 
+def line(newcomer: Newcomer) -> str:
+    where = " ".join(f"{slot.node}.{slot.slot}" for slot in newcomer.slots)
+    of = f"for {' '.join(map(str, newcomer.in_place_of))} " if newcomer.in_place_of else ""
+    return f"{where} {of}{newcomer.reason}"
+
+
 def plan(pasts: Pasts, wanted: int, *, now_s: float = 100.0, settings: Settings = SETTINGS) -> str:
     """The plan in words, a line for each newcomer and each slot that is left out."""
     found = slots.plan(pasts, wanted=wanted, settings=settings, now_s=now_s)
-    lines = [f"{' '.join(f'{slot.node}.{slot.slot}' for slot in each.slots)} {each.reason}" for each in found.newcomers]
+    lines = list(map(line, found.newcomers))
     lines += [f"not {each.slot.node}.{each.slot.slot} {each.reason} [{each.again_at_s}]" for each in found.left_out]
     return "\n".join(lines)
 
@@ -49,12 +55,12 @@ def test_nothing_is_formed_while_nobody_is_lost() -> None:
 
 def test_several_losses_at_once_are_healed_in_place() -> None:
     assert plan(killed(THREE, 0, 2), 2) == (
-        "0.0 0.1 in the slots of replica 0 (node 0: slots 0 and 1)\n0.4 0.5 in the slots of replica 2 (node 0: slots 4 and 5)"
+        "0.0 0.1 for 0 in the slots of replica 0 (node 0: slots 0 and 1)\n0.4 0.5 for 2 in the slots of replica 2 (node 0: slots 4 and 5)"
     )
 
 
 def test_no_more_newcomers_are_formed_than_are_missing() -> None:
-    assert plan(killed(THREE, 0, 2), 1) == "0.0 0.1 in the slots of replica 0 (node 0: slots 0 and 1)"
+    assert plan(killed(THREE, 0, 2), 1) == "0.0 0.1 for 0 in the slots of replica 0 (node 0: slots 0 and 1)"
 
 
 def test_a_slot_waits_for_the_end_of_every_former_process() -> None:
@@ -64,15 +70,13 @@ def test_a_slot_waits_for_the_end_of_every_former_process() -> None:
     )
     with pytest.raises(ValueError, match="node 0 slot 2 is not free for replica 3: replica 1 is there"):
         slots.taken(pasts, 3, seat(0, 2))
-    assert plan(slots.gone(pasts, 1), 1) == "0.2 0.3 in the slots of replica 1 (node 0: slots 2 and 3)"
+    assert plan(slots.gone(pasts, 1), 1) == "0.2 0.3 for 1 in the slots of replica 1 (node 0: slots 2 and 3)"
 
 
 def test_who_waits_for_a_process_to_end_knows_whether_that_is_usual() -> None:
     pasts = killed(THREE, 1, is_gone=False)
     found = [slots.plan(pasts, wanted=1, settings=SETTINGS, now_s=now_s).left_out for now_s in (109.0, 111.0)]
-    assert [[each.is_ending for each in left_out] for left_out in found] == [[True, True], [False, False]]
-    (newcomer,) = slots.plan(killed(THREE, 1), wanted=1, settings=SETTINGS, now_s=100.0).newcomers
-    assert newcomer.in_place_of == (1,)
+    assert [[each.is_usual for each in left_out] for left_out in found] == [[True, True], [False, False]]
 
 
 def test_nobody_takes_the_slot_of_a_replica_that_lives() -> None:
@@ -128,7 +132,9 @@ def test_halves_of_two_replicas_and_no_spare_form_one_together() -> None:
 
 def test_a_slot_that_breaks_twice_before_ten_steps_is_set_aside_for_longer_each_time_and_then_for_good() -> None:
     pasts, now_s, told = crashed(THREE, 1), 100.0, []
-    assert plan(pasts, 1) == "0.2 0.3 in the slots of replica 1 (node 0: slots 2 and 3)", "the first break of its own is healed"
+    assert plan(pasts, 1) == "0.2 0.3 for 1 in the slots of replica 1 (node 0: slots 2 and 3)", (
+        "the first break of its own is healed"
+    )
     for replica in range(3, 8):
         pasts = crashed(slots.taken(pasts, replica, seat(0, 2)), replica, now_s=now_s)
         found = slots.plan(pasts, wanted=1, settings=SETTINGS, now_s=now_s)
@@ -137,7 +143,7 @@ def test_a_slot_that_breaks_twice_before_ten_steps_is_set_aside_for_longer_each_
         if found.again_at_s is None:
             break
         now_s = found.again_at_s
-        assert plan(pasts, 1, now_s=now_s).startswith("0.2 0.3 in the slots of replica")
+        assert plan(pasts, 1, now_s=now_s).startswith("0.2 0.3 for ")
     assert told == [
         "set aside for 60 s (1 of 3): replica 3: crashed (rank 1: SIGSEGV)",
         "set aside for 120 s (2 of 3): replica 4: crashed (rank 1: SIGSEGV)",
@@ -148,7 +154,7 @@ def test_a_slot_that_breaks_twice_before_ten_steps_is_set_aside_for_longer_each_
 
 def test_a_newcomer_that_commits_ten_steps_ends_the_row_of_breaks() -> None:
     pasts = slots.proven(slots.taken(crashed(THREE, 1), 3, seat(0, 2)), 3)
-    assert plan(crashed(pasts, 3), 1) == "0.2 0.3 in the slots of replica 3 (node 0: slots 2 and 3)"
+    assert plan(crashed(pasts, 3), 1) == "0.2 0.3 for 3 in the slots of replica 3 (node 0: slots 2 and 3)"
 
 
 @pytest.mark.parametrize("kind", [LossKind.PROCESS_ENDED, LossKind.NODE_LOST])
@@ -157,14 +163,33 @@ def test_a_signal_from_outside_is_no_break_of_the_slot_however_often(kind: LossK
     for replica in range(3, 9):
         pasts = slots.lost(slots.taken(pasts, replica, seat(0, 2)), replica, kind, "", SETTINGS, now_s=100.0)
         pasts = slots.gone(pasts, replica)
-        assert plan(pasts, 1) == f"0.2 0.3 in the slots of replica {replica} (node 0: slots 2 and 3)"
+        assert plan(pasts, 1) == f"0.2 0.3 for {replica} in the slots of replica {replica} (node 0: slots 2 and 3)"
 
 
 def test_only_the_slot_of_the_rank_that_broke_is_set_aside_and_a_spare_takes_its_place() -> None:
     pasts = slots.seated({0: seat(0, 0), 1: seat(0, 2)}, spares=(Slot(0, 4),))
     pasts = crashed(slots.taken(crashed(pasts, 1, rank=1), 2, seat(0, 2)), 2, rank=1)
     assert plan(pasts, 1) == (
-        "0.2 0.4 in healthy and spare slots (node 0: slots 2 and 4)\n"
+        "0.2 0.4 for 2 in healthy and spare slots (node 0: slots 2 and 4)\n"
+        "not 0.3 set aside for 60 s (1 of 3): replica 2: crashed (rank 1: SIGSEGV) [160.0]"
+    )
+
+
+def test_a_crash_loop_that_ends_another_rank_each_time_is_no_longer() -> None:
+    pasts = crashed(THREE, 1, rank=0)
+    pasts = crashed(slots.taken(pasts, 3, seat(0, 2)), 3, rank=1)
+    assert plan(pasts, 1) == "\n".join(
+        f"not 0.{slot} set aside for 60 s (1 of 3): replica 3: crashed (rank 1: SIGSEGV) [160.0]" for slot in (2, 3)
+    )
+
+
+def test_a_crash_loop_of_one_rank_does_not_use_up_the_spares() -> None:
+    pasts = slots.seated({0: seat(0, 0), 1: seat(0, 2)}, spares=seat(0, 4, 3))
+    pasts = crashed(slots.taken(crashed(pasts, 1, rank=1), 2, seat(0, 2)), 2, rank=1)
+    pasts = crashed(slots.taken(pasts, 3, (Slot(0, 2), Slot(0, 4))), 3, rank=1)
+    assert plan(pasts, 1) == (
+        "0.4 0.5 for 3 in healthy and spare slots (node 0: slots 4 and 5)\n"
+        "not 0.2 set aside for 60 s (1 of 3): replica 3: crashed (rank 1: SIGSEGV) [160.0]\n"
         "not 0.3 set aside for 60 s (1 of 3): replica 2: crashed (rank 1: SIGSEGV) [160.0]"
     )
 

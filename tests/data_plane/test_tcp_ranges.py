@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(150)
 DATA = os.urandom(3 * CHUNK_BYTES + 17)
 RANGES = [Range(0, CHUNK_BYTES), Range(CHUNK_BYTES, 2 * CHUNK_BYTES), Range(3 * CHUNK_BYTES, len(DATA))]
 WINDOW = Description("train 1", LAYOUT, len(DATA))
-SHORT = replace(DEADLINES, connect_s=0.4, sum_s=0.4)
+SHORT = replace(DEADLINES, connect_s=1.0, sum_s=1.0)
 
 
 def test_what_is_registered_is_read() -> None:

@@ -65,6 +65,10 @@ class Found(msgspec.Struct, frozen=True):
     at_end: Copied
     ends: list[Any]
     """What Megatron's training loop returns: iterations and floating-point operations."""
+    configuration: dict[str, str]
+    """What is compared with a newcomer's of the arguments, at the time when this rank joins."""
+    saves: list[int]
+    """Iterations that Megatron asks to save."""
     log: list[str]
     """Lines of Megatron's log about the first and the third iteration and evaluation from then on, without times."""
 
@@ -131,7 +135,7 @@ def _rank(kind: str, flags: str, num_ranks: int, rank: int, folder: str) -> None
         }
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a store
         logging.getLogger("megatron").setLevel(logging.ERROR)
-        sys.argv = ["pretrain_gpt.py", *FLAGS.split(), *flags.split()]
+        sys.argv = ["pretrain_gpt.py", *FLAGS.split(), *flags.replace("FOLDER", folder).split()]
         store = dist.FileStore(str(place / "store"), num_ranks)
         donor = Path(folder) / "donor" / f"result.{rank}"
         found = None
@@ -154,6 +158,7 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
 
     from megatron_recover.megatron import newcomer as newcomers
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.data import alike
     from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
     from megatron_recover.megatron.launch.arguments import recover_config
     from megatron_recover.megatron.launch.parsing import parse, prepare_device
@@ -175,9 +180,11 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
     driver, cursor = Rank(args.rank), MicrobatchCursor()
     driver.cursor = cursor
     carried: dict[str, Carried] = {}
+    configuration: dict[str, str] = {}
     loop = CommitLoop(
         driver, config, originals, cursor=cursor, seed=_seeding(args.seed), iteration=lambda: args.curr_iteration + 1,
         alike=dict, counters=lambda: counters(args), carried=carried,
+        before_joining=lambda: configuration.update(alike.arguments(args, args.rank, unchanging=True)),
     )  # fmt: skip
     progress = newcomers.Progress(get_args)
     carried |= {**progress.carried(), **loop.carried()}
@@ -190,7 +197,8 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
         assert newcomer.state.layout_digest() == given.layout
         for mine, (_, data) in zip(newcomer.state.tensors(), given.tensors, strict=True):
             mine.data.copy_(data)
-        newcomer.install(given.scalars)
+        for _ in range(2):  # a newcomer that is too late reads again
+            newcomer.install(given.scalars)
         at_entrance.append(copy_of(Published(newcomer.state, carried)))
 
     def copy(label: str) -> None:
@@ -223,7 +231,14 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
         progress.passed(arguments[4])
         return exits(*arguments)
 
+    def asked(iteration: int, *arguments: Any, **others: Any) -> None:
+        if iteration >= ENTERS - 1:
+            saves.append(iteration)
+
+    saves: list[int] = []
     megatron.training.training.checkpoint_and_decide_exit = noted
+    if kind != "first":
+        megatron.training.training.save_checkpoint_and_time = asked
     pretrain_gpt.datasets_provider.is_distributed = True
     with contextlib.redirect_stdout(io.StringIO()) as output:
         megatron.training.pretrain(
@@ -234,4 +249,4 @@ def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
     log = [line for line in output.getvalue().splitlines() if re.search(rf"iteration +({ENTERS}|{ENTERS + 2})\b.* \|", line)]
     lines = [" ".join(_OF_THIS_RUN.sub("", line).split()) for line in log]
     assert "checkpoint" not in output.getvalue() or kind != "newcomer", output.getvalue()
-    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends, lines)
+    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends, configuration, saves, lines)

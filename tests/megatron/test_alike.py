@@ -28,6 +28,17 @@ def test_an_argument_that_differs_is_named_with_both_values() -> None:
     assert alike.arguments(one, 1).keys() == {"the digest of all arguments"}, "ranks besides the leader send a digest only"
 
 
+def test_a_newcomer_is_not_compared_by_how_far_the_others_have_come() -> None:
+    one = Namespace(seed=1, iteration=3, curr_iteration=3, consumed_train_samples=12, finetune=True, rank=0)
+    other = Namespace(seed=1, iteration=0, curr_iteration=0, consumed_train_samples=0, finetune=False, rank=5)
+    for rank in (0, 1):
+        assert alike.arguments(one, rank, unchanging=True) == alike.arguments(other, rank, unchanging=True)
+        assert alike.arguments(one, rank) != alike.arguments(other, rank)
+    unlike = Namespace(**{**vars(other), "seed": 2})
+    found = differences(of(alike.arguments(one, 0, unchanging=True)), of(alike.arguments(unlike, 0, unchanging=True)))
+    assert [name for name, *_ in found] == ["argument seed", "the digest of the arguments that do not change"]
+
+
 def test_packages_are_compared_and_devices_where_exactness_rests_on_them() -> None:
     fast, exact = alike.software(exact=False), alike.software(exact=True)
     assert fast["the version of torch"] == torch.__version__.split("+")[0] or fast["the version of torch"] == torch.__version__

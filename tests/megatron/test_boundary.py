@@ -146,3 +146,13 @@ def test_what_is_owed_is_made_up_for_before_megatron_saves_and_leaves(args: Name
         ("made up", 7, *given, 1.5, {"context": 1}, "samples"),
         ("upstream", *given, 7, 1.5, {"context": 1}, "samples"),
     ]
+
+
+def test_the_count_of_operations_is_noted_after_each_iteration(args: Namespace) -> None:
+    """Megatron's training loop has it in a variable of its own."""
+    noted: list[Any] = []
+    boundary = Boundary(Driver(), Saves(), lambda *_: False, lambda: args, noted.append)  # type: ignore[arg-type]
+    boundary.take_over(args)
+    for iteration in (1, 2):
+        boundary.decide(None, None, None, iteration, iteration * 100, {}, None)
+    assert noted == [100, 200]

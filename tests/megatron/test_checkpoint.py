@@ -102,6 +102,7 @@ class Replica:
         self.stays = False
         self.loaded = 0
         """The iteration that Megatron has loaded."""
+        self.is_newcomer = False
         self.ckpt_step: int | None = None
         self._writer, self._folder, self._log = writer, folder, log
         self.error: BaseException | None = None
@@ -126,6 +127,7 @@ class Replica:
         self.checkpoints = Checkpoints(
             self, originals, self.args, agree=self.agree, save=save, samples={"--seed": "1"},
             deadlines=replace(Deadlines.of(), save_s=0.0, lock_s=0.2), log=self._log, faults=None,
+            is_newcomer=self.is_newcomer,
         )  # fmt: skip
 
     def args(self) -> Namespace:
@@ -481,6 +483,24 @@ def test_where_a_replica_begins_is_recorded(job: Job, loaded: int) -> None:
     job.first.checkpoints._get_args = lambda: Namespace(load="X", iteration=0, finetune=True)
     job.first.checkpoints.tell_what_was_loaded()
     assert job.phases() == [(0, loaded, "loaded")], "of a model that is fine-tuned, X has what it begins with"
+
+
+def test_a_newcomer_has_loaded_nothing_and_knows_what_the_others_have_agreed_on(job: Job) -> None:
+    """It begins with an iteration that the others have trained, so that this one is saved if it is asked for."""
+    job.first.checkpoints.save_checkpoint_and_time(8)
+    agreed = {name: each.get() for name, each in job.first.checkpoints.carried().items()}
+    assert agreed == {"agreed_save": 8}
+    newcomer = job.second
+    newcomer.loaded, newcomer.is_newcomer = 10, True
+    newcomer.start()
+    newcomer.checkpoints.tell_what_was_loaded()
+    assert not [phase for phase in job.phases() if phase[2] == "loaded"]
+    for name, each in newcomer.checkpoints.carried().items():
+        each.put(agreed[name])
+    newcomer.agreed.clear()
+    for iteration in (8, 10):
+        newcomer.checkpoints.save_checkpoint_and_time(iteration)
+    assert newcomer.agreed == [10]
 
 
 def test_what_was_loaded_is_not_saved_again_before_anything_was_trained(job: Job) -> None:

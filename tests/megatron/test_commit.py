@@ -460,8 +460,8 @@ def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
 ) -> None:
     join, joined_with = LoopbackDriver.join, set()
 
-    def noted(self: LoopbackDriver, shape: Shape, fingerprint: str, parts: Any) -> None:
-        joined_with.add((fingerprint, self.rank, parts))
+    def noted(self: LoopbackDriver, shape: Shape, fingerprint: str, parts: Any, beginning: Any, state_address: str) -> None:
+        joined_with.add((fingerprint, self.rank, beginning))
         join(self, shape, fingerprint)
 
     monkeypatch.setattr(LoopbackDriver, "join", noted)

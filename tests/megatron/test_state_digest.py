@@ -171,8 +171,15 @@ def test_a_wrongly_read_optimizer_is_named_at_the_start(threads: Threads, monkey
     """Parameters are equal, a moment is not: as of a shard that was read wrongly."""
     joined: dict[int, tuple[tuple[str, str], ...]] = {}
 
-    def join(self: LoopbackDriver, shape: Any, fingerprint: str, parts: tuple[tuple[str, str], ...]) -> None:
-        joined[self.replica] = parts
+    def join(
+        self: LoopbackDriver,
+        shape: Any,
+        fingerprint: str,
+        parts: Any,
+        beginning: tuple[tuple[str, str], ...],
+        state_address: str,
+    ) -> None:
+        joined[self.replica] = beginning
         raise Killed
 
     monkeypatch.setattr(LoopbackDriver, "join", join)

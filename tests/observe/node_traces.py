@@ -26,8 +26,8 @@ WORK = (
 
 
 def by_replica(replica: int, rank: int) -> int:
-    """Each replica has a node."""
-    return replica
+    """Each replica has a node, and a newcomer that of a replica of the start."""
+    return replica % 3
 
 
 def by_rank(replica: int, rank: int) -> int:
@@ -43,7 +43,14 @@ def is_heard(cause: trace.Event, event: trace.Event) -> bool:
 
     match event:
         case trace.Generation():
-            return isinstance(cause, trace.Joined | trace.Failure | trace.Fenced | trace.Miscounted | trace.Disagreed)
+            kinds = trace.Joined | trace.Failure | trace.Fenced | trace.Miscounted | trace.Disagreed | trace.Claimed
+            return isinstance(cause, kinds)
+        case trace.Claimed():
+            return isinstance(cause, trace.StateRead) and same("replica")
+        case trace.Proven():
+            return isinstance(cause, trace.Committed) and same("generation")
+        case trace.Forming():
+            return isinstance(cause, trace.Fenced)
         case trace.Entered():
             return isinstance(cause, trace.Generation) and same("generation")
         case trace.Status():

@@ -1016,6 +1016,30 @@ def test_a_run_that_disagreed_and_did_not_end_over_it_excuses_nothing() -> None:
     assert "INV-2" in _broken(run.finish(exit_code=0).events)
 
 
+def test_a_member_that_is_lost_may_have_committed_with_fewer_requests_than_the_others() -> None:
+    """It had the votes of all. The others lose it before they have, and vote again, with what was requested since."""
+    run = traces.Run()
+    run.quiet_step()
+    begin = len(run.events)
+    run.quiet_step()
+    run.lose(2, 0, "optimizer")
+    first = [one for one in run.events[begin:] if isinstance(one, trace.Committed)]
+    kept = [one for one in run.events[begin:] if not isinstance(one, trace.Committed | trace.Applied)]
+    run.events[begin:] = [*kept[:-4], first[2], *kept[-4:]]
+    run.step, run.trained = 1, 1
+    run.statuses({0: (0, 3), 1: (1, 4)}, lambda replica: tuple((bucket, 1) for bucket in traces.BUCKETS))
+    run.plan({}, ())
+    begin = len(run.events)
+    run.commit(dict.fromkeys(traces.BUCKETS, 1))
+    for index, event in enumerate(run.events[begin:], begin):
+        if isinstance(event, trace.Committed):
+            run.events[index] = msgspec.structs.replace(event, requests=("exit: SIGTERM",))
+    events = run.finish(15).events
+    assert _broken(events) == {}
+    _edit(events, trace.Committed, to={"requests": ()}, step=1, replica=1, generation=2)
+    assert "INV-2" in _broken(events), "members of one generation have to agree on that, too"
+
+
 def test_a_finished_replica_may_leave_without_a_loss() -> None:
     run = traces.Run()
     run.quiet_step()

@@ -412,6 +412,20 @@ def test_a_newcomer_that_dies_while_it_forms_is_told_and_costs_nobody_anything()
     assert (summary.recoveries, summary.goodput) == ((), 1.0)
 
 
+@pytest.mark.parametrize(("is_late", "why"), [(True, "the run ended before"), (False, "it was lost")])
+def test_a_newcomer_that_is_killed_at_the_end_was_not_lost(is_late: bool, why: str) -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.form(3)
+    if not is_late:
+        run.add(trace.Fenced, replica=3, ranks=(0, 1))
+    run.quiet_step()
+    if is_late:
+        run.add(trace.Fenced, replica=3, ranks=(0, 1))
+    [joined] = summarize(History(enumerate(run.finish().events, start=1))).joins
+    assert joined.failed == why
+
+
 def test_a_step_in_which_a_newcomer_joins_is_not_lost_to_faults() -> None:
     summary = summarize(_history())
     assert [(one.generation, one.newcomers) for one in summary.recoveries] == [(2, ()), (3, (3,)), (4, (3,))]

@@ -45,7 +45,7 @@ def of(run_dir: Path, events: Sequence[trace.Event], **how: object) -> History:
 @PLACES
 @pytest.mark.parametrize("offsets_ms", OFFSETS, ids=str)
 @pytest.mark.parametrize("run", [traces.quiet_run, traces.faulty_run, traces.drifting_run, traces.saving_run,
-                                 traces.granting_run, traces.run_without_a_coordinator,
+                                 traces.joining_run, traces.granting_run, traces.run_without_a_coordinator,
                                  traces.death_behind_all_sums])  # fmt: skip
 def test_valid_traces_of_nodes_whose_clocks_differ_by_a_minute_hold(
     run: Callable[[], traces.Run], offsets_ms: tuple[int, ...], place: node_traces.ByRank, tmp_path: Path

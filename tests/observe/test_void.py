@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_recover import trace
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.history import History
+from megatron_recover.observe.verify.check import violations
 from megatron_recover.observe.verify.exactly_once import miscounts, void_for_a_reason
 
 
@@ -86,4 +87,31 @@ def test_the_void_attempt_is_left_out_and_what_came_after_it_is_not() -> None:
         True,
         False,
         False,
+    ]
+
+
+def status(replica: int, step: int, committed: int | None, number: int) -> trace.Status:
+    return trace.Status(
+        replica=replica, generation=number, step=step, work=False, contributions=(), complete=(), committed=committed, t=0.0
+    )  # fmt: skip
+
+
+def test_a_status_of_a_void_attempt_still_tells_of_the_step_before_and_lets_its_replica_act() -> None:
+    """Replica 0 has committed step 3 and says so in step 4, which is made void later; replica 1 adopts step 3 meanwhile."""
+    adopted = trace.Committed(
+        replica=1, generation=1, step=3, label="train 4", versions=(), digest="d", requests=(), adopted=True, t=0.0
+    )  # fmt: skip
+    voted = trace.Voted(replica=0, generation=1, step=4, digest="e", t=0.0)
+    entered = [trace.Entered(replica=replica, generation=1, seconds=0.0, t=0.0) for replica in (0, 1)]
+    told = [*entered, status(0, 4, 3, 1), status(1, 3, 2, 1)]
+    end = [adopted, voted, miscounted(1, 1, 2, 0), generation(2, (4, 2))]
+
+    def found(*events: trace.AnyEvent) -> list[str]:
+        messages = [one.message for one in violations(history(generation(1), *events))]
+        return [message for message in messages if "no member had reported" in message or "without a status" in message]
+
+    assert found(*told, *end) == []
+    assert found(*entered, status(1, 3, 2, 1), *end) == [
+        "replica 1 adopted step 3 in generation 1, but no member had reported a commit of that step",
+        "replica 0 acts in generation 1 without a status",
     ]

@@ -90,7 +90,7 @@ class Exporter(Protocol):
     """The side that registers memory, one at a time."""
 
     address: str
-    """Where a `Source` of the same kind reaches this exporter."""
+    """The address at which a `Source` of the same kind reaches this exporter."""
 
     def register(self, memory: Memory) -> None:
         """Let readers read `memory`, in place of the one before."""

@@ -1,4 +1,4 @@
-"""Which range a reader asks of which source. Pure: no thread, clock or socket.
+"""The division of ranges among sources. Pure: no thread, clock or socket.
 
 Each source begins with a part of its own, of about equal size. A source that is done takes ranges
 from the end of the largest part that is left. So a slow source does less, and a fast one more. When

@@ -6,9 +6,10 @@ of a registered memory; empty in all frames but those of `Piece`). Nothing is un
 Note [Payloads]. The MAC covers header and body (`authentication/frame_macs.py`, Note [Frames]), and
 the header holds length and CRC-32 of the payload. So nobody without the job's key can begin, end,
 repeat or move a frame. Each payload is bound to the range, label and layout that its body names.
-The payload itself is protected against damage only, as gradients are: somebody who can change
-packets on the way between two nodes can change bytes and checksum. A MAC over the payload would
-cost both ends five times as much as the CRC-32 (1.4 and 7.1 GB/s of one core), of cores that train.
+The payload itself is protected against damage only: somebody who can change packets between two
+nodes can choose other bytes with the same CRC-32, as he can change gradients. A MAC over the
+payload would cost both ends five times as much CPU time as the CRC-32 (1.4 and 7.1 GB/s of one
+core), of cores that train.
 The digest of the whole state, which a newcomer computes and members compare, is the second check.
 """
 

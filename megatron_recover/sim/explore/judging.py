@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from megatron_recover.core.coordinator import CoordinatorState, Input, TimerFired
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.membership_messages import Loss, LossKind
+from megatron_recover.core.replica_state import ReplicaPhase, ReplicaState
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.sim import channels
 from megatron_recover.sim.explore.network import JobState
@@ -58,6 +59,21 @@ def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after:
             world = _is_blamed(scenario, world, suspected, after.roster)
     # The wait is over. For members that still read, the deadline begins anew.
     return world._replace(reading=tuple(each for each in world.reading if each in after.roster), overdue=None, late_saves=())
+
+
+def held_rightly(leader: ReplicaState) -> None:
+    """Raise InvariantViolation if a hold outlives its generation or its step, or has no effect.
+
+    It also must not keep back what no hold may: while a pass is open, nobody has results.
+    """
+    hold, label = leader.hold, leader.work.label if leader.work is not None else ""
+    if hold is not None and hold.generation != leader.generation:
+        raise InvariantViolation(8, f"a hold of generation {hold.generation} stands in generation {leader.generation}")
+    if leader.close_waits and (hold is None or hold.label != label):
+        raise InvariantViolation(8, f"the pass of {label or 'no step'} is kept open for {hold}")
+    if hold is not None and hold.label == label:
+        if leader.phase is not ReplicaPhase.WORKING or leader.is_closed or any(leader.held):
+            raise InvariantViolation(8, f"replica {leader.replica} holds {label} in phase {leader.phase}, after its pass")
 
 
 def _is_not_excused(world: JobState, after: CoordinatorState) -> None:

@@ -18,6 +18,8 @@ two.
   last one may still be lost. A new generation discards it, delivered or not. In a tree the delivery
   may also make the node forward what it has: one more message, which nobody has to receive. With
   `links` such a message waits for its turn on its link.
+* A hold expires only once it keeps the end of a pass back. Before that, a hold that stands and one
+  that has expired differ in nothing that another replica sees.
 * A node that no new generation can reach takes its steps at once. Such a node is not in the newest
   roster, or it has entered the newest generation and nothing is left that could lead to another
   one: no fault, save, drift, miscount, member that is to leave or stopped coordinator, and no
@@ -117,6 +119,11 @@ class Moves(Space):
                 source = self.nodes[world.nodes[member]] if world.nodes[member] else None
                 if source is None or source.is_newcomer and not source.trains():
                     continue
+                if world.faults.asks and source.trains():
+                    less = world._replace(faults=world.faults._replace(asks=world.faults.asks - 1))
+                    for ahead in range(source.leader.step, min(source.leader.step + 2, self.scenario.steps)):
+                        order = replica.AskHold(member, source.work[ahead].label)
+                        yield f"newcomer {newcomer} asks {member} to hold step {ahead}", self.stimulate(less, newcomer, order)
                 if node.has_read():
                     after = self.stimulate(world, newcomer, replica.SendClaim(member))
                     yield f"newcomer {newcomer} asks for a member to vouch", after

@@ -9,7 +9,7 @@ import msgspec
 from megatron_recover.core import replica
 from megatron_recover.core.joining import talkers
 from megatron_recover.core.membership_messages import AddRequests, JoinRefused, NewGeneration
-from megatron_recover.core.replica_state import Admission
+from megatron_recover.core.replica_state import Admission, HoldAsked
 from megatron_recover.core.tree import forward_to
 from megatron_recover.core.values import Claim, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import voters_of
@@ -40,6 +40,8 @@ class Faults(NamedTuple):
     """Times that a member may still be asked to leave."""
     newcomers: int = 0
     """Newcomers that may still be formed."""
+    asks: int = 0
+    """Times that a newcomer may still ask a member for a hold."""
 
 
 class JobState(NamedTuple):
@@ -143,7 +145,7 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     leader = node.leader
     if isinstance(message, AddRequests):
         return member
-    if isinstance(message, Claim | JoinRefused):
+    if isinstance(message, Claim | JoinRefused | HoldAsked):
         return _matters(message, node, member=member)
     newer = message.generation > leader.generation
     if isinstance(message, Admission):
@@ -162,10 +164,12 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     return leader.phase in (replica.ReplicaPhase.JOINING, replica.ReplicaPhase.PROMISING, replica.ReplicaPhase.EXCHANGING)
 
 
-def _matters(message: Claim | JoinRefused, node: Node, *, member: bool) -> bool:
-    """Return whether a claim or its refusal can still affect a node."""
+def _matters(message: Claim | JoinRefused | HoldAsked, node: Node, *, member: bool) -> bool:
+    """Return whether a claim, its refusal or a request for a hold can still affect a node."""
     leader = node.leader
     if isinstance(message, JoinRefused):
+        if message.newcomer != leader.replica:
+            return leader.hold is not None and message.newcomer in leader.hold.newcomers
         return leader.claim is not None and (message.newcomer, message.label) == (leader.replica, leader.claim.label)
     step = next(number for number, work in enumerate(node.work) if work.label == message.label)
     return member and not node.is_newcomer and leader.step <= step

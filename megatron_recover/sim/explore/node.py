@@ -75,7 +75,18 @@ class Copy(Value, frozen=True):
 
 
 Message = (
-    NewGeneration | AddRequests | Status | Statuses | Vote | Votes | Claim | JoinRefused | replica.Admission | Addend | Copy
+    NewGeneration
+    | AddRequests
+    | Status
+    | Statuses
+    | Vote
+    | Votes
+    | Claim
+    | JoinRefused
+    | replica.Admission
+    | replica.HoldAsked
+    | Addend
+    | Copy
 )
 
 
@@ -251,6 +262,7 @@ class DriftState(Value, frozen=True):
 Stimulus = (
     NewGeneration | AddRequests | Status | Statuses | Vote | Votes | replica.LinkLost | replica.CoordinatorLost
     | replica.SendClaim | Serve | ReadState | Claim | JoinRefused | replica.Admission
+    | replica.AskHold | replica.HoldAsked | replica.HoldExpired
     | BeginStep | Arrive | CarryOut | TakeUp | AskClose | Complete | Fail | Stall | Drift | DriftState | Miscount
 )  # fmt: skip
 

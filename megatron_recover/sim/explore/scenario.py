@@ -86,6 +86,9 @@ class Scenario(Value, frozen=True):
     newcomers: int = 0
     """Newcomers that are formed, read a state and ask to join. Each may join in any later step, and
     dies and is fenced like a member."""
+    asks: int = 0
+    """Times that a newcomer asks a member to keep the pass of a step open, at any instant. Only with
+    `links`, or one request would arrive again and again."""
     waits_for_newcomers: bool = False
     """Let the job continue with fewer than `min_replicas` members while a newcomer forms."""
     min_replicas: int = 1
@@ -243,6 +246,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("1 replica, a newcomer, and a miscount", **NEWCOMER, miscounts=1),
         Scenario("1 replica, a newcomer, and a leave", **NEWCOMER, leaves=1),
         Scenario("1 replica, a newcomer, and a save", **NEWCOMER, saves=1),
+        Scenario("1 replica, links, a newcomer that asks for a hold, and a crash", **NEWCOMER, asks=1, links=True, crashes=1),
         Scenario("1 replica, a newcomer, and an evaluation",
                  **{**NEWCOMER, "steps": 3}, bucket_ranks=ONE_RANK_TWO_BUCKETS, of_last_bucket=(1,)),
         Scenario("1 replica, a newcomer, and state that drifts", **NEWCOMER, state_drifts=1),
@@ -255,6 +259,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("1 replica, a newcomer, late members, and a crash", **NEWCOMER, late=1, crashes=1),
         Scenario("2 replicas, links, a newcomer, and a crash", **BESIDE_TWO, links=True, crashes=1),
         Scenario("2 replicas, a newcomer, and links that break", **BESIDE_TWO, links=True, alarms=1),
+        Scenario("2 replicas, links, and a newcomer that asks for a hold", **BESIDE_TWO, asks=1, links=True),
         Scenario("a row of 2 replicas, and a newcomer", **{**BESIDE_TWO, "microbatches": 2}, tree_above=1),
     ),
     "full": (

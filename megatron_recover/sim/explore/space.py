@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, generations, invariants
+from megatron_recover.core import coordinator, generations, invariants, replica
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import (
     AddRequests,
@@ -34,7 +34,7 @@ from megatron_recover.core.plan import Operation
 from megatron_recover.core.replica_state import ReplicaPhase
 from megatron_recover.core.values import Generation, ReplicaId, Shape, Work
 from megatron_recover.sim.explore import network
-from megatron_recover.sim.explore.judging import judged
+from megatron_recover.sim.explore.judging import held_rightly, judged
 from megatron_recover.sim.explore.network import Faults, JobState, Numbering
 from megatron_recover.sim.explore.node import (
     Addend,
@@ -177,6 +177,7 @@ class Space:
                 scenario.waits,
                 scenario.leaves,
                 scenario.newcomers,
+                scenario.asks,
             ),
         )
         for number in range(scenario.replicas):
@@ -225,7 +226,8 @@ class Space:
                 nodes = (*world.nodes[: effect.replica], self.formed[effect.replica], *world.nodes[effect.replica + 1 :])
                 world = self.coordinate(world._replace(nodes=nodes), Hello(effect.replica, "same"))
             elif isinstance(effect, coordinator.Refuse):
-                messages, links = self.post(world, -1, ((self.messages.number(effect.refused), (effect.refused.newcomer,)),))
+                to = (effect.refused.newcomer, *((effect.member,) if effect.member is not None else ()))
+                messages, links = self.post(world, -1, ((self.messages.number(effect.refused), to),))
                 world = world._replace(messages=messages, links=links)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
                 if self.takes_time:
@@ -270,6 +272,7 @@ class Space:
         if effect is None:
             what = self.messages[stimulus] if isinstance(stimulus, int) else stimulus
             outcome = self.threads.stimulate(self.nodes[world.nodes[number]], what)  # type: ignore[arg-type]
+            held_rightly(outcome.node.leader)
             effect = self.effects[key] = Effect(
                 self.nodes.number(outcome.node),
                 tuple((self.message(message), to) for message, to in outcome.messages),
@@ -335,6 +338,8 @@ class Space:
             stimuli += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
             if node.ranks[0].may_end():
                 stimuli.append(AskClose())
+            if leader.close_waits and leader.hold is not None:
+                stimuli.append(replica.HoldExpired(leader.hold.label))
             if self.threads.slow:
                 stimuli += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
             busy = any(one.orders for one in node.ranks)

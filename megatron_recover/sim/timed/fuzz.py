@@ -94,7 +94,7 @@ class RandomJob(TimedJob):
             table = self._longer(table)
         timers_s = {
             "follow_s": 3.0, "finish_s": 20.0, "save_s": dice.choice((5.0, 60.0)), "grace_s": 0.25,
-            "deadline_s": 600.0, "blame_s": 15.0, "start_s": math.inf, "lapse_s": 13.0, "gather_s": 0.05,
+            "deadline_s": 600.0, "blame_s": 15.0, "start_s": math.inf, "lapse_s": 13.0, "gather_s": 0.02,
         }  # fmt: skip
         super().__init__(
             table, RandomTiming(dice, table), timers_s, detect_s=0.0, stall_s=dice.choice((2.0, 10.0)),

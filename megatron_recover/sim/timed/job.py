@@ -177,7 +177,8 @@ class TimedCoordinator(Actor):
         elif isinstance(effect, coordinator.Form):
             job.form(effect.replica)
         elif isinstance(effect, coordinator.Refuse):
-            job.send(self, job.replicas[effect.refused.newcomer], self.occupied(), effect.refused)
+            for number in (effect.refused.newcomer, *((effect.member,) if effect.member is not None else ())):
+                job.send(self, job.replicas[number], self.occupied(), effect.refused)
         elif isinstance(effect, coordinator.Dismiss):
             job.send(self, job.replicas[effect.replica], self.occupied(), Stop(0, "it leaves"))
             job.clock.after(_DISMISSED_S, job.fence, effect.replica)
@@ -239,6 +240,8 @@ class TimedJob:
         self.durable: set[int] = set()
         """Numbers of training steps after which the state was saved."""
         self.tree_above, self.min_replicas = tree_above, min_replicas
+        self.newcomers_ask = True
+        """True if a newcomer asks for a hold after tries that failed."""
         self.answer_s = stall_s
         """Seconds after which a newcomer gives up a claim that nobody answers."""
         self.replicas = [self.replica_type(self, number, tree_above, min_replicas) for number in range(table.replicas)]
@@ -264,6 +267,10 @@ class TimedJob:
         self._record_bytes: tuple[Commitment | None, float] = (None, 0.0)
         """Newest record that was measured, and its bytes."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
+        self.hold_s = min(1.0, 0.2 * stall_s)
+        """Seconds for which a member holds a step for newcomers at most."""
+        self._holds: dict[ReplicaId, str] = {}
+        """Label of the step that each member holds now."""
         self._deals = Deals()
         self._num_computing = 0
         """Number of members of the newest generation in which a plan dealt microbatches."""
@@ -420,12 +427,23 @@ class TimedJob:
         return self._status_bytes[key]
 
     def watch(self, one: TimedReplica) -> None:
-        """Feed `WaitExpired` to a leader that waits `stall_s` for statuses or for votes (INV-8)."""
+        """Feed `WaitExpired` to a leader that waits `stall_s` for statuses or for votes (INV-8).
+
+        Also end a hold after `hold_s`.
+        """
         waiting = (one.state.phase, one.state.generation, one.state.step)
         if self._waits.get(one.number) != waiting:
             self._waits[one.number] = waiting
             if one.state.phase in (replica.ReplicaPhase.EXCHANGING, replica.ReplicaPhase.VOTED):
                 self.clock.after(self.stall_s, self._stalled, one, waiting)
+        label = replica.held_label(one.state)
+        if label and self._holds.get(one.number) != label:
+            self.clock.after(self.hold_s, self._hold_over, one, label)
+        self._holds[one.number] = label
+
+    def _hold_over(self, one: TimedReplica, label: str) -> None:
+        if one.leader_alive:
+            one.feed(replica.HoldExpired(label))
 
     def _stalled(self, one: TimedReplica, waiting: tuple[object, ...]) -> None:
         if one.leader_alive and self._waits.get(one.number) == waiting and replica.waiting_for(one.state):

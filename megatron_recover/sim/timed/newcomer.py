@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_recover.core import rank, replica
+from megatron_recover.core.label import next_training
 from megatron_recover.core.membership_messages import JoinRefused
 from megatron_recover.core.values import Claim, ReplicaId
 from megatron_recover.sim.timed.course import Course
@@ -17,12 +18,16 @@ from megatron_recover.sim.timed.rank import TimedRank
 from megatron_recover.sim.timed.world import JobParts, JoiningReplica
 
 
+TRIES = 3
+"""Tries of a newcomer; on the last, and all later ones here, it asks for a hold before it reads."""
+
+
 class Newcomer:
     """The part of a newcomer before its training: one reading at a time, then one claim."""
 
     __slots__ = (
-        "course", "has_asked", "is_admitted", "is_formed", "is_reading", "job", "label", "newest", "one", "open", "sources",
-        "turn",
+        "course", "has_asked", "is_admitted", "is_formed", "is_reading", "job", "label", "newest", "num_failed", "one", "open",
+        "skipped", "sources", "turn",
     )  # fmt: skip
 
     def __init__(self, job: JobParts, one: JoiningReplica) -> None:
@@ -38,6 +43,10 @@ class Newcomer:
         """Ranks that have yet to read their part."""
         self.sources: set[ReplicaId] = set()
         """Members from which a rank has read its part."""
+        self.num_failed = 0
+        """Readings that were void, and claims that were refused."""
+        self.skipped = -1
+        """Step in which this newcomer has asked for a hold of the next one; -1: none."""
         self.turn = 0
         """Number of the reading; events of older readings are ignored."""
 
@@ -59,9 +68,13 @@ class Newcomer:
         if not (self.is_formed and is_free and leader.alive):
             return
         step = max((one.served_step() for one in job.replicas), default=-1)
-        if step <= self.newest:
+        if step <= max(self.newest, self.skipped):
             return
         sources = self._sources(step)
+        if job.newcomers_ask and self.num_failed >= TRIES - 1 and self.skipped < step - 1:
+            self.skipped = step
+            self.one.feed(replica.AskHold(sources[0], next_training(job.replicas[sources[0]].ranks[0].label)))
+            return
         self.is_reading, self.turn, self.sources = True, self.turn + 1, set()
         self.open = set(range(len(self.one.ranks)))
         self.label = job.replicas[sources[0]].ranks[0].label
@@ -101,7 +114,7 @@ class Newcomer:
             self._void()
 
     def _void(self) -> None:
-        self.is_reading = False
+        self.is_reading, self.num_failed = False, self.num_failed + 1
         self.job.clock.after(self.job.timing.latency_s(), self.look, self.one.ranks[0])
 
     def _all_have_read(self, step: int, course: Course) -> None:
@@ -126,7 +139,7 @@ class Newcomer:
             self.is_reading, self.has_asked = False, True
             self._ask(self.job.asked(sorted(self.sources)))
         elif self.has_asked:
-            self.has_asked = False
+            self.has_asked, self.num_failed = False, self.num_failed + 1
             self.job.clock.after(self.job.timing.latency_s(), self.look, self.one.ranks[0])
 
     def _ask(self, member: ReplicaId) -> None:

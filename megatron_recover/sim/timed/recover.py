@@ -161,7 +161,7 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
     return {
         "follow_s": failures.follow_s, "finish_s": failures.stall_s,
         "blame_s": 1.5 * failures.stall_s, "save_s": failures.save_s, "grace_s": failures.grace_s,
-        "deadline_s": math.inf, "start_s": math.inf, "lapse_s": math.inf, "gather_s": 0.05,
+        "deadline_s": math.inf, "start_s": math.inf, "lapse_s": math.inf, "gather_s": 0.02,
     }  # fmt: skip
 
 

@@ -1,0 +1,211 @@
+"""The way of a newcomer's ranks into the job, with members and a reader that the test plays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_recover import trace
+from megatron_recover.core.membership_messages import JoinRefused
+from megatron_recover.trainer.entering import NUM_TRIES, CannotJoin, Entering
+from megatron_recover.trainer.state import Scalar, State
+from megatron_recover.trainer.state_reader import Offer, Read, StateVoid
+
+PATIENCE_S = 20
+MEMBERS = ((4, "four"), (5, "five"))
+
+
+class Stopped(SystemExit):
+    """As `JobStopped`."""
+
+
+class OneNumber(State):
+    """A state of one tensor."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(1)
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor | Scalar]]:
+        yield "weight", self.weight
+
+
+class Ranks:
+    """All ranks of one newcomer, a thread each."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
+        self.slots: list[Any] = [None] * num_ranks
+        self.events: list[trace.Event] = []
+
+    def gather(self, rank: int) -> Callable[[Any], list[Any]]:
+        def of_rank(value: Any) -> list[Any]:
+            self.slots[rank] = value
+            self.barrier.wait()
+            found = list(self.slots)
+            self.barrier.wait()
+            return found
+
+        return of_rank
+
+    def run(self, enter: Callable[[int], Any]) -> list[Any]:
+        """What each rank's `enter(rank)` returned or raised."""
+        found: list[Any] = [None] * self.num_ranks
+
+        def life(rank: int) -> None:
+            try:
+                found[rank] = enter(rank)
+            except BaseException as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=life, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(PATIENCE_S)
+            assert not each.is_alive(), "a rank waits for ever"
+        return found
+
+
+class Job:
+    """Members that compute a step after the other, and what they answer to claims, in order."""
+
+    def __init__(self, ranks: Ranks, answers: Sequence[str | JoinRefused | BaseException | None]) -> None:
+        self.ranks, self.answers = ranks, list(answers)
+        self.step = 0
+        self.asked: list[tuple[str, int]] = []
+        self.digests: list[tuple[int, str]] = []
+        self.installed: list[tuple[int, Mapping[str, Scalar]]] = []
+        self.reads: list[tuple[int, str, tuple[str, ...]]] = []
+        self.void: dict[tuple[int, str], str] = {}
+        """(rank, label) -> why its state cannot be read whole."""
+        self.has_stopped = False
+        self.silent: set[str] = set()
+        """Addresses that offer no window."""
+
+    def enter(self, rank: int) -> int:
+        state = OneNumber()
+        return Entering(
+            FakeDriver(self, rank), FakeReader(self, rank), state,
+            install=lambda scalars: self.installed.append((rank, scalars)),
+            gather=self.ranks.gather(rank), record=trace.RankTrace(FakeLog(self.ranks.events), replica=9, rank=rank),
+        ).enter()  # fmt: skip
+
+
+class FakeLog:
+    def __init__(self, events: list[trace.Event]) -> None:
+        self.events = events
+
+    def record(self, event: trace.Event) -> None:
+        self.events.append(event)
+
+
+class FakeDriver:
+    replica = 9
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+
+    def sources(self, known: tuple[tuple[int, str], ...] = ()) -> tuple[tuple[int, str], ...]:
+        if known:
+            self.job.silent.clear()
+        return tuple((member, f"{address}:{self.rank}") for member, address in MEMBERS)
+
+    def digested(self, label: str, digest: int) -> None:
+        self.job.digests.append((self.rank, label))
+
+    def ask_to_join(self, member: int) -> JoinRefused | None:
+        assert self.rank == 0
+        self.job.asked.append((f"train {self.job.step}", member))
+        answer = self.job.answers.pop(0)
+        if isinstance(answer, BaseException):
+            self.job.has_stopped = True
+            raise answer
+        assert not isinstance(answer, str)
+        return answer
+
+    def ask_hold(self, member: int, label: str) -> None:
+        pass
+
+    def enter(self) -> int:
+        if self.job.has_stopped:
+            raise Stopped(0)
+        return self.job.step
+
+
+class FakeReader:
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+
+    def next_window(self, address: str, after: str | None) -> Offer:
+        assert self.rank == 0, "rank 0 chooses the window"
+        if address.split(":")[0] in self.job.silent:
+            raise StateVoid("gone")
+        if after is not None:
+            assert after == f"train {self.job.step}"
+            self.job.step += 1
+        return Offer(f"train {self.job.step}", 1, 4)
+
+    def read(self, label: str, sources: Sequence[str], state: State) -> Read:
+        self.job.reads.append((self.rank, label, tuple(sources)))
+        if why := self.job.void.get((self.rank, label)):
+            raise StateVoid(why)
+        return Read({"label": label}, 4, 0.5, {sources[0]: 4, sources[1]: 0}, {})
+
+
+def refused(reason: str = "no", *, is_fault: bool = True) -> JoinRefused:
+    return JoinRefused(9, "train 1", reason, is_fault=is_fault)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_ranks_read_one_window_each_from_its_own_position(num_ranks: int) -> None:
+    ranks = Ranks(num_ranks)
+    job = Job(ranks, [None])
+    assert ranks.run(job.enter) == [1] * num_ranks, "a window that was open already is not begun"
+    assert sorted(job.reads) == [(rank, "train 1", (f"four:{rank}", f"five:{rank}")) for rank in range(num_ranks)]
+    assert sorted(job.digests) == [(rank, "train 1") for rank in range(num_ranks)]
+    assert job.asked == [("train 1", 4)], "the member whose window it was"
+    assert sorted(rank for rank, _ in job.installed) == list(range(num_ranks))
+    assert {(event.num_bytes, event.num_sources, event.num_tries) for event in ranks.events} == {(4, 1, 1)}
+
+
+def test_a_refusal_about_the_job_uses_up_no_try() -> None:
+    ranks = Ranks(2)
+    job = Job(ranks, [refused("a save is in progress", is_fault=False)] * (NUM_TRIES + 2) + [None])
+    assert ranks.run(job.enter) == [NUM_TRIES + 3] * 2
+    assert len(job.digests) == 2 * (NUM_TRIES + 3), "each time all of it is read and digested"
+
+
+def test_tries_are_used_up_by_slowness_of_any_rank_and_by_inequality() -> None:
+    ranks = Ranks(2)
+    job = Job(ranks, [refused("unequal"), refused("late")])
+    job.void[1, "train 2"] = "the window closed"
+    found = ranks.run(job.enter)
+    assert all(isinstance(error, CannotJoin) for error in found)
+    said = str(found[0])
+    assert "train 1: unequal; train 2: the window closed; train 3: late" in said and "MiB in 0.50 s" in said
+    assert "a step takes" in said
+    assert job.asked == [("train 1", 4), ("train 3", 4)], "nobody claims what one rank has not read"
+    assert {event.num_tries for event in ranks.events if event.rank == 1} == {1, 2}
+
+
+def test_a_member_that_offers_nothing_is_passed_over_and_others_are_waited_for() -> None:
+    ranks = Ranks(1)
+    job = Job(ranks, [None])
+    job.silent = {"four"}
+    assert ranks.run(job.enter) == [1]
+    assert job.reads == [(0, "train 1", ("five:0", "four:0"))] and job.asked == [("train 1", 5)]
+    job = Job(Ranks(1), [None])
+    job.silent = {"four", "five"}
+    assert job.ranks.run(job.enter) == [1], "as soon as there are other members"
+
+
+def test_the_end_of_the_job_ends_all_ranks() -> None:
+    ranks = Ranks(3)
+    job = Job(ranks, [Stopped(0)])
+    found = ranks.run(job.enter)
+    assert all(isinstance(error, SystemExit) for error in found)
