@@ -38,7 +38,7 @@ class Orders(msgspec.Struct, frozen=True):
     """What is different from the script, in `ORDERS` as JSON."""
 
     microbatches: int
-    step_s: float = 0.5
+    step_s: float = 0.75
     acts: tuple[Act, ...] = ()
     newcomers_raise: bool = False
     newcomers_get: tuple[str, ...] = ()
