@@ -140,9 +140,9 @@ def _unheard(state: CoordinatorState, out: Collection[ReplicaId]) -> Coordinator
     """
     waits = tuple(each for each in state.waits if each[0] not in out)
     state = replace(state, evidence=without_reports(state.evidence, out), waits=waits)
-    if not {*state.reason_of} & {*out}:
+    if state.reason_by not in out:
         return state
-    return replace(state, reason="", reason_of=(), reason_excused_by=())
+    return replace(state, reason="", reason_by=-1, reason_excused_by=())
 
 
 def on_proven(state: CoordinatorState, told: NewcomersProven) -> Step:
@@ -162,4 +162,4 @@ def without_unproven(state: CoordinatorState) -> Step:
     """
     why = f"replica {state.joins[0].replica} was new, and the members did not get on: {state.reason}"
     losses = tuple(Loss(claim.replica, LossKind.SUSPECTED, why) for claim in state.joins)
-    return generations.remove(replace(without_evidence(state), reason="", reason_of=()), losses, why)
+    return generations.remove(replace(without_evidence(state), reason="", reason_by=-1), losses, why)
