@@ -24,7 +24,6 @@ from tests.system.test_endings import losses
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = pathlib.Path(__file__).with_name("joining_pretrain.py")
-HEALS = ("--recover-heal", "in-place")
 DEADLINE_S = 240.0
 ZERO1 = ("--use-distributed-optimizer",)
 VIRTUAL = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
@@ -33,7 +32,7 @@ EXPERTS = (
     *("--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
 )
 FP16 = ("--fp16", "--initial-loss-scale", str(2**20), "--hysteresis", "1", "--loss-scale-window", "4")
-TWO = Job(steps=40, extra=HEALS)
+TWO = Job(steps=40, heal="in-place")
 DEATH = "1 0 backward step=1"
 """Of a member that the newcomer with the lowest id replaces."""
 slow = pytest.mark.slow
@@ -98,7 +97,7 @@ class Back:
 def _back(name: str, *, extra: Sequence[str] = (), **others: Any) -> Back:
     fields = {each.name for each in dataclasses.fields(Back)}
     mine = {key: others.pop(key) for key in [*others] if key in fields}
-    return Back(name=name, job=dataclasses.replace(TWO, extra=(*HEALS, *extra), **others), **mine)
+    return Back(name=name, job=dataclasses.replace(TWO, extra=tuple(extra), **others), **mine)
 
 
 BACK = (
@@ -214,7 +213,7 @@ def test_a_newcomer_comes_between_evaluations_and_saves_and_then_writes(
 ) -> None:
     """The first writer is lost in the middle: then the newcomer has the lowest id, and names what a job without any resumes."""
     whole = dataclasses.replace(TWO, steps=44, eval_interval=3, save_interval=4)
-    job = dataclasses.replace(whole, extra=(*HEALS, "--exit-interval", "40"))
+    job = dataclasses.replace(whole, extra=("--exit-interval", "40"))
     deaths = ("1 0 backward step=1", "0 0 backward occurrence=80")
     outcome = run(job, tmp_path / "run", data, *deaths, save=tmp_path / "save").expect()
     assert rosters(outcome)[-1] == [2, 3] and blamed(outcome) == {0, 1}
@@ -223,7 +222,7 @@ def test_a_newcomer_comes_between_evaluations_and_saves_and_then_writes(
     assert [*dict.fromkeys(event["replica"] for event in saved)] == [0, 2]
     code, told = check(outcome.run_dir)
     assert code == 0, told
-    alone = dataclasses.replace(whole, replicas=1, extra=("--recover-heal", "off"))
+    alone = dataclasses.replace(whole, replicas=1, heal="off")
     resumed = run_job(alone, tmp_path / "resumed", data, save=tmp_path / "save").expect()
     assert losses(outcome.run_dir) | losses(resumed.run_dir) == losses(reference(whole))
     assert [*losses(resumed.run_dir)] == [41, 42, 43, 44]
@@ -233,7 +232,7 @@ def test_a_newcomer_comes_between_evaluations_and_saves_and_then_writes(
 def test_a_replica_comes_back_in_a_job_that_was_resumed(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
     whole = dataclasses.replace(TWO, save_interval=4)
     alone = run(dataclasses.replace(whole, replicas=1), tmp_path / "alone", data, save=tmp_path / "other").expect()
-    first = dataclasses.replace(whole, extra=(*HEALS, "--exit-interval", "4"))
+    first = dataclasses.replace(whole, extra=("--exit-interval", "4"))
     run(first, tmp_path / "first", data, save=tmp_path / "save").expect()
     second = run(whole, tmp_path / "second", data, "1 0 backward step=5", save=tmp_path / "save").expect()
     assert rosters(second)[-1] == [0, 2] and blamed(second) == {1}
