@@ -33,6 +33,8 @@ def refusals(scenario: Scenario) -> Iterator[str]:
         yield f"[job] ranks / stages is {job.ranks // job.stages}; the small model needs 1, 2 or 4"
     if failures.every_steps is not None or failures.per_gpu_hour is not None:
         yield "[failures] has a rate; real processes take exact [[fault]] tables"
+    if scenario.repair is not None or job.gpus_a_rank > 1:
+        yield "[repair] and gpus_a_rank of [job] are for the simulator only; leave them out"
 
 
 def flags(scenario: Scenario, data: Path) -> list[str]:

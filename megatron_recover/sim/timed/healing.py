@@ -6,7 +6,9 @@ newcomer is formed, and the machine of membership gives it an id.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +51,14 @@ class Newcomers:
     def num_refused(self) -> int:
         """Return the number of tries to join that came to nothing."""
         return sum(self.refusals.values())
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Return median, 95th percentile (nearest rank) and maximum of values; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {"median": statistics.median(ordered), "95 %": ordered[math.ceil(0.95 * len(ordered)) - 1], "max": ordered[-1]}
 
 
 class HealedJob(Protocol):
