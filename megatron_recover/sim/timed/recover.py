@@ -122,9 +122,14 @@ class RecoverJob(TimedJob):
         if self._next_loss is None:
             self._draw()
         elif hazard:
-            time, call = self._appointments[self._next_loss]
-            self._set(self._next_loss, self.clock.now + (time - self.clock.now) * self._hazard / hazard, call)
+            time, _ = self._appointments[self._next_loss]
+            self._schedule(self.clock.now + (time - self.clock.now) * self._hazard / hazard)
             self._hazard = hazard
+
+    def _schedule(self, time: float) -> None:
+        """Move the next loss by rate to `time`."""
+        assert self._next_loss is not None
+        self._set(self._next_loss, time, self._lose_by_rate)
 
     def _lose_by_rate(self) -> None:
         self.kill(self._victim(), self.losses.dice.randrange(self.table.ranks))
