@@ -140,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if base.job.gpus > gpus[0] and options.only != "rates":
         parser.error(
-            f"{options.scenario}: a replica of [job] has {base.job.gpus} GPUs, and the smallest size has {gpus[0]}; take --only rates"
+            f"{options.scenario}: a replica of [job] has {base.job.gpus} GPUs, and the smallest size has {gpus[0]}; "
+            "take --only rates"
         )
     if base.fault:
         parser.error(f"{options.scenario}: a sweep draws its losses; leave the [[fault]] tables out")

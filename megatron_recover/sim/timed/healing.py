@@ -14,6 +14,7 @@ from typing import Protocol
 
 from megatron_recover.core import coordinator, slots
 from megatron_recover.core.membership_messages import Loss, LossKind
+from megatron_recover.core.placement import Slot
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.sim.timed.places import Cause, Places
 
@@ -124,7 +125,7 @@ class Healing:
         self.places.vacated(replica)
         self.heal()
 
-    def _repaired(self, node: slots.Slot) -> None:
+    def _repaired(self, node: Slot) -> None:
         self.places.repaired(node)
         self.heal()
 

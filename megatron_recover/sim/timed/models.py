@@ -151,7 +151,7 @@ class RepairTable(Table, frozen=True, kw_only=True):
     node_gpus: Count = 8
     """GPUs of a node. A replica has whole nodes to itself."""
     hardware_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Part of the losses that take a node away with them. The slots of the others are used again."""
+    """Part of the losses that take a node away with them. Slots of other losses are used again."""
     repair_h: Amount | None = None
     """Hours until such a node is back; None: it never is."""
     spares: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
@@ -187,9 +187,7 @@ class Scenario(Table, frozen=True, kw_only=True):
 class Timing:
     """Seconds of everything, without chance. Those of the fuzzer vary (`sim/timed/chance.py`)."""
 
-    def __init__(
-        self, job: JobTable, compute: ComputeTable, network: NetworkTable, repair: RepairTable | None = None
-    ) -> None:
+    def __init__(self, job: JobTable, compute: ComputeTable, network: NetworkTable, repair: RepairTable | None = None) -> None:
         self.job, self.compute, self.network, self.repair = job, compute, network, repair
 
     @classmethod

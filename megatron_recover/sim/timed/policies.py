@@ -178,7 +178,8 @@ _BASELINES: Mapping[PolicyName, Callable[[Scenario], Outcome]] = MappingProxyTyp
 def simulate(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> dict[PolicyName, Outcome]:
     """Return the outcomes of all policies of a scenario.
 
-    `on_step`: as of `RecoverJob`, for `recover` and its variants only, which take nearly all of the time.
+    `on_step`: as of `RecoverJob`, for `recover` and its variants only, which take nearly all of the
+    time.
 
     Raise ValueError in these cases:
 

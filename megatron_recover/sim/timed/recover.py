@@ -54,8 +54,7 @@ class RecoverJob(TimedJob):
         self._begun = -1
         self._ended = self._spent = 0.0
         self._appointments: dict[int, tuple[float, Callable[[], None]]] = {}
-        """Calls that no step leads to, by number: how long until the next one does not depend on how
-        the steps until then are simulated."""
+        """Time and call of what comes without a step, by number. Steps are left out before it."""
         self._num_appointments = 0
         self._next_loss: int | None = None
         """Number of the appointment of the next loss by rate; None: there is none."""
@@ -279,9 +278,7 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
     }  # fmt: skip
 
 
-def run_recover(
-    scenario: Scenario, on_step: Callable[[int], None] | None = None, policy: PolicyName = "recover"
-) -> RecoverJob:
+def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None, policy: PolicyName = "recover") -> RecoverJob:
     """Run the job of a scenario and return it.
 
     Raise as `simulate` does, and RuntimeError if the job ended wrongly without an exact fault of
@@ -311,9 +308,7 @@ def run_recover(
     return job
 
 
-def recover(
-    scenario: Scenario, on_step: Callable[[int], None] | None = None, policy: PolicyName = "recover"
-) -> Outcome:
+def recover(scenario: Scenario, on_step: Callable[[int], None] | None = None, policy: PolicyName = "recover") -> Outcome:
     """Return the outcome of the real machines. Raise as `run_recover` does."""
     job = run_recover(scenario, on_step, policy)
     account = job.account

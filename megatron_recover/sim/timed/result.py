@@ -117,7 +117,8 @@ def _repair_lines(policies: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     """Yield the table of a scenario with `[repair]`."""
     if not any("ettr" in each for each in policies.values()):
         return
-    yield f"{'policy':<26}{'ETTR':>8}{'formed':>8}{'joined':>8}{'refused':>9}{'loss to full strength, s: median, 95 %, max':>46}"
+    head = "loss to full strength, s: median, 95 %, max"
+    yield f"{'policy':<26}{'ETTR':>8}{'formed':>8}{'joined':>8}{'refused':>9}{head:>46}"
     for policy, each in policies.items():
         counts = f"{'-':>8}{'-':>8}{'-':>9}"
         times = "-"

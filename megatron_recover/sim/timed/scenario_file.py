@@ -183,4 +183,7 @@ def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
     if len(set(scenario.policies)) < len(scenario.policies):
         yield ("", "policies"), "policies has one twice"
     if scenario.fault and not {*scenario.policies} <= {"recover", *HEALING}:
-        yield ("", "policies"), 'with [[fault]] only the policy "recover" and its variants can be simulated; the others take a rate'
+        yield (
+            ("", "policies"),
+            'with [[fault]] only the policy "recover" and its variants can be simulated; the others take a rate',
+        )
