@@ -47,7 +47,7 @@ COMMAND = "python -m scripts.study.repair"
 SCENARIOS = Path("scenarios")
 LLAMA, META = "llama3-16384", "ft-hsdp-98304"
 SETTINGS = (
-    (LLAMA, 10.0, "ETTR above 0.9 in its 54 days (arXiv 2407.21783)"),
+    (LLAMA, 5.0, "ETTR above 0.9 in its 54 days (arXiv 2407.21783)"),
     (META, 7.0, "effective training time 0.44 synchronous, 0.80 with FT-HSDP (arXiv 2602.00277)"),
     ("deadpool-512", 30.0, "training again in less than 40 s (arXiv 2607.01646)"),
     ("flashrecovery-4800", 5.0, "training again in 150 s (arXiv 2509.03047)"),
