@@ -13,7 +13,7 @@ import pytest
 from megatron_recover.cli import main
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.placement import Slot
-from megatron_recover.sim.timed import healing, scenario_file
+from megatron_recover.sim.timed import newcomer, scenario_file
 from megatron_recover.sim.timed.healing import spread
 from megatron_recover.sim.timed.models import PolicyName, Scenario, Timing
 from megatron_recover.sim.timed.places import Cause, Places, Restarts
@@ -116,7 +116,7 @@ def test_a_newcomer_that_reads_too_slowly_gives_up_and_holds_nobody_up(state_s: 
     job = Killed(repaired(40, state_bytes=state_s * 1e9), [(100.0, 2, False)])
     new = job.new
     assert new.num_gave_up >= 1 and new.num_joined == 0 and new.num_open == 1
-    assert new.num_refused >= healing.NUM_TRIES and all(reason in each for each in new.refusals)
+    assert new.num_refused >= newcomer.TRIES and all(reason in each for each in new.refusals)
     off = recover(scenario(job={"steps": 40, "microbatches": 64}))
     assert off.goodput_of_ideal == pytest.approx(job.meter.outcome.goodput_of_ideal, abs=0.01)
 
@@ -124,7 +124,7 @@ def test_a_newcomer_that_reads_too_slowly_gives_up_and_holds_nobody_up(state_s: 
 def test_the_tries_are_those_of_a_real_newcomer() -> None:
     from megatron_recover.trainer import entering
 
-    assert healing.NUM_TRIES == entering.NUM_TRIES
+    assert newcomer.TRIES == entering.NUM_TRIES
 
 
 def test_healing_keeps_a_job_whole_that_loses_replicas_at_random() -> None:

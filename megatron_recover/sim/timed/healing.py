@@ -16,10 +16,8 @@ from megatron_recover.core import coordinator, slots
 from megatron_recover.core.membership_messages import Loss, LossKind
 from megatron_recover.core.placement import Slot
 from megatron_recover.core.values import ReplicaId
+from megatron_recover.sim.timed.newcomer import TRIES
 from megatron_recover.sim.timed.places import Cause, Places
-
-NUM_TRIES = 3
-"""Tries of a newcomer that are its own fault, before it gives up: `trainer/entering.py`."""
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Newcomers:
     refusals: dict[str, int] = field(default_factory=dict)
     """Reasons for which tries to join came to nothing, and how often."""
     num_gave_up: int = 0
-    """Newcomers that gave up after `NUM_TRIES` tries."""
+    """Newcomers that gave up after `TRIES` tries."""
     num_lost: int = 0
     """Newcomers that were lost before they were members, those that gave up not included."""
     entries_s: list[float] = field(default_factory=list)
@@ -115,7 +113,7 @@ class Healing:
         if replica in self.members:
             self.members.discard(replica)
             self._open.append(self._job.now_s)
-        elif replica not in self._causes and self._num_faults.get(replica, 0) < NUM_TRIES:
+        elif replica not in self._causes and self._num_faults.get(replica, 0) < TRIES:
             self.account.num_lost += 1
         self.entering.pop(replica, None)
         self._doubtful.pop(replica, None)
@@ -153,10 +151,10 @@ class Healing:
         self.entering[replica] = self._job.now_s
 
     def refused(self, replica: ReplicaId, reason: str, *, is_fault: bool) -> None:
-        """Note that a try of a newcomer came to nothing; after `NUM_TRIES` faults it gives up."""
+        """Note that a try of a newcomer came to nothing; after `TRIES` faults it gives up."""
         self.account.refusals[reason] = self.account.refusals.get(reason, 0) + 1
         self._num_faults[replica] = self._num_faults.get(replica, 0) + is_fault
-        if self._num_faults[replica] == NUM_TRIES:
+        if self._num_faults[replica] == TRIES:
             self.account.num_gave_up += 1
             lost = coordinator.ReplicaLost(Loss(replica, LossKind.EXCEPTION, "it gives up"))
             self._job.later(0.0, lambda: self._job.feed(lost))

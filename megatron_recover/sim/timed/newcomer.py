@@ -19,7 +19,8 @@ from megatron_recover.sim.timed.world import JobParts, JoiningReplica
 
 
 TRIES = 3
-"""Tries of a newcomer; on the last, and all later ones here, it asks for a hold before it reads."""
+"""Tries of a newcomer (`trainer/entering.py`): on the last it asks for a hold before it reads. In the
+fuzzer it never gives up, and asks on all later ones."""
 
 
 class Newcomer:
