@@ -1,18 +1,20 @@
 """Repair of lost replicas in published settings, what decides it, and joins at many sizes.
 
-    python -m scripts.study.repair --out DIR [--only settings|assumptions|sizes] [--days N]
+    python -m scripts.study.repair --out DIR [--only settings|sizes|assumptions] [--days N]
+        [--jobs N]
 
 This module decides only which scenarios are simulated, and prints three tables:
 
 - `settings`: the scenario files with a `[repair]` table, each with its policies, beside the papers'
   numbers.
-- `assumptions`: one number of `[repair]` at a time is changed.
 - `sizes`: one join in jobs of 4 to 1,024 replicas.
+- `assumptions`: one number of `[repair]` at a time is changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 import time
@@ -28,7 +30,6 @@ from megatron_recover.sim.timed import result, scenario_file
 from megatron_recover.sim.timed.healing import spread
 from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.models import (
-    HEALING,
     HOUR_S,
     ComputeTable,
     JobTable,
@@ -41,14 +42,14 @@ from megatron_recover.sim.timed.models import (
 from megatron_recover.sim.timed.outcome import Outcome
 from megatron_recover.sim.timed.policies import simulate
 from megatron_recover.sim.timed.recover import RecoverJob
-from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
+from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
 
 COMMAND = "python -m scripts.study.repair"
 SCENARIOS = Path("scenarios")
 LLAMA, META = "llama3-16384", "ft-hsdp-98304"
 SETTINGS = (
-    (LLAMA, 5.0, "ETTR above 0.9 in its 54 days (arXiv 2407.21783)"),
-    (META, 7.0, "effective training time 0.44 synchronous, 0.80 with FT-HSDP (arXiv 2602.00277)"),
+    (LLAMA, 3.0, "ETTR above 0.9 in its 54 days (arXiv 2407.21783)"),
+    (META, 4.0, "effective training time 0.44 synchronous, 0.80 with FT-HSDP (arXiv 2602.00277)"),
     ("deadpool-512", 30.0, "training again in less than 40 s (arXiv 2607.01646)"),
     ("flashrecovery-4800", 5.0, "training again in 150 s (arXiv 2509.03047)"),
 )
@@ -62,7 +63,7 @@ VARIATIONS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     (LLAMA, "state_bytes_per_s", (25e9, 12.5e9, 5e9)),
 )
 """Scenario file, key of `[repair]` and its values, for `recover-spares`."""
-VARIED_DAYS = {META: 2.0, LLAMA: 2.0}
+VARIED_DAYS = {META: 2.0, LLAMA: 1.0}
 REPLICAS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Sizes of a job with one join."""
 SETTINGS_HEAD = (
@@ -78,7 +79,8 @@ HEADS = {"settings": SETTINGS_HEAD, "assumptions": ASSUMPTIONS_HEAD, "sizes": SI
 
 Row = tuple[Any, ...]
 """One line of a table, as in its head."""
-Tell = Callable[[str], None]
+Task = Any
+"""The arguments from which a line is computed."""
 
 
 def lasting(scenario: Scenario, days: float) -> Scenario:
@@ -99,28 +101,39 @@ def measures(outcome: Outcome) -> Row:
     )  # fmt: skip
 
 
-def settings(tell: Tell, folder: Path, days: float | None) -> Iterator[Row]:
-    """Yield the lines of `settings`. `days`: instead of those of `SETTINGS`."""
+def setting(task: Task) -> Row:
+    """Return a line of `settings`: from folder, name, policy, days and the paper's number."""
+    folder, name, policy, days, paper = task
+    scenario = lasting(scenario_file.load(folder / f"{name}.toml"), days)
+    outcome = simulate(msgspec.structs.replace(scenario, policies=(policy,)))[policy]
+    left = outcome.newcomers.num_open if outcome.newcomers else ""
+    return (name, policy, days, *measures(outcome), left, paper)
+
+
+def settings(folder: Path, days: float | None) -> Iterator[Task]:
+    """Yield the tasks of `settings`. `days`: instead of those of `SETTINGS`."""
     for name, usual_days, paper in SETTINGS:
-        scenario = lasting(scenario_file.load(folder / f"{name}.toml"), days or usual_days)
-        for policy in scenario.policies:
-            tell(f"{name}, {policy}: {scenario.job.steps:,} steps")
-            outcome = simulate(msgspec.structs.replace(scenario, policies=(policy,)))[policy]
-            left = outcome.newcomers.num_open if outcome.newcomers else ""
-            yield (name, policy, days or usual_days, *measures(outcome), left, paper)
+        for policy in scenario_file.load(folder / f"{name}.toml").policies:
+            yield (folder, name, policy, days or usual_days, paper)
 
 
-def assumptions(tell: Tell, folder: Path, days: float | None) -> Iterator[Row]:
-    """Yield the lines of `assumptions`. `days`: instead of those of `VARIED_DAYS`."""
+def assumption(task: Task) -> Row:
+    """Return a line of `assumptions`: from folder, name, key, value and days."""
+    folder, name, key, value, days = task
     policy: PolicyName = "recover-spares"
-    assert policy in HEALING
+    base = lasting(scenario_file.load(folder / f"{name}.toml"), days)
+    assert base.repair is not None
+    changes: dict[str, Any] = {key: value}
+    repair = msgspec.structs.replace(base.repair, **changes)
+    outcome = simulate(msgspec.structs.replace(base, policies=(policy,), repair=repair))[policy]
+    return (name, key, f"{value:g}", *measures(outcome))
+
+
+def assumptions(folder: Path, days: float | None) -> Iterator[Task]:
+    """Yield the tasks of `assumptions`. `days`: instead of those of `VARIED_DAYS`."""
     for name, key, values in VARIATIONS:
-        base = lasting(scenario_file.load(folder / f"{name}.toml"), days or VARIED_DAYS[name])
         for value in values:
-            tell(f"{name}, {key} = {value:g}")
-            repair = msgspec.structs.replace(base.repair, **{key: value})
-            outcome = simulate(msgspec.structs.replace(base, policies=(policy,), repair=repair))[policy]
-            yield (name, key, f"{value:g}", *measures(outcome))
+            yield (folder, name, key, value, days or VARIED_DAYS[name])
 
 
 class _JoinJob(RecoverJob):
@@ -159,7 +172,7 @@ class _JoinJob(RecoverJob):
             self.admitted_at = now
 
 
-def one_join(replicas: int) -> Row:
+def one_join(replicas: Task) -> Row:
     """Return the line of `sizes` for a job of that many replicas: one is lost and formed anew.
 
     Messages of the newcomer and the coordinator are counted from when its ranks are ready until it
@@ -182,19 +195,28 @@ def one_join(replicas: int) -> Row:
     )  # fmt: skip
 
 
-def sizes(tell: Tell, folder: Path, days: float | None) -> Iterator[Row]:
-    """Yield the lines of `sizes`; the other arguments are those of the other tables."""
-    found: list[Row] = []
-    for replicas in REPLICAS:
-        tell(f"a join among {replicas:,} replicas")
-        found.append(one_join(replicas))
-        yield found[-1]
-    yield ("last over first", *(round(last / first, 3) for first, last in zip(found[0][1:], found[-1][1:], strict=True)))
+def sizes(folder: Path, days: float | None) -> Iterator[Task]:
+    """Yield the tasks of `sizes`, which depend on nothing."""
+    yield from REPLICAS
 
 
-TABLES: dict[str, Callable[[Tell, Path, float | None], Iterator[Row]]] = {
-    "settings": settings, "assumptions": assumptions, "sizes": sizes,
+TABLES: dict[str, tuple[Callable[[Path, float | None], Iterator[Task]], Callable[[Task], Row]]] = {
+    "settings": (settings, setting), "sizes": (sizes, one_join), "assumptions": (assumptions, assumption),
 }  # fmt: skip
+"""Name of each table, its tasks, and what computes the line of a task."""
+
+
+def rows(name: str, folder: Path, days: float | None, jobs: int) -> Iterator[Row]:
+    """Yield the lines of a table, computed in `jobs` processes."""
+    find, compute = TABLES[name]
+    tasks = [*find(folder, days)]
+    found: list[Row] = []
+    with workers(jobs) if jobs > 1 else contextlib.nullcontext() as pool:
+        for row in map(compute, tasks) if pool is None else pool.imap(compute, tasks):
+            found.append(row)
+            yield row
+    if name == "sizes":
+        yield ("last over first", *(round(last / first, 3) for first, last in zip(found[0][1:], found[-1][1:], strict=True)))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
@@ -213,21 +235,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=tuple(TABLES), help="one of the tables")
     parser.add_argument("--days", type=float, help="simulated days of each line (default: 2 to 30, by setting)")
     parser.add_argument("--scenarios", type=Path, default=SCENARIOS, metavar="DIR", help="folder of the scenario files")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; it must be at least 1")
     if options.days is not None and not 0 < options.days <= 365:
         parser.error(f"--days is {options.days:g}; it must be above 0 and at most 365")
     result.make_folder(parser, options.out)
     began = time.monotonic()
-
-    def tell(what: str) -> None:
-        print(f"{time.monotonic() - began:6.0f} s  simulating {what}", file=sys.stderr, flush=True)
-
     for name in (options.only,) if options.only else TABLES:
         found: list[Row] = []
         is_interrupted = False
         try:
-            for row in TABLES[name](tell, options.scenarios, options.days):
+            for row in rows(name, options.scenarios, options.days, options.jobs):
                 found.append(row)
+                print(f"{time.monotonic() - began:6.0f} s  {name}: {' | '.join(map(str, row))}", file=sys.stderr, flush=True)
                 result.write_csv(options.out / f"{name}.csv", HEADS[name], found)
         except ValueError as error:
             parser.error(str(error))
