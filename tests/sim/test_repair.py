@@ -13,14 +13,16 @@ import pytest
 from megatron_recover.cli import main
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.placement import Slot
+from megatron_recover.faults import Fault
 from megatron_recover.sim.timed import newcomer, scenario_file
 from megatron_recover.sim.timed.healing import spread
+from megatron_recover.sim.timed.job import TimedJob
 from megatron_recover.sim.timed.models import PolicyName, Scenario, Timing
 from megatron_recover.sim.timed.places import Cause, Places, Restarts
 from megatron_recover.sim.timed.policies import simulate
 from megatron_recover.sim.timed.recover import RecoverJob, recover
 from scripts.study import repair as study
-from tests.sim.build import scenario
+from tests.sim.build import job_of, kill, scenario, step_seconds
 
 REPAIR: dict[str, Any] = {
     "vacate_s": 5.0, "forming_s": 60.0, "state_bytes": 1e9, "state_bytes_per_s": 1e9, "digest_s": 0.1, "node_gpus": 1,
@@ -151,6 +153,23 @@ def test_a_rank_can_stand_for_several_gpus() -> None:
     mine, other = recover(one), recover(four)
     assert mine.seconds == pytest.approx(other.seconds, abs=2 * 4 * one.network.local_latency_s)
     assert mine.gpu_seconds == pytest.approx(other.gpu_seconds, rel=1e-5)
+
+
+def test_one_rank_can_stand_for_a_replica_of_many_stages() -> None:
+    """All of it takes as long, with a loss too: the first stage is the last to end its pass."""
+    job = {"stages": 4, "steps": 4}
+    per_stage, alone = (
+        step_seconds(ended(scenario(job=job | {"ranks": ranks}), kill(2, 0, "forward", 2, occurrence=4))) for ranks in (4, 1)
+    )
+    assert alone == pytest.approx(per_stage, rel=2e-3)
+    assert alone[3] > 1.1 * alone[1], "a replica is lost"
+
+
+def ended(what: Scenario, *faults: Fault) -> TimedJob:
+    """The job of a scenario with these faults, at its end."""
+    job = job_of(what, *faults)
+    assert job.run().exit_code == 0
+    return job
 
 
 def test_a_restart_takes_in_the_nodes_that_are_healthy() -> None:

@@ -50,7 +50,8 @@ class JobTable(Table, frozen=True, kw_only=True):
     """GPUs for which one simulated rank stands. They do the same at the same time: the tensor and
     data parallel peers in a stage. They count for losses and GPU-hours, and take no time."""
     stages: Count = 1
-    """Pipeline stages of a replica; `ranks` is a multiple of it."""
+    """Pipeline stages of a replica; `ranks` is a multiple of it, or 1. That rank is of the first
+    stage, which all others wait for, and stands for the replica."""
     microbatches: Count
     """Microbatches of one step, over all replicas (M)."""
     steps: Count
@@ -59,6 +60,11 @@ class JobTable(Table, frozen=True, kw_only=True):
     """Buckets of each stage, without the ledger."""
     seed: Annotated[int, Meta(ge=0)] = 1
     """Seed of the random choices: which replica is lost, and when."""
+
+    @property
+    def held_stages(self) -> int:
+        """Return the stages that have simulated ranks: all, or the first alone."""
+        return min(self.stages, self.ranks)
 
     @property
     def gpus(self) -> int:
@@ -237,7 +243,7 @@ class Timing:
         The ledger has a row of `LEDGER_COLUMNS` numbers a microbatch.
         """
         provenance = 8.0 * (self.job.microbatches + 1)
-        if bucket == self.job.stages * self.job.buckets:
+        if bucket == self.job.held_stages * self.job.buckets:
             return 8.0 * LEDGER_COLUMNS * self.job.microbatches + provenance
         return self.network.gradient_bytes / self.job.buckets + provenance
 
@@ -283,7 +289,7 @@ class Timing:
         The last stage has the ledger too, and begins while other stages still drain.
         """
         drain_s = (self.job.stages - 1) * (1 - self.compute.forward_share) * self.compute.microbatch_s
-        ledger_s = self.reduce_s(self.job.stages * self.job.buckets, num_members)
+        ledger_s = self.reduce_s(self.job.held_stages * self.job.buckets, num_members)
         return self.job.buckets * self.reduce_s(0, num_members) + max(0.0, ledger_s - drain_s)
 
     def ideal_step_s(self, num_members: int, num_microbatches: int) -> float:
@@ -339,12 +345,12 @@ def shape_of(job: JobTable) -> Shape:
 
     Each stage has `job.buckets` buckets, and the last stage the ledger too.
     """
-    width = job.ranks // job.stages
-    ranks: Sequence[tuple[int, ...]] = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(job.stages)]
-    buckets = (*(ranks[stage] for stage in range(job.stages) for _ in range(job.buckets)), ranks[-1])
+    held, width = job.held_stages, job.ranks // job.held_stages
+    ranks: Sequence[tuple[int, ...]] = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(held)]
+    buckets = (*(ranks[stage] for stage in range(held) for _ in range(job.buckets)), ranks[-1])
     return Shape(job.ranks, buckets, Pipeline(job.stages))
 
 
 def stage_of(job: JobTable, rank: int) -> int:
     """Return the pipeline stage of a rank."""
-    return rank // (job.ranks // job.stages)
+    return rank // (job.ranks // job.held_stages)

@@ -17,10 +17,9 @@ from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.rank import TimedRank
 from megatron_recover.sim.timed.world import JobParts, JoiningReplica
 
-
 TRIES = 3
-"""Tries of a newcomer (`trainer/entering.py`): on the last it asks for a hold before it reads. In the
-fuzzer it never gives up, and asks on all later ones."""
+"""Tries of a newcomer (`trainer/entering.py`): on the last it asks for a hold before it reads, and
+on all later ones of the fuzzer, in which it never gives up."""
 
 
 class Newcomer:

@@ -113,7 +113,7 @@ def _limits(table: object) -> dict[str, tuple[float, float]]:
         job = msgspec.convert(table, JobTable)
         limits |= {
             "replica": (0, job.replicas - 1), "rank": (0, job.ranks - 1), "step": (0, job.steps - 1),
-            "bucket": (0, job.stages * job.buckets),
+            "bucket": (0, job.held_stages * job.buckets),
         }  # fmt: skip
     return limits
 
@@ -139,7 +139,7 @@ def _wrong_fault(table: Mapping[str, object], limits: Mapping[str, tuple[float, 
 def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
     """Yield the contradictions between keys that are right by themselves."""
     job, failures = scenario.job, scenario.failures
-    if job.ranks % job.stages:
+    if job.ranks % job.stages and job.ranks > 1:
         yield ("job", "stages"), f"stages is {job.stages}; it must divide ranks, which is {job.ranks}"
     if job.microbatches < job.replicas:
         yield (
