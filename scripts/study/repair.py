@@ -48,7 +48,7 @@ COMMAND = "python -m scripts.study.repair"
 SCENARIOS = Path("scenarios")
 LLAMA, META = "llama3-16384", "ft-hsdp-98304"
 SETTINGS = (
-    (LLAMA, 14.0, "ETTR above 0.9 in its 54 days (arXiv 2407.21783)"),
+    (LLAMA, 3.0, "ETTR above 0.9 in its 54 days (arXiv 2407.21783)"),
     (META, 7.0, "effective training time 0.44 synchronous, 0.80 with FT-HSDP (arXiv 2602.00277)"),
     ("deadpool-512", 30.0, "training again in less than 40 s (arXiv 2607.01646)"),
     ("flashrecovery-4800", 5.0, "training again in 150 s (arXiv 2509.03047)"),
@@ -63,7 +63,7 @@ VARIATIONS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     (LLAMA, "state_bytes_per_s", (25e9, 12.5e9, 5e9)),
 )
 """Scenario file, key of `[repair]` and its values, for `recover-spares`."""
-VARIED_DAYS = {META: 2.0, LLAMA: 7.0}
+VARIED_DAYS = {META: 2.0, LLAMA: 1.0}
 REPLICAS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Sizes of a job with one join."""
 SETTINGS_HEAD = (
