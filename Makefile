@@ -13,7 +13,7 @@ EXTRAS ?= train,plot,tensorboard,metrics
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test coverage lint explore fuzz sweep gpu-test nodes-test joins-test slurm-test campaign bench dist wheelhouse licences clean
+.PHONY: help setup demo test coverage lint explore fuzz sweep repair gpu-test nodes-test joins-test slurm-test campaign bench dist wheelhouse licences clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judg
 
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
 	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
+
+repair: setup    ## simulate the return of lost replicas in published settings, up to 98,304 GPUs: three tables in OUT (default runs/repair; long)
+	@$(PY) -m scripts.study.repair --out $(or $(OUT),runs/repair) $(if $(DAYS),--days $(DAYS))
 
 gpu-test: setup  ## the CUDA and NCCL part, JOBS (4) tests at a time: a row for each finding; says why where there is no GPU
 	@$(PY) -m pytest -q -n $(or $(JOBS),4) --dist loadgroup tests/gpu
