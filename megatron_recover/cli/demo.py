@@ -9,8 +9,8 @@ Note [The end of the demo]
     a GPU, where its processes start CUDA. In that time the others make few steps or very many. So
     the run with deaths has no fixed number of steps. It goes on until all replicas have trained
     together again for some steps; then the demo ends it by SIGTERM, as Ctrl-C would. The reference
-    run comes after it, with the same flags, and makes as many steps (`--exit-interval`). What a step
-    computes does not depend on when the runs end, since both have the same `--train-iters`.
+    run comes after it, with the same flags, and makes as many steps (`--exit-interval`). What a
+    step computes does not depend on when a run ends: both have the same `--train-iters`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ LAST_DEATH, STEPS, STEPS_TOGETHER = 12, 20, 3
 """The training step of the last death; the least number of steps of a run; and the number of steps
 that all replicas train together before the run with deaths ends."""
 MOST_STEPS, DECAY_STEPS = 5000, 60
-"""Megatron's `--train-iters`, which no run of the demo comes to, and the steps in which the learning
-rate falls."""
+"""Megatron's `--train-iters`, which no run of the demo comes to, and the steps in which the
+learning rate falls."""
 PATIENCE_S = 180.0
 """Seconds from the last death after which the run ends although replicas are missing."""
 NODES, NODES_STEPS, KILLED_AFTER = 3, 10, 4
@@ -85,7 +85,8 @@ MODEL = (
 )
 TRAINING = (
     f"--micro-batch-size 1 --global-batch-size {MICROBATCHES} --lr 3e-3 --min-lr 3e-4 "
-    f"--lr-decay-style cosine --lr-decay-iters {DECAY_STEPS} --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.01 --seed {SEED} --split 90,5,5 "
+    f"--lr-decay-style cosine --lr-decay-iters {DECAY_STEPS} "
+    f"--lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.01 --seed {SEED} --split 90,5,5 "
     "--log-interval 1 --eval-interval 10000 --eval-iters 1 --overlap-grad-reduce "
     "--recover-determinism exact --recover-bucket-elements 40000 --recover-rebalance off"
 )
@@ -161,7 +162,7 @@ class Return:
         found = _ITERATION.search(line)
         if found is None:
             return False
-        iteration, replicas = int(found[1]), found[5]
+        iteration, replicas = int(found[1]), found[4]
         if iteration >= LAST_DEATH and self.since is None:
             self.since = now
         is_whole = self.since is not None and replicas == f"{REPLICAS}/{REPLICAS}"
@@ -171,7 +172,7 @@ class Return:
 
 
 _ITERATION = re.compile(
-    r"iteration\s+(\d+)/\s*(\d+) .* lm loss: (\S+) .* generation: (\d+) \| replicas: (\S+) \| quotas: ([\d ]+?) \|"
+    r"iteration\s+(\d+)/\s*\d+ .* lm loss: (\S+) .* generation: (\d+) \| replicas: (\S+) \| quotas: ([\d ]+?) \|"
 )
 
 
@@ -180,10 +181,9 @@ def short(line: str) -> str:
     found = _ITERATION.search(line)
     if found is None:
         return line
-    iteration, last, loss, generation, replicas, quotas = found.groups()
+    iteration, loss, generation, replicas, quotas = found.groups()
     return (
-        f"iteration {iteration:>2}/{last} | loss {float(loss):.4f} | generation {generation} | replicas {replicas} | "
-        f"quotas {quotas}"
+        f"iteration {iteration:>2} | loss {float(loss):.4f} | generation {generation} | replicas {replicas} | quotas {quotas}"
     )
 
 
@@ -257,7 +257,7 @@ class _Command:
 class _Demo:
     """The four stages of the demo, in one folder, on `gpus` GPUs or on the CPU."""
 
-    deaths = "two processes, which come back"
+    deaths = "two processes, whose replicas come back"
     chaos = CHAOS
 
     def __init__(self, folder: Path, say: TextIO, gpus: int) -> None:
@@ -316,7 +316,7 @@ class _Demo:
             command.wait((ExitCode.OK, ExitCode.INTERRUPTED))
 
     def _training(self, run_dir: Path, *flags: str) -> list[str]:
-        """Return the words of the launch line from its run directory on; `flags` are of Megatron."""
+        """Return the words of a launch line from its run directory on; `flags` are Megatron's."""
         megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), *flags, *self._extra]
         return ["--run-dir", str(run_dir), "--", str(PRETRAIN), *megatron, "--data-path", str(self.data)]
 
@@ -377,7 +377,7 @@ class _NodesDemo(_Demo):
             ]
             for text in nodes[0].lines():
                 self.tell(f"     {short(text)}")
-                if not self.killed and short(text).startswith(f"iteration {KILLED_AFTER:>2}/"):
+                if not self.killed and short(text).startswith(f"iteration {KILLED_AFTER:>2} "):
                     time.sleep(KILL_DELAY_S)
                     self.killed = _kill_node(nodes[-1].process.pid)
                     self.tell(f"     kill -9 {' '.join(map(str, self.killed))}")
@@ -425,13 +425,13 @@ def main(argv: list[str]) -> int:
     """
     parser = Parser(
         prog="megatron-recover demo",
-        description="Train a small GPT on real text twice, once with kill -9 of real processes, which come back, and prove that "
-        "the result is bit for bit the same. On CUDA where torch finds a GPU, else on the CPU: under 3 minutes on two cores.",
+        description="Train a small GPT on real text twice, once with kill -9 of real processes, which come back, and prove "
+        "that the result is bit for bit the same. On CUDA where torch finds a GPU, else on the CPU: 1 to 3 minutes.",
     )
     parser.add_argument(
         "--nodes", type=int, choices=(1, NODES), default=1,
         help=f"{NODES}: the run with deaths is on {NODES} nodes, all on this machine, and a whole node is killed in mid-step; "
-        "nothing comes back in its place, since there is no spare node",
+        "nothing comes back in its place, as there is no spare",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (progress goes to stderr)")
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")

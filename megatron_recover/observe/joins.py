@@ -132,7 +132,7 @@ def joins(history: History) -> tuple[JoinSummary, ...]:
                 generation=joined.generation if joined is not None else None, label=history.label(step),
                 joined_s=_seconds(forming.t, joined.t) if joined is not None else None,
                 admitted_s=_seconds(read_at, joined.t) if joined is not None else None,
-                steps_meanwhile=_num_steps(history, forming.t if died is None else died, joined) if joined is not None else None,
+                steps_meanwhile=_num_steps(history, forming.t if died is None else died, joined),
                 failed="" if joined is not None else _why_not(history, replica),
             )
         )  # fmt: skip
@@ -143,18 +143,17 @@ def _seconds(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else round(end - begin, 6)
 
 
-def _num_steps(history: History, begin: float, joined: trace.Proven) -> int:
+def _num_steps(history: History, begin: float, joined: trace.Proven | None) -> int | None:
     """Return the number of training steps committed since `begin` until a join was announced."""
+    if joined is None:
+        return None
     announced = history.generations.get(joined.generation)
     end = joined.t if announced is None else announced.t
     return sum(begin < record.t < end and label_of(record.label).is_training for record in history.records.values())
 
 
 def died_at(history: History, replica: int) -> float | None:
-    """Return when the fault struck that a replica was lost by, else its first sign; None if it lived.
-
-    The newest injected fault counts that can end a rank.
-    """
+    """Return when a replica died: its newest fault, else the first sign; None if it lives."""
     end = ended_at(history, replica)
     struck = [fault.t for fault in history.strikes if fault.replica == replica and end is not None and fault.t <= end]
     return struck[-1] if struck else end
