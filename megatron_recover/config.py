@@ -78,7 +78,7 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`same`: refuse to resume from a checkpoint that was trained on other data (content, weights,
     `--split`, `--seed`) than this run would read. `other`: resume; the data was changed on
     purpose."""
-    heal: Literal["in-place", "off"] = "off"
+    heal: Literal["in-place", "off"] = "in-place"
     """`in-place`: a lost replica's slots are used again for a new replica, which reads its state
     from the others while they train. `off`: the others train on without it."""
     heal_backoff_s: float = 60.0

@@ -335,9 +335,9 @@ class ReplicaDriver:
 
     def _from_peer(self, link: Link, message: Message) -> None:
         match message:
-            case (
-                Status() | Statuses() | Vote() | Votes() | Claim() | Admission() | HoldAsked()
-            ) if message.replica == self._incoming[link]:
+            case Status() | Statuses() | Vote() | Votes() | Claim() | Admission() | HoldAsked() if (
+                message.replica == self._incoming[link]
+            ):
                 self._feed(message)
             case JoinRefused():
                 self._events.refused(message, self._incoming[link])

@@ -51,6 +51,7 @@ from megatron_recover.megatron.launch.arguments import (
     flag_of,
     gpu_refusals,
     kernel_refusals,
+    not_healed,
     provider_refusals,
     recover_config,
     refusals,
@@ -321,7 +322,7 @@ class _Training:
             refuse(found)
             if self._context.dry_run:
                 used = -(-num_ranks // config.ranks_per_gpu)
-                for line in (*adapted, device_line(num_gpus=num_gpus, num_used=used)):
+                for line in (*adapted, *not_healed(args), device_line(num_gpus=num_gpus, num_used=used)):
                     print(f"{FOR_CONSOLE}{line}", flush=True)
             args.flight_recorder_dump_path = separate_flight_records(
                 args.flight_recorder_dump_path, self._context.replica, self._context.run_dir

@@ -60,6 +60,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 4
     microbatches: int = 7
     config: RecoverConfig = RecoverConfig()
+    heals: bool = False
+    """Lost replicas are replaced, as `config.heal` says. Most tests look at those who are left."""
     deadlines: dict[str, float] = msgspec.field(
         default_factory=lambda: {**sums(10.0), "stall_s": 10.0, "finish_s": 10.0, "follow_s": 5.0}
     )
@@ -245,6 +247,8 @@ _CHECKS = {"refuse": lambda wanted: "a test says so", "hang": _hang}
 def main() -> int:
     """Run the job in this process."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
+    if not spec.heals:
+        spec = msgspec.structs.replace(spec, config=msgspec.structs.replace(spec.config, heal="off"))
     settings = {
         "steps": spec.steps,
         "microbatches": spec.microbatches,

@@ -19,7 +19,15 @@ IN_PLACE = RecoverConfig(heal="in-place", heal_backoff_s=0.5, heal_budget=2)
 
 def joining(tmp_path: Path, *faults: str, **others: object) -> Outcome:
     """A job of one rank a replica to its end, judged: whoever has trained in a step has applied the same as all others."""
-    settings = {"replicas": 2, "ranks": 1, "steps": 60, "microbatches": 6, "pace_s": 0.02, "config": IN_PLACE} | others
+    settings = {
+        "replicas": 2,
+        "ranks": 1,
+        "steps": 60,
+        "microbatches": 6,
+        "pace_s": 0.02,
+        "config": IN_PLACE,
+        "heals": True,
+    } | others
     outcome = run(Spec(run_dir=str(tmp_path / "run"), faults=tuple(map(fault, faults)), script=str(TOY), **settings))
     assert outcome.exit_code == 0, outcome.output
     outcome.assert_exactly_once()

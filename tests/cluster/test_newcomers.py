@@ -40,7 +40,7 @@ class Healed:
         self.folder = tmp_path
         (tmp_path / "mode").write_text(mode)
         spec = Spec(
-            run_dir=str(tmp_path / "run"), faults=tuple(map(fault, faults)), config=config, script=str(TOY),
+            run_dir=str(tmp_path / "run"), faults=tuple(map(fault, faults)), config=config, heals=True, script=str(TOY),
             sums_dir=str(tmp_path), **{"replicas": 3, "steps": FOR_EVER, "pace_s": 0.02, **others},
         )  # fmt: skip
         self.job: Running = start(spec)
@@ -195,7 +195,7 @@ def test_a_replica_over_two_nodes_is_replaced_on_both(tmp_path: Path) -> None:
                 least_nodes=2, most_nodes=2, node_rank=node, host="127.0.0.1", port=port, flag="--master-addr", join_s=60
             )
             spec = Spec(
-                run_dir=str(tmp_path / "run"), replicas=3, steps=20, pace_s=0.1, config=IN_PLACE, script=str(TOY), slots=3,
+                run_dir=str(tmp_path / "run"), replicas=3, steps=20, pace_s=0.1, config=IN_PLACE, heals=True, script=str(TOY), slots=3,
                 sums_dir=str(tmp_path), faults=(fault("1 1 forward 1"),), meeting=meeting, key_file=str(key),
             )  # fmt: skip
             output = stack.enter_context(open(tmp_path / f"{node}.out", "wb"))

@@ -36,6 +36,8 @@ class Job:
     determinism: str = "exact"
     rebalance: str = "off"
     """Faults name microbatches of a replica, and on a busy machine speeds are anybody's guess."""
+    heal: str = "off"
+    """Most tests look at those who are left; `in-place`: what is lost comes back."""
     bucket_elements: int = 8000
     """Small, so that a small model has several buckets on every stage."""
     extra: tuple[str, ...] = ()
@@ -65,7 +67,7 @@ class Job:
             f" --tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5 --data-path {data}"
             f" --log-interval 1 --eval-iters 2 --eval-interval {self.eval_interval}"
             f" --recover-determinism {self.determinism} --recover-bucket-elements {self.bucket_elements}"
-            f" --recover-rebalance {self.rebalance}"
+            f" --recover-rebalance {self.rebalance} --recover-heal {self.heal}"
         )
         if save is not None:
             flags += f" --save {save} --load {save} --save-interval {self.save_interval}"

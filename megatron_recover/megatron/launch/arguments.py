@@ -46,10 +46,22 @@ def add_recover_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def recover_config(args: Namespace) -> RecoverConfig:
-    """Return the settings in parsed arguments. Raises ValueError for values that cannot work."""
+    """Return the settings in parsed arguments. Raises ValueError for values that cannot work.
+
+    With an argument with which no replica can join (`joining_refusals`) nothing is healed.
+    """
     settings = RecoverConfig(**{name: getattr(args, _PREFIX + name) for name in RecoverConfig.__struct_fields__})
     settings.check()
-    return settings
+    return msgspec.structs.replace(settings, heal="off") if not_healed(args) else settings
+
+
+def not_healed(args: Namespace) -> list[str]:
+    """Return a line for each argument because of which lost replicas are not replaced.
+
+    Empty also if that was not asked for (`--recover-heal off`).
+    """
+    heals = getattr(args, f"{_PREFIX}heal") != "off"
+    return [f"replicas that are lost will not be replaced: {line}" for line in joining_refusals(args)] if heals else []
 
 
 def recover_flags() -> list[str]:

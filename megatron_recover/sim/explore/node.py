@@ -75,8 +75,18 @@ class Copy(Value, frozen=True):
 
 
 Message = (
-    NewGeneration | AddRequests | Status | Statuses | Vote | Votes | Claim | JoinRefused | replica.Admission
-    | replica.HoldAsked | Addend | Copy
+    NewGeneration
+    | AddRequests
+    | Status
+    | Statuses
+    | Vote
+    | Votes
+    | Claim
+    | JoinRefused
+    | replica.Admission
+    | replica.HoldAsked
+    | Addend
+    | Copy
 )
 
 
