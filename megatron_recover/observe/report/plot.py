@@ -58,7 +58,7 @@ def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
             continue
         axes.annotate(
             f"{fault.kind}: replica {fault.replica} rank {fault.rank}\n{fault.where}",
-            xy=(at, 0.97 - 0.15 * (number % 3)), xycoords=("data", "axes fraction"), xytext=(5, 0),
+            xy=(at, 0.97 - 0.13 * (number % 4)), xycoords=("data", "axes fraction"), xytext=(5, 0),
             textcoords="offset points", color=_FAULT, fontsize=8, va="top",
             bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )  # fmt: skip
