@@ -286,9 +286,9 @@ class Narrator:
             case trace.ClaimRefused(newcomer=newcomer, label=label, reason=reason) if newcomer not in self._refused:
                 self._refused.add(newcomer)
                 yield f"replica {newcomer} does not join in {label}: {reason}; it reads again, as often as needed"
-            case trace.TurnedAway(newcomers=newcomers, reason=reason):
-                verb, pronoun = ("is", "it reads") if len(newcomers) == 1 else ("are", "they read")
-                yield f"{_replicas(newcomers)} {verb} turned away: {reason}; {pronoun} again"
+            case trace.TurnedAway(newcomers=newcomers):
+                for newcomer in newcomers:
+                    yield f"replica {newcomer} is turned away: {event.why(newcomer)}; it reads again"
             case trace.Proven(newcomers=newcomers, generation=generation):
                 number, label = self._joins_in
                 where = f"at {label}" if number == generation and label else f"in generation {generation}"

@@ -50,7 +50,7 @@ class Requests:
         self._recording.keep(
             status.Status(
                 at=time.time(), replicas=self._job.num_replicas, roster=state.roster, generation=state.generation,
-                step=state.step, losses=len(account.lost), lost=tuple(sorted(account.lost)),
+                step=state.step, losses=len(account.lost_members), lost=tuple(sorted(account.lost_members)),
                 saved=account.saved, knows_saved=account.is_complete,
                 exit_code=exit_code, reason=reason,
                 answers=self._answers,

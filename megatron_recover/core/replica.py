@@ -72,7 +72,6 @@ from megatron_recover.core.quota import ticks
 from megatron_recover.core.rank_messages import (
     Apply,
     Begun,
-    Close,
     CloseAsked,
     EnterTraining,
     Holds,

@@ -328,9 +328,9 @@ class CommitLoop:
         due = not forward_only and self._iteration() % self._config.state_digest_interval == 0
         work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only), due)
         self._cursor.begin(arguments["data_iterator"], num_microbatches)
+        self._step = step = self._begin(work, self.know_state(chunks))
         if self._server is not None and self._num_trained and not forward_only:  # before, an optimizer may lack its tensors
             self._server.open(work.label, self.published())
-        self._step = step = self._begin(work, self.know_state(chunks))
         exactly = self._config.determinism == "exact"
         reduction.begin(
             step, num_microbatches, gradient_scale(chunks[0], arguments) if exactly else 1.0,

@@ -431,9 +431,18 @@ class _Training:
         if config.heal == "off":
             return None
         context = self._context
+
+        def digested(label: str, digest: int) -> None:
+            self._log.record(
+                trace.StateDigested(
+                    replica=context.replica, rank=context.rank, step=driver.step, label=label, digest=f"{digest:016x}"
+                )
+            )
+            driver.digested(label, digest)
+
         return StateServer(
             key=self._key, replica=context.replica, rank=context.rank, host=context.address, ports=context.ports,
-            deadlines=config.deadlines, digested=driver.digested, window=window,
+            deadlines=config.deadlines, digested=digested, window=window,
             report=_strangers(context, self._log.record),
         )  # fmt: skip
 

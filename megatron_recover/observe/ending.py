@@ -165,10 +165,8 @@ class Account(msgspec.Struct):
     lost: set[int] = msgspec.field(default_factory=set)
     left: set[int] = msgspec.field(default_factory=set)
     """Replicas that have left as requested."""
-    newcomers: set[int] = msgspec.field(default_factory=set)
-    """Replicas that were formed while others trained."""
     joined: set[int] = msgspec.field(default_factory=set)
-    """Those of them that became members."""
+    """Newcomers that became members. The ids of newcomers are those from `replicas` on."""
     failed: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Ranks (replica, rank) that have failed since the last recovery, the first of them first."""
     saved: int | None = None
@@ -187,14 +185,13 @@ class Account(msgspec.Struct):
             case trace.RunStarted(argv=argv):
                 self.finetunes, self.iterations = "--finetune" in argv, number_of(argv, "--train-iters")
                 self.save, self.load = value_of(argv, "--save"), None if self.finetunes else value_of(argv, "--load")
-            case trace.Generation(losses=losses, left=left, roster=roster):
+            case trace.Generation(losses=losses, left=left, roster=roster, newcomers=newcomers):
                 self.has_begun = True
+                self.joined |= {replica for replica in roster if replica >= self.replicas} - {*newcomers}
                 self.lost |= {one.replica for one in losses}
                 self.left |= {*left}
                 if self.here is not None and min(roster, default=-1) not in self.here:
                     self.saved, self.loaded, self.is_complete = None, None, False  # another node sees what the writer saves
-            case trace.Forming(newcomer=newcomer):
-                self.newcomers.add(newcomer)
             case trace.Proven(newcomers=newcomers):
                 self.joined |= {*newcomers}
             case trace.Failure(replica=replica, rank=rank) if replica >= 0 and replica not in self.left:
@@ -208,6 +205,11 @@ class Account(msgspec.Struct):
                 self.saved = iteration
             case trace.Checkpoint(phase="loaded", iteration=iteration):
                 self.loaded = iteration
+
+    @property
+    def lost_members(self) -> set[int]:
+        """Return the lost replicas without newcomers that were lost before they were members."""
+        return {replica for replica in self.lost if replica < self.replicas or replica in self.joined}
 
     @property
     def newest(self) -> tuple[int, str] | None:
@@ -225,7 +227,7 @@ class Account(msgspec.Struct):
         lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
         if not self.has_begun and (exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED) or exit_code not in ENDINGS):
             return lines  # nothing was trained, and the folder is as it was
-        lost = self.lost - (self.newcomers - self.joined)
+        lost = self.lost_members
         left, num_lost = self.replicas + len(self.joined) - len(lost | self.left), len(lost)
         losses = f"{num_lost or 'no'} {'loss' if num_lost == 1 else 'losses'}"
         losses += f", {len(self.joined)} joined" if self.joined else ""

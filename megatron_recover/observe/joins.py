@@ -113,7 +113,7 @@ def joins(history: History) -> tuple[JoinSummary, ...]:
         refusals[event.newcomer].append((event.t, event.reason))
     for _, turned in history.of(trace.TurnedAway):
         for replica in turned.newcomers:
-            refusals[replica].append((turned.t, turned.reason))
+            refusals[replica].append((turned.t, turned.why(replica)))
     proven = {replica: event for _, event in history.of(trace.Proven) for replica in event.newcomers}
     found = []
     for replica, forming in newcomers(history).items():

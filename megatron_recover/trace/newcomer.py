@@ -84,6 +84,12 @@ class TurnedAway(Event, frozen=True, kw_only=True):
     generation: int
     newcomers: tuple[int, ...]
     reason: str
+    """For each of them "replica K is turned away: WHY", joined by "; "."""
+
+    def why(self, newcomer: int) -> str:
+        """Return the part of the reason that is about one newcomer, or all of it."""
+        begin = f"replica {newcomer} is turned away: "
+        return next((part.removeprefix(begin) for part in self.reason.split("; ") if part.startswith(begin)), self.reason)
 
 
 class Proven(Event, frozen=True, kw_only=True):

@@ -303,7 +303,7 @@ def carrier(found: list[Request]) -> tuple[Requests, list[Any], list[Status]]:
         found.clear()
         return taken
 
-    account = SimpleNamespace(lost={1}, saved=None, is_complete=True)
+    account = SimpleNamespace(lost_members={1}, saved=None, is_complete=True)
     recording: Any = SimpleNamespace(requests=take, account=account, keep=kept.append)
     job: Any = SimpleNamespace(num_replicas=2, node=0)
     return Requests(job, recording, sent.append), sent, kept

@@ -316,7 +316,12 @@ class Run:
         self.statuses(dealt, lambda replica: (), newcomers=(newcomer,))
         if off:
             self.roster = older
-            self.add(trace.TurnedAway, generation=self.generation, newcomers=(newcomer,), reason="its state digest differs")
+            self.add(
+                trace.TurnedAway,
+                generation=self.generation,
+                newcomers=(newcomer,),
+                reason=f"replica {newcomer} is turned away: its state digest differs",
+            )
         self.plan({}, BUCKETS)
         self.reduce(BUCKETS)
         self.commit(dict.fromkeys(BUCKETS, self.generation))

@@ -12,7 +12,7 @@ from megatron_recover.core import admission, coordinator, generations, lateness,
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import Admissions
-from megatron_recover.core.membership_messages import Loss, LossKind, NewcomersProven, ReplicaBlocked
+from megatron_recover.core.membership_messages import JoinRefused, Loss, LossKind, NewcomersProven, ReplicaBlocked
 from megatron_recover.core.plan import plan_of
 from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.speed import Speeds
@@ -247,9 +247,9 @@ def _with_newcomers(seed: int) -> RandomJob:
 def test_admission_without_equal_digests_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = admission.refusal
 
-    def vouches(state: replica.ReplicaState, claim: Claim) -> str:
-        why = original(state, claim)
-        return "" if "digest" in why else why
+    def vouches(state: replica.ReplicaState, claim: Claim) -> JoinRefused | None:
+        refused = original(state, claim)
+        return None if refused is not None and "digest" in refused.reason else refused
 
     def admits(claims: Sequence[Claim], statuses: Any, work: Any) -> Admissions:
         return Admissions(tuple(claim.replica for claim in claims))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import admission, coordinator, generations, recovery, replica
 from megatron_recover.core.joining import Admissions, judged
-from megatron_recover.core.membership_messages import NewGeneration
+from megatron_recover.core.membership_messages import JoinRefused, NewGeneration
 from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.values import Claim, Compute
@@ -69,9 +69,9 @@ def _first_violation(invariant: str, words: str = "") -> None:
 def test_admission_without_equal_digests_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = admission.refusal
 
-    def vouches(state: replica.ReplicaState, claim: Claim) -> str:
-        why = original(state, claim)
-        return "" if "digest" in why else why
+    def vouches(state: replica.ReplicaState, claim: Claim) -> JoinRefused | None:
+        refused = original(state, claim)
+        return None if refused is not None and "digest" in refused.reason else refused
 
     monkeypatch.setattr(admission, "refusal", vouches)
     monkeypatch.setattr(recovery, "judged", lambda claims, statuses, work: Admissions(tuple(one.replica for one in claims)))

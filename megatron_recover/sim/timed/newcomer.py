@@ -17,7 +17,6 @@ from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.rank import TimedRank
 from megatron_recover.sim.timed.world import JobParts, JoiningReplica
 
-
 TRIES = 3
 """Tries of a newcomer; on the last, and all later ones here, it asks for a hold before it reads."""
 
