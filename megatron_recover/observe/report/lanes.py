@@ -216,7 +216,8 @@ def _bar(x: charts.Scale, span: Span, wide: float = WIDE) -> Bar:
 def newcomers_picture(history: History) -> Picture | None:
     """Return what each newcomer did until it was a member; None without any.
 
-    The time is that of the chart of members: from the first generation to the end. Of more than `MAX_LANES` newcomers the first ones are drawn.
+    The time is that of the chart of members: from the first generation to the end. Of more than
+    `MAX_LANES` newcomers the first ones are drawn.
     """
     found = doings(history)
     if not found:
