@@ -94,7 +94,7 @@ TRAINING = (
 pace shows only how long the other replicas used the cores."""
 HEALING = ("--recover-heal", "in-place")
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""What `--overlap-grad-reduce` needs in the environment on a GPU (docs/reference/flags.md)."""
+"""Environment variables that `--overlap-grad-reduce` needs on a GPU (docs/reference/flags.md)."""
 PLAIN_TORCH = (
     "--transformer-impl local --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion"
@@ -405,7 +405,8 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
     """
     lines = ["", *(f"     {line}" for line in story(faulty.summary)), ""]
     for claim in found:
-        lines += [f"  [{'yes' if claim.holds else ' NO'}] {claim.text}", f"        {claim.evidence}"]
+        lines += [f"  [{'yes' if claim.holds else ' NO'}] {claim.text}"]
+        lines += [f"        {line}" for line in claim.evidence.splitlines()]
     if not all(claim.holds for claim in found):
         lines += ["", describe(reference), describe(faulty)]
     lines += [

@@ -29,6 +29,7 @@ class Claim:
     text: str
     holds: bool
     evidence: str
+    """One or more lines."""
 
 
 def _taken_in(history: History) -> Iterator[str]:
@@ -91,12 +92,12 @@ def _claims_of_return(faulty: Verdict, patience_s: float) -> tuple[Claim, ...]:
         Claim(
             "Every lost replica came back: new processes in its slots, under a new id, with a state read from live replicas",
             is_whole,
-            "; ".join(told),
+            "\n".join(told),
         ),
         Claim(
             "Nobody stopped for them: the others went on with their steps meanwhile",
             is_whole and all(one.steps_meanwhile for one in back),
-            "; ".join(_meanwhile(history, one) for one in back) or "nobody came back",
+            "\n".join(_meanwhile(history, one) for one in back) or "nobody came back",
         ),
     )
 

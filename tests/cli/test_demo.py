@@ -187,7 +187,7 @@ def test_a_replica_that_does_not_come_back_in_time_is_told_and_fails_the_demo(
     assert demo.main(["--run-dir", str(tmp_path / "demo")]) == ExitCode.INVARIANT_VIOLATED
     text = capsys.readouterr().out
     assert "NOT PROVEN" in text and " NO] Every lost replica came back" in text
-    assert ("replica 3, in the place of replica 0, was formed and did not join: the run ended before; " in text) == is_formed
+    assert ("replica 3, in the place of replica 0, was formed and did not join: the run ended before\n" in text) == is_formed
     assert "180 s after the last death there were 1 of 3" in text
 
 
