@@ -183,7 +183,7 @@ def _refuse_spares(num_spares: int, line: launch_line.Choice, config: RecoverCon
             "--spares is for one node; on several nodes slots without a rank are spares: give a larger --nproc-per-node"
         )
     if config.heal == "off":
-        raise ValueError("--spares needs --recover-heal in-place; give that behind the script's name, or leave --spares out")
+        raise ValueError("--spares has no use, as no lost replica is replaced (--recover-heal off, or a flag that excludes it)")
 
 
 def _refuse_stopped(flags: Sequence[str], *, is_chained: bool) -> None:

@@ -56,7 +56,6 @@ from megatron_recover.control_plane.node_messages import (
     NodeAtWork,
     NodeGone,
     NodeLaunched,
-    ReplicaGone,
     Roster,
     Say,
     StartReplica,
@@ -509,7 +508,7 @@ class Launcher:
             if replica not in self._fences.gone and not self._thawing.concerns(replica)
         }
         for loss, failing in self._ranks.look(self._learns_since, judged):
-            self._send(ReplicaGone(loss, failing))
+            self._send(self._ranks.gone(loss, failing))
 
     def _turn(self) -> None:
         """Wait for messages for a moment, while no rank is started."""
@@ -559,4 +558,4 @@ class Launcher:
             return
         said = self._starting.outputs[end.replica, end.rank].end
         loss, failing = self._ranks.loss(end, started=self.has_begun and not is_forming, said=said)
-        self._send(ReplicaGone(loss, failing, end.rank))
+        self._send(self._ranks.gone(loss, failing, end.rank))

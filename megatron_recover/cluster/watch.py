@@ -16,6 +16,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.node import Node, ProcessEnd
 from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.out_of_memory import OomKills
+from megatron_recover.control_plane.node_messages import ReplicaGone
 from megatron_recover.core import detector
 from megatron_recover.core.detector_state import DetectorState, Limits
 from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaFailing
@@ -57,6 +58,8 @@ class Watch:
         self._writing: dict[int, tuple[Condemned, float]] = {}
         """Replicas to fence once their ranks have written their stacks, and the time limit of that
         wait."""
+        self._condemned: dict[int, Named] = {}
+        """Replica -> the rank for which it was condemned."""
         self._oom_kills = OomKills()
         self._ranks: list[tuple[int, int]] = []
 
@@ -170,8 +173,15 @@ class Watch:
             if self._node.have_written_stacks(replica) or now_s >= until_s
         ]
 
+    def gone(self, loss: Loss, failing: ReplicaFailing | None, rank: int | None = None) -> ReplicaGone:
+        """Return the report of a loss. `rank`: the rank whose end has caused it, if one did."""
+        if (named := self._condemned.get(loss.replica)) is None:
+            return ReplicaGone(loss, failing, rank)
+        return ReplicaGone(loss, failing, named.rank, named.verdict in (Verdict.STOPPED, Verdict.TRACED))
+
     def _fence(self, replica: int, now_s: float) -> tuple[Loss, ReplicaFailing | None]:
         condemned, until_s = self._writing.pop(replica)
+        self._condemned[replica] = condemned.named
         detail = str(condemned.named)
         if now_s >= until_s and not self._node.have_written_stacks(replica):
             detail += f"; not all of its ranks wrote their stacks within {figure(self._stacks_s)} s"
@@ -190,6 +200,7 @@ class Watch:
         """
         if end.replica in self._writing:
             condemned, _ = self._writing[end.replica]
+            self._condemned[end.replica] = condemned.named
             detail = f"{condemned.named}; rank {end.rank} ended by {end.cause} before it was fenced"
             return Loss(end.replica, LossKind.HUNG, detail), condemned.failing
         pid = self._node.pid(end.replica, end.rank)

@@ -18,6 +18,7 @@ from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     FormReplica,
     NodeReady,
+    ReplicaGone,
     Say,
     SlotsReady,
     SlotsUnfit,
@@ -72,8 +73,9 @@ class Healing:
         """Lost replica -> numbers of the nodes that have seen the end of all its ranks there."""
         self._broken: dict[ReplicaId, int] = {}
         """Replica -> the first of its ranks that an agent has named as the cause of its loss."""
-        self._unfit: set[ReplicaId] = set()
-        """Newcomers that were not started as a slot is not fit."""
+        self._blameless: set[ReplicaId] = set()
+        """Replicas whose loss is not their slots' own: of stopped ranks, or, once a slot was found
+        unfit, of newcomers that were not started for that."""
         self._next: slots.Newcomer | None = None
         """The newcomer for which the machine is asked for an id."""
         self._forming: dict[ReplicaId, _Forming] = {}
@@ -86,17 +88,22 @@ class Healing:
 
     # --- What becomes of replicas -----------------------------------------------------------------
 
-    def broke(self, replica: ReplicaId, rank: int | None) -> None:
-        """Note the rank that causes the loss of a replica; call it before the loss is judged."""
-        if rank is not None:
-            self._broken.setdefault(replica, rank)
+    def broke(self, gone: ReplicaGone) -> None:
+        """Note what causes the loss of a replica; call it before the loss is judged."""
+        replica = gone.loss.replica
+        if replica in self._confirmed or any(each.replica == replica for each in self._membership.state.losses):
+            return  # what its other ranks do is a consequence
+        if gone.is_from_outside:
+            self._blameless.add(replica)
+        if gone.rank is not None:
+            self._broken.setdefault(replica, gone.rank)
 
     def fenced(self, replica: ReplicaId) -> None:
         """Note that a replica is lost, as the machine of membership says why."""
         loss = next(each for each in reversed(self._membership.state.losses) if each.replica == replica)
         self._forming.pop(replica, None)
         self._again_at_s = 0.0
-        kind = LossKind.PROCESS_ENDED if replica in self._unfit else loss.kind
+        kind = LossKind.PROCESS_ENDED if replica in self._blameless else loss.kind
         self._pasts = slots.lost(
             self._pasts, replica, kind, loss.detail, self._settings, now_s=self._loop.time(), rank=self._broken.get(replica)
         )  # fmt: skip
@@ -204,7 +211,7 @@ class Healing:
         """Set slots aside that are not fit, and remove the newcomer that was to use them."""
         if node not in self._nodes.get(unfit.replica, ()):
             return
-        self._unfit.add(unfit.replica)
+        self._blameless.add(unfit.replica)
         blamed = {Slot(node, slot) for slot in unfit.slots}
         self._pasts = slots.unfit(self._pasts, blamed, unfit.why, self._settings, now_s=self._loop.time())
         self._membership.lost(Loss(unfit.replica, LossKind.SUSPECTED, f"it could not be started: {unfit.why}"))

@@ -96,6 +96,9 @@ class ReplicaGone(Value, frozen=True):
     """The microbatches to which the loss is charged."""
     rank: int | None = None
     """The rank that has caused the loss, if it is known."""
+    is_from_outside: bool = False
+    """True if the rank was stopped or traced by somebody: its slot is not to blame. A signal that
+    ends a rank is told from others by the kind of the loss."""
 
 
 class NodeAtWork(Value, frozen=True):

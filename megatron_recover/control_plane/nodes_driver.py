@@ -376,9 +376,9 @@ class NodesDriver:
                 self._start.is_ready(agent, message)
             case NodeLaunched():
                 self._launched(agent)
-            case ReplicaGone(loss, failing, rank) if self._membership is not None:
+            case ReplicaGone(loss, failing) if self._membership is not None:
                 if self._healing is not None:
-                    self._healing.broke(loss.replica, rank)
+                    self._healing.broke(message)
                 if failing is not None:
                     self._membership.failing(failing)
                 self._membership.lost(loss)

@@ -189,7 +189,7 @@ class ReplicaDriver:
         self._claim_when_complete()
 
     def ask_hold(self, member: int, label: str) -> None:
-        """Ask `member` to keep the pass of the step `label` open, whose state is about to be read."""
+        """Ask `member` to hold the step `label`, whose state is about to be read."""
         self._feed(machine.AskHold(member, label))
 
     def see_ranks_off(self) -> None:

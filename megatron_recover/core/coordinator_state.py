@@ -75,6 +75,8 @@ class CoordinatorState(Value, frozen=True):
     reason: str = ""
     """Reason of the first request for a newer generation, while that waits for its grace or for a
     save; else empty."""
+    reason_by: ReplicaId = -1
+    """The replica that has reported `reason`, if there is one."""
     reason_excused_by: tuple[ReplicaId, ...] = ()
     """Members that were at work when `reason` was reported. They may have ended their work before
     the grace ends."""

@@ -91,6 +91,7 @@ def announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str, lef
         follow=follow,
         all_late=False,
         reason="",
+        reason_by=-1,
         reason_excused_by=(),
         excused=bool(losses or left or state.reason_excused_by) or are_waits_excused(state),
     )

@@ -11,6 +11,7 @@ Note [Joining]
     2. The leader sends the claim to a member. That member vouches for it (`NewcomerReady`) only
        while its own replica computes the step of the claim, and only if its own digest of that
        state is equal. Otherwise it refuses (`JoinRefused`), and the newcomer reads a later state.
+       Until the next generation it keeps its pass open (`core/holding.py`, Note [Hold]).
     3. The coordinator makes a generation with all newcomers for which a member has vouched
        (`NewGeneration.joins`), if nothing speaks against it (`why_not_now`). A join begins in a
        later step than the join before; after a newcomer was removed, several steps later.

@@ -123,7 +123,7 @@ def on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
     if state.reason or is_stale:
         return state, ()
     reason = f"replica {request.replica}: {request.reason}"
-    state = replace(state, reason=reason, reason_excused_by=working(state))
+    state = replace(state, reason=reason, reason_by=request.replica, reason_excused_by=working(state))
     if any(save.generation < state.generation for save in state.saves):
         return state, ()  # a generation was made during the save already: no need of another
     # Repeated failures are not retried without a pause.

@@ -119,6 +119,8 @@ def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
     if told.replica not in generations.members(state):
         return state, ()
     claims = tuple(claim for claim in state.joins if claim.replica in out)
+    if state.reason and state.reason_by in out:  # that of one that knew of this before: nothing is wrong any more
+        state = replace(state, reason="", reason_by=-1, reason_excused_by=())
     state = replace(
         generations.without(state, out),
         forming=tuple(sorted({*state.forming, *out})),

@@ -81,8 +81,8 @@ class Entering:
         """
         faults: list[str] = []
         while len(faults) < NUM_TRIES:
-            is_last = len(faults) == NUM_TRIES - 1
-            label, members = self._at_rank_0(lambda: self._choose(is_last=is_last))
+            choose = self._choose_held if len(faults) == NUM_TRIES - 1 else self._choose
+            label, members = self._at_rank_0(choose)
             refusal = self._try(label, members)
             if refusal is None:
                 return self._driver.enter()
@@ -90,8 +90,12 @@ class Entering:
                 faults.append(f"{label}: {refusal.reason}")
         raise CannotJoin(f"this newcomer gives up after {NUM_TRIES} tries ({'; '.join(faults)}); {self._figures()}")
 
-    def _choose(self, *, is_last: bool) -> tuple[str, tuple[int, ...]]:
-        """Wait for the next window at a member; on the last try have that member hold its step.
+    def _choose_held(self) -> tuple[str, tuple[int, ...]]:
+        """Do as `_choose`, and ask that member to hold the step."""
+        return self._choose(is_held=True)
+
+    def _choose(self, *, is_held: bool = False) -> tuple[str, tuple[int, ...]]:
+        """Wait for the next window at a member.
 
         Return its label, and all members, that one first.
         """
@@ -100,7 +104,7 @@ class Entering:
             for position, (source, address) in enumerate(sources):
                 try:
                     current = self._reader.next_window(address, None).label
-                    if is_last:
+                    if is_held:
                         self._driver.ask_hold(source, next_training(current))
                     label = self._reader.next_window(address, current).label
                 except StateVoid:  # this member ends, or offers nothing

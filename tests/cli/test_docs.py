@@ -57,7 +57,7 @@ def test_what_a_machine_without_cuda_refuses_is_listed_and_no_other() -> None:
 
 
 def test_every_recover_flag_is_listed_with_its_default() -> None:
-    rows = re.findall(r"^\| `(--recover-[\w-]+)` \| `?([\w.]+)`? \|", _text("docs/reference/flags.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `(--recover-[\w-]+)` \| `?([\w.-]+)`? \|", _text("docs/reference/flags.md"), re.MULTILINE)
     defaults = {flag_of(field.name): field.default for field in msgspec.structs.fields(RecoverConfig)}
     assert dict(rows) == {flag: str(value).removesuffix(".0") for flag, value in defaults.items()}
 

@@ -287,7 +287,11 @@ def told(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[
 @pytest.mark.parametrize(
     ("line", "flags", "expected"),
     [
-        ("--replicas 2 --spares 2", "", "--spares needs --recover-heal in-place; give that behind the script's name"),
+        (
+            "--replicas 2 --spares 2",
+            "--recover-heal off",
+            "--spares has no use, as no lost replica is replaced (--recover-heal off, or a flag that excludes it)",
+        ),
         ("--replicas 2 --spares -1", "--recover-heal in-place", "--spares is -1; it must be a number of slots, 0 or more"),
     ],
 )

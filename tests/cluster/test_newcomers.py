@@ -102,7 +102,7 @@ def test_a_newcomer_starts_in_the_slots_of_the_lost_replica_once_all_of_it_has_e
 
 
 def test_off_forms_nobody(start: Start, tmp_path: Path) -> None:
-    healed = Healed(start, tmp_path, "wait", "1 0 forward 1", config=RecoverConfig())
+    healed = Healed(start, tmp_path, "wait", "1 0 forward 1", config=RecoverConfig(heal="off"))
     healed.job.until(lambda: healed.job.num_applied() > 30, "training")
     healed.end([0, 2])
     assert healed.newcomers == [] and "newcomer" not in healed.said
@@ -195,8 +195,8 @@ def test_a_replica_over_two_nodes_is_replaced_on_both(tmp_path: Path) -> None:
                 least_nodes=2, most_nodes=2, node_rank=node, host="127.0.0.1", port=port, flag="--master-addr", join_s=60
             )
             spec = Spec(
-                run_dir=str(tmp_path / "run"), replicas=3, steps=20, pace_s=0.1, config=IN_PLACE, heals=True, script=str(TOY), slots=3,
-                sums_dir=str(tmp_path), faults=(fault("1 1 forward 1"),), meeting=meeting, key_file=str(key),
+                run_dir=str(tmp_path / "run"), replicas=3, steps=20, pace_s=0.1, config=IN_PLACE, heals=True, script=str(TOY),
+                slots=3, sums_dir=str(tmp_path), faults=(fault("1 1 forward 1"),), meeting=meeting, key_file=str(key),
             )  # fmt: skip
             output = stack.enter_context(open(tmp_path / f"{node}.out", "wb"))
             nodes.append(forks.start(command(spec), cwd=ROOT, environment=os.environ, output=output.fileno()))

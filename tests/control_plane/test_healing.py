@@ -147,6 +147,15 @@ def test_a_newcomer_that_ends_is_tried_again_at_once_if_it_was_killed_and_later_
     assert agent.of(FormReplica)[2:] == [FormReplica(4, ((0, 2), (1, 3)))]
 
 
+def test_a_replica_that_somebody_has_stopped_is_replaced_at_once_however_often(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1))
+    for replica in (1, 2, 3, 4):
+        agent.say(ReplicaGone(Loss(replica, LossKind.HUNG, "rank 0 stopped"), None, 0, is_from_outside=True))
+        town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
+        agent.say(FenceDone(replica))
+        town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica)
+
+
 def test_the_machine_knows_when_no_newcomer_can_be_formed_any_more(start: Start) -> None:
     town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0))
     membership = town.nodes._membership

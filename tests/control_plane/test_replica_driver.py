@@ -18,12 +18,21 @@ from megatron_recover.control_plane import protocol_events
 from megatron_recover.control_plane import replica_driver as leader
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, encode, listen
-from megatron_recover.core.digest import commitment, digest
-from megatron_recover.core.membership_messages import Diverged, Entered, Miscounted, NewGeneration, ReplicaBlocked
+from megatron_recover.core.digest import combined, commitment, digest
+from megatron_recover.core.membership_messages import (
+    Diverged,
+    Entered,
+    JoinRefused,
+    Miscounted,
+    NewcomerReady,
+    NewGeneration,
+    ReplicaBlocked,
+)
 from megatron_recover.core.rank_messages import (
     Apply,
     Begun,
     Holds,
+    Plan,
     Promised,
     RankBlocked,
     RankFailing,
@@ -31,8 +40,8 @@ from megatron_recover.core.rank_messages import (
     Report,
     Stop,
 )
-from megatron_recover.core.replica import ToCoordinator, waiting_for
-from megatron_recover.core.values import Held, Record, Shape, Status, Statuses, Vote, Work
+from megatron_recover.core.replica import HoldAsked, ReplicaPhase, ToCoordinator, waiting_for
+from megatron_recover.core.values import Claim, Held, Record, Shape, Status, Statuses, Vote, Work
 from megatron_recover.data_plane.transport import TransportError
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import address_of
@@ -114,11 +123,11 @@ class Leading:
         self.other.received.clear()
         return said
 
-    def speak(self, *messages: Any) -> Link:
-        """A link of the other leader to this one."""
-        link = call(self.address, Party(Role.LEADER, 1), Party(Role.LEADER, self.replica))
+    def speak(self, *messages: Any, replica: int = 1) -> Link:
+        """A link of the other leader, or of another one, to this one."""
+        link = call(self.address, Party(Role.LEADER, replica), Party(Role.LEADER, self.replica))
         self.other.loop.watch(link, lambda link, message: None, self.other._lost)
-        for message in (PeerHello(1), *messages):
+        for message in (PeerHello(replica, self.other.address if replica > 1 else ""), *messages):
             self.other.loop.send(link, message)
         self.other.wait(lambda: link.proven and not link.wants_write)
         return link
@@ -452,3 +461,80 @@ def test_in_a_tree_the_root_says_nothing_before_it_has_heard_from_all(lead: Lead
     assert (said.replica, [each.replica for each in said.statuses]) == (0, [0, 1, 2])
     leading.coordinator.loop.run_once(0.0)
     assert leading.coordinator.received == []
+
+
+# --- Holds ----------------------------------------------------------------------------------------
+
+
+def held(leading: Leading, *said: Any) -> Link:
+    """The pass of the step is held for newcomer 2, which says this, and its end is kept back."""
+    link = leading.speak(*said, replica=2)
+    if not isinstance(said[-1], Claim):
+        leading.other.wait(lambda: leading.member._leader._state.hold is not None)  # type: ignore[union-attr]
+    else:
+        leading.coordinator.wait(lambda: leading.coordinator.received)
+        assert leading.coordinator.received.pop() == NewcomerReady(0, 1, 0, said[-1])
+    return link
+
+
+def begun(leading: Leading) -> None:
+    leading.speak(status())
+    leading.member.begin(WORK)
+    assert isinstance(leading.member.next_order(), Plan)
+
+
+def is_closed(leading: Leading) -> bool:
+    leading.other.loop.run_once(0.05)
+    return leading.member.has_order()
+
+
+def recorded(leading: Leading) -> trace.PassHeld:
+    """The only hold in the trace, once it is there."""
+    leading.other.wait(lambda: any(isinstance(event, trace.PassHeld) for event in leading.events))
+    [event] = [event for event in leading.events if isinstance(event, trace.PassHeld)]
+    assert (event.replica, event.label, event.newcomers) == (0, "train 1", (2,))
+    return event
+
+
+def test_a_hold_that_was_asked_for_ends_by_itself(lead: Lead) -> None:
+    leading = lead(stall_s=2.0).heard()
+    leading.speak(status())
+    leading.other.wait(lambda: leading.member._leader._state.phase is ReplicaPhase.IDLE)  # type: ignore[union-attr]
+    held(leading, HoldAsked(2, "train 1"))
+    leading.member.begin(WORK)
+    assert isinstance(leading.member.next_order(), Plan)
+    leading.member.ask_close()
+    assert not is_closed(leading)
+    leading.other.wait(lambda: leading.member.has_order())
+    assert leading.member.more_work() is None
+    event = recorded(leading)
+    assert event.is_asked and 0 < event.seconds < Deadlines.of().hold_s + 30
+
+
+@pytest.mark.parametrize("end", ["refusal", "link", "generation"])
+def test_a_hold_that_came_with_a_claim_ends_with_the_reason_for_it(lead: Lead, end: str) -> None:
+    leading = lead().heard()
+    hold_for_long(leading)
+    begun(leading)
+    leading.member.digested("train 1", 5)
+    leading.other.wait(lambda: leading.member._leader._state.served)  # type: ignore[union-attr]
+    link = held(leading, Claim(2, "train 1", combined([5])))
+    leading.member.ask_close()
+    assert not is_closed(leading)
+    if end == "refusal":
+        leading.coordinator.send(JoinRefused(2, "train 1", "a save is in progress"))
+    elif end == "link":
+        leading.other.loop.drop(link)
+    else:
+        leading.coordinator.send(Announcement(NewGeneration(2, (0, 1)), leading.peers, 0.0))
+    leading.other.wait(lambda: leading.member.has_order())
+    assert leading.member.more_work() is None
+    event = recorded(leading)
+    assert not event.is_asked and event.seconds > 0
+
+
+def hold_for_long(leading: Leading) -> None:
+    """No hold ends by itself."""
+    one = leading.member._leader
+    assert one is not None
+    one._deadlines = replace(one._deadlines, hold_s=1000.0)

@@ -66,7 +66,7 @@ def test_waits_that_follow_each_other_are_together_within_the_outer_one(deadline
 def test_a_wait_that_does_not_grow_says_why() -> None:
     usual, long = Deadlines.of(), Deadlines.of(LONGEST_S / 2)
     capped = {"beat_s", "silence_s", "words_s", "sigkill_s", "follow_s", "reap_s", "close_s", "stop_s", "end_s", "fork_s"}
-    capped |= {"slots_s", "lock_s", "offer_s", "probe_s", "renew_s"}
+    capped |= {"slots_s", "lock_s", "hold_s", "offer_s", "probe_s", "renew_s"}
     fixed = {name for name in NAMES if getattr(usual, name) == getattr(long, name) == getattr(Deadlines.of(SHORTEST_S), name)}
     assert {name for name in NAMES if getattr(usual, name) == getattr(long, name)} == fixed | capped
     assert {name for name, meaning in explain.meanings().items() if "Fixed:" in meaning} == fixed

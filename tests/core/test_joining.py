@@ -28,6 +28,7 @@ from megatron_recover.core.coordinator import (
 from megatron_recover.core.digest import combined, commitment
 from megatron_recover.core.excuses import AT_WORK
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.holding import held_label
 from megatron_recover.core.invariants import (
     Committed,
     Fact,
@@ -52,8 +53,29 @@ from megatron_recover.core.membership_messages import (
     ReplicaSaving,
     TurnedAway,
 )
-from megatron_recover.core.rank_messages import Begun, Close, CloseAsked, EnterTraining, Plan, Promised, StateDigested, Stop
-from megatron_recover.core.replica import Admission, ReplicaPhase, SendClaim, ToCoordinator, ToPeers, ToRanks, waiting_for
+from megatron_recover.core.rank_messages import (
+    Begun,
+    Close,
+    CloseAsked,
+    EnterTraining,
+    Plan,
+    Promise,
+    Promised,
+    StateDigested,
+    Stop,
+)
+from megatron_recover.core.replica import (
+    Admission,
+    AskHold,
+    HoldAsked,
+    HoldExpired,
+    ReplicaPhase,
+    SendClaim,
+    ToCoordinator,
+    ToPeers,
+    ToRanks,
+    waiting_for,
+)
 from megatron_recover.core.request import TOO_FEW, exit_for, leave_of
 from megatron_recover.core.speed import Estimate, Speeds
 from megatron_recover.core.values import Claim, Compute, Statuses, Work
@@ -154,6 +176,15 @@ def test_between_two_joins_a_step_is_committed() -> None:
     assert isinstance(refused, Refuse) and "may begin in step 1" in refused.refused.reason
     _, effects = feed(state, ready(Claim(3, "train 1", DIGEST), generation=2, step=1))
     assert effects == [Arm("gather 2", "gather_s")]
+
+
+def test_what_a_newcomer_missed_before_it_was_turned_away_makes_no_generation() -> None:
+    broke = ReplicaBlocked(3, 2, "the link to the leader of replica 0 broke")
+    state, effects = feed(joined(), broke, TurnedAway(0, 2, (3,), "late"), TimerFired("grace 2"))
+    assert state.generation == 2 and not any(isinstance(effect, Announce) for effect in effects), effects
+    own = ReplicaBlocked(1, 2, "the link to the leader of replica 0 broke")
+    state, effects = feed(joined(), own, TurnedAway(0, 2, (3,), "late"), TimerFired("grace 2"))
+    assert announced(effects).generation == 3, "that of a member counts"
 
 
 def test_a_loss_while_newcomers_gather_refuses_them_and_they_may_ask_again() -> None:
@@ -428,6 +459,130 @@ def test_a_step_that_is_committed_with_its_vote_proves_a_newcomer() -> None:
     assert ToCoordinator(NewcomersProven(0, 2, (3,))) in effects and state.joins == () and state.roster == (0, 1, 3)
     state, [plan] = lead(state, Begun(0, 1, Work("train 1", 3, (0,))))
     assert isinstance(plan, ToRanks) and plan.order.quotas == (1, 1, 1)  # type: ignore[union-attr]
+
+
+# --- A hold ------------------------------------------------------------------------------------------------------------------
+
+CLOSE = ToRanks(Close(0))
+
+
+def holding(*before: Any) -> replica.ReplicaState:
+    """A member that has vouched for newcomer 3 and keeps the end of its pass back."""
+    state, effects = lead(working(), DIGESTED, CLAIM, CloseAsked(0, 0), *before)
+    assert CLOSE not in effects[:2] and effects[0] == ToCoordinator(NewcomerReady(0, 1, 0, CLAIM))
+    return state
+
+
+def test_a_member_that_vouches_keeps_the_end_of_its_pass_back() -> None:
+    state = holding()
+    assert held_label(state) == "train 0" and state.close_waits and not state.is_closed
+    other = replace(CLAIM, replica=4)
+    after, effects = lead(state, other)
+    assert effects == [ToCoordinator(NewcomerReady(0, 1, 0, other))], "another newcomer is not too late yet"
+    assert after.hold is not None and after.hold.newcomers == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        HoldExpired("train 0"),
+        JoinRefused(3, "train 0", "a save is in progress"),
+        replica.LinkLost(3),
+        replica.CoordinatorLost(),
+        replace(CLAIM, digest=6),
+    ],
+    ids=lambda end: type(end).__name__,
+)
+def test_the_pass_ends_as_soon_as_nothing_keeps_it_open(end: Any) -> None:
+    state, effects = lead(holding(), end)
+    assert CLOSE in effects and state.hold is None and state.is_closed and not state.close_waits
+    again, effects = lead(state, end)
+    assert CLOSE not in effects, "it ended twice"
+    again, _ = lead(again, HoldAsked(3, "train 0"))
+    assert again.hold is None, "a step is held once"
+
+
+def test_a_generation_ends_a_hold_after_its_ranks_have_promised() -> None:
+    """Else they could begin a sum of the generation that is over, whose result would turn the newcomer away."""
+    news = NewGeneration(2, (0, 1, 2, 3), joins=(CLAIM,))
+    state, effects = lead(holding(), news)
+    assert effects == [ToRanks(Promise(2, (0, 1, 2, 3))), CLOSE] and state.hold is None
+    assert lead(working(), DIGESTED, CLAIM, news)[1][-1] == ToRanks(Promise(2, (0, 1, 2, 3))), "the pass is not at its end"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [HoldExpired("train 1"), JoinRefused(4, "train 0", ""), JoinRefused(3, "train 1", ""), HoldAsked(4, "train 1")],
+    ids=str,
+)
+def test_nothing_else_ends_a_hold(other: Any) -> None:
+    assert lead(holding(), other) == (holding(), [])
+
+
+def test_a_hold_for_two_newcomers_ends_when_neither_needs_it() -> None:
+    state, _ = lead(holding(), HoldAsked(4, "train 0"))
+    state, effects = lead(state, JoinRefused(3, "train 0", "late"))
+    assert effects == [] and state.hold is not None and state.hold.newcomers == (4,)
+    assert lead(state, JoinRefused(4, "train 0", "late"))[1] == [CLOSE]
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        ((CloseAsked(0, 0),), "its sums may be over at any time"),
+        ((replica.CoordinatorLost(),), "nobody will join"),
+        ((Begun(0, 0, WORK, (exit_for("SIGTERM"),)),), "the job is about to end"),
+        ((holds(),), "it has voted"),
+    ],
+)
+def test_a_pass_that_is_over_or_that_nobody_may_enter_is_not_held(before: Any, why: str) -> None:
+    state, _ = lead(working(), *before)
+    assert lead(state, HoldAsked(3, "train 0")) == (state, []), why
+
+
+def test_a_member_without_a_microbatch_has_no_pass_to_hold() -> None:
+    state, _ = lead(working(2, (0, 1, 2), work=Work("train 0", 2, (0,))), HoldAsked(3, "train 0"))
+    assert state.plan is not None and not state.plan.computes and state.hold is None
+
+
+def committed(*said: Any) -> replica.ReplicaState:
+    """The only member, which has committed step 0, in which it heard this."""
+    state, _ = lead(working(0, (0,)), *said, CloseAsked(0, 0), HoldExpired("train 0"), holds())
+    assert state.step == 1 and state.phase is ReplicaPhase.IDLE
+    return state
+
+
+def test_a_hold_that_is_asked_for_before_its_step_begins_with_it() -> None:
+    state, _ = lead(committed(HoldAsked(3, "train 1")), Begun(0, 1, Work("train 1", 3, (0,))))
+    assert held_label(state) == "train 1"
+    state, effects = lead(state, CloseAsked(0, 1))
+    assert effects == [] and lead(state, HoldExpired("train 1"))[1] == [ToRanks(Close(1))]
+
+
+@pytest.mark.parametrize(("label", "stays"), [("evaluate 1/1", True), ("train 2", False)])
+def test_a_hold_waits_for_no_other_training_step(label: str, stays: bool) -> None:
+    buckets = (0,)
+    state, _ = lead(committed(HoldAsked(3, "train 1")), Begun(0, 1, Work(label, 3, buckets)))
+    assert (state.hold is not None) == stays and held_label(state) == ""
+    assert lead(state, CloseAsked(0, 1))[1] == [ToRanks(Close(1))], "another step is held"
+
+
+def test_a_hold_of_a_step_that_never_begins_ends_with_the_generation() -> None:
+    state, effects = lead(working(), HoldAsked(3, "train 1"), NewGeneration(2, (0, 1, 2)))
+    assert state.hold is None and effects == [ToRanks(Promise(2, (0, 1, 2)))]
+
+
+def test_a_newcomer_asks_for_a_hold_before_it_joins_alone() -> None:
+    ask = AskHold(1, "train 5")
+    assert lead(replica.ReplicaState(3, SHAPE), ask)[1] == [ToPeers((1,), HoldAsked(3, "train 5"))]
+    assert lead(working(), ask)[1] == []
+
+
+def test_a_refusal_of_the_coordinator_goes_to_the_member_that_holds_too() -> None:
+    _, effects = feed(formed(), ReplicaSaving(1, False), ready(member=2))
+    assert [each.member for each in effects if isinstance(each, Refuse)] == [2]
+    _, effects = feed(formed(), ready(member=1), ReplicaSaving(1, False), TimerFired("gather 1"))
+    assert [each.member for each in effects if isinstance(each, Refuse)] == [1]
 
 
 # --- The newcomer ------------------------------------------------------------------------------------------------------------

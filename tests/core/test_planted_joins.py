@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import admission, coordinator, generations, joining, newcomers, plan, recovery, replica
+from megatron_recover.core import admission, coordinator, generations, holding, joining, newcomers, plan, recovery, replica
 from megatron_recover.core.coordinator_state import Form
 from megatron_recover.core.invariants import StateKnown
 from megatron_recover.core.joining import Admissions
 from megatron_recover.core.membership_messages import Loss, LossKind, TurnedAway
-from megatron_recover.core.rank_messages import Plan, StateDigested
+from megatron_recover.core.rank_messages import Close, CloseAsked, Plan, StateDigested
 from megatron_recover.core.replica_state import ReplicaState
 from megatron_recover.core.speed import UNKNOWN
 from megatron_recover.core.values import Claim, Status, Work
@@ -406,3 +406,33 @@ def test_an_id_that_is_used_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(coordinator.TABLE, coordinator.FormAsked, again)  # type: ignore[arg-type]
     scenario = Scenario("planted", **ALONE | {"newcomers": 2, "steps": 2}, crashes=1)
     caught(AfterALoss(scenario).run(limit=500_000), 6)
+
+
+# --- A hold ---------------------------------------------------------------------------------------
+
+
+def test_a_hold_that_never_ends_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newcomer dies before it is announced: nothing else ends the hold."""
+    handle(monkeypatch, replica.HoldExpired, lambda state, expired: (state, ()))
+    caught(explore(**ALONE, crashes=1), 8, 9)
+
+
+def test_a_hold_that_outlives_its_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "ended", lambda state: (state, ()))
+    caught(explore(**ALONE), 8)
+
+
+def test_a_hold_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that was asked to hold a later step holds the one that runs."""
+    monkeypatch.setattr(holding, "held_label", lambda state: state.hold.label if state.hold is not None else "")
+    caught(explore(**ALONE | {"steps": 2}, asks=1, links=True), 8)
+
+
+def test_a_hold_that_lasts_beyond_the_end_of_its_pass_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps nobody's results back, and says that it does."""
+
+    def closes(state: ReplicaState, report: CloseAsked) -> replica.Step:
+        return replace(state, is_closed=True), (replica.ToRanks(Close(state.step)),)
+
+    handle(monkeypatch, CloseAsked, closes)
+    caught(explore(**ALONE), 8)

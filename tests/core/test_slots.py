@@ -55,7 +55,8 @@ def test_nothing_is_formed_while_nobody_is_lost() -> None:
 
 def test_several_losses_at_once_are_healed_in_place() -> None:
     assert plan(killed(THREE, 0, 2), 2) == (
-        "0.0 0.1 for 0 in the slots of replica 0 (node 0: slots 0 and 1)\n0.4 0.5 for 2 in the slots of replica 2 (node 0: slots 4 and 5)"
+        "0.0 0.1 for 0 in the slots of replica 0 (node 0: slots 0 and 1)\n"
+        "0.4 0.5 for 2 in the slots of replica 2 (node 0: slots 4 and 5)"
     )
 
 

@@ -277,6 +277,21 @@ def test_one_replica_is_profiled_and_one_replica_alone_overlaps_what_tensor_para
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("flags", "heal"),
+    [
+        ("", "in-place"),
+        ("--recover-heal off", "off"),
+        ("--optimizer-cpu-offload", "off"),
+        ("--phase-transition-iterations 5", "off"),
+        ("--vision-pretraining --vision-pretraining-type dino", "off"),
+        ("--vision-pretraining", "in-place"),
+    ],
+)
+def test_the_launcher_knows_whether_lost_replicas_are_replaced(data: str, flags: str, heal: str) -> None:
+    assert judge(data, flags).config.heal == heal
+
+
 def test_flags_are_declared_as_megatron_declares_them() -> None:
     from megatron.training.arguments import add_megatron_arguments
 

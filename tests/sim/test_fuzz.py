@@ -248,8 +248,8 @@ def test_admission_without_equal_digests_is_found(monkeypatch: pytest.MonkeyPatc
     original = admission.refusal
 
     def vouches(state: replica.ReplicaState, claim: Claim) -> JoinRefused | None:
-        refused = original(state, claim)
-        return None if refused is not None and "digest" in refused.reason else refused
+        answer = original(state, claim)
+        return None if answer is not None and "digest" in answer.reason else answer
 
     def admits(claims: Sequence[Claim], statuses: Any, work: Any) -> Admissions:
         return Admissions(tuple(claim.replica for claim in claims))

@@ -78,6 +78,7 @@ class Job:
         self.ranks, self.answers = ranks, list(answers)
         self.step = 0
         self.asked: list[tuple[str, int]] = []
+        self.holds: list[tuple[str, int]] = []
         self.digests: list[tuple[int, str]] = []
         self.installed: list[tuple[int, Mapping[str, Scalar]]] = []
         self.reads: list[tuple[int, str, tuple[str, ...]]] = []
@@ -129,7 +130,8 @@ class FakeDriver:
         return answer
 
     def ask_hold(self, member: int, label: str) -> None:
-        pass
+        assert self.rank == 0 and not self.job.has_stopped
+        self.job.holds.append((label, member))
 
     def enter(self) -> int:
         if self.job.has_stopped:
@@ -190,6 +192,7 @@ def test_tries_are_used_up_by_slowness_of_any_rank_and_by_inequality() -> None:
     assert "train 1: unequal; train 2: the window closed; train 3: late" in said and "MiB in 0.50 s" in said
     assert "a step takes" in said
     assert job.asked == [("train 1", 4), ("train 3", 4)], "nobody claims what one rank has not read"
+    assert job.holds == [("train 3", 4)], "only on the last try, before the step begins"
     assert {event.num_tries for event in ranks.events if event.rank == 1} == {1, 2}
 
 

@@ -153,6 +153,11 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--tensor-parallel-num-weight-shards": _INT,
     "--expert-tensor-parallel-num-weight-shards": _INT,
     "--async-save": _ON,
+    # No replica can join.
+    "--optimizer-cpu-offload": _ON,
+    "--phase-transition-iterations": _TEXT,
+    "--vision-pretraining": _ON,
+    "--vision-pretraining-type": {"default": "classify"},
     "--non-persistent-save-interval": _INT,
     "--ckpt-format": {"default": "torch_dist"},
     "--yaml-cfg": _TEXT,

@@ -71,9 +71,9 @@ def held_rightly(leader: ReplicaState) -> None:
         raise InvariantViolation(8, f"a hold of generation {hold.generation} stands in generation {leader.generation}")
     if leader.close_waits and (hold is None or hold.label != label):
         raise InvariantViolation(8, f"the pass of {label or 'no step'} is kept open for {hold}")
-    if hold is not None and hold.label == label:
-        if leader.phase is not ReplicaPhase.WORKING or leader.is_closed or any(leader.held):
-            raise InvariantViolation(8, f"replica {leader.replica} holds {label} in phase {leader.phase}, after its pass")
+    is_over = leader.phase is not ReplicaPhase.WORKING or leader.is_closed or any(leader.held)
+    if hold is not None and hold.label == label and is_over:
+        raise InvariantViolation(8, f"replica {leader.replica} holds {label} in phase {leader.phase.value}, after its pass")
 
 
 def _is_not_excused(world: JobState, after: CoordinatorState) -> None:

@@ -87,8 +87,8 @@ class Scenario(Value, frozen=True):
     """Newcomers that are formed, read a state and ask to join. Each may join in any later step, and
     dies and is fenced like a member."""
     asks: int = 0
-    """Times that a newcomer asks a member to keep the pass of a step open, at any instant. Only with
-    `links`, or one request would arrive again and again."""
+    """Times that a newcomer asks a member to hold a step, at any instant. Only with `links`: else
+    one request would arrive again and again."""
     waits_for_newcomers: bool = False
     """Let the job continue with fewer than `min_replicas` members while a newcomer forms."""
     min_replicas: int = 1
