@@ -201,7 +201,8 @@ def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", ["--optimizer-cpu-offload", "--phase-transition-iterations 5", "--vision-pretraining --vision-pretraining-type dino"]
+    "flags",
+    ["--optimizer-cpu-offload", "--phase-transition-iterations 5", "--vision-pretraining --vision-pretraining-type dino"],
 )
 def test_lost_replicas_are_replaced_unless_a_flag_forbids_it(flags: str, data: str) -> None:
     assert judge(data, "").config.heal == judge(data, "--recover-heal in-place").config.heal == "in-place"

@@ -161,11 +161,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--non-persistent-save-interval": _INT,
     "--ckpt-format": {"default": "torch_dist"},
     "--yaml-cfg": _TEXT,
-    # Flags with which no replica can join.
-    "--optimizer-cpu-offload": _ON,
-    "--phase-transition-iterations": _TEXT,
-    "--vision-pretraining": _ON,
-    "--vision-pretraining-type": {"default": "classify"},
 }
 """Megatron's flags that are read here, declared as Megatron does (a test compares both)."""
 
