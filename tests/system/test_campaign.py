@@ -18,9 +18,8 @@ from megatron_recover.faults import NEWCOMER_ONLY, FaultKind, FaultPoint
 from tests.system import campaign, jobs
 from tests.system.judging import EXPECTATIONS
 from tests.system.placing import placement
-from tests.system.scenarios import (
+from tests.system.plans import (
     CHARGED,
-    KINDS,
     MAX_PROCESSES,
     MISCOUNTING,
     NARROW,
@@ -30,11 +29,11 @@ from tests.system.scenarios import (
     SILENT,
     STRUCK,
     UNEVEN,
-    scenario,
 )  # fmt: skip
+from tests.system.scenarios import KINDS, scenario
 from tests.system.strikes import StrikeKind
 
-SEEDS = range(1, 201)
+SEEDS = range(1, 401)
 
 
 def test_scenarios_are_a_function_of_their_seed() -> None:
