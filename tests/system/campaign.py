@@ -190,6 +190,7 @@ class Campaign:
             copies.mkdir()
             environment, faults = plan.environment(), (*plan.faults, *plan.never())
             if plan.strike is not None:
+                assert plan.spared is not None
                 told = orders(plan.strike, copies, plan.spared)
                 environment[STRIKE] = msgspec.json.encode(told).decode()
                 faults += tuple(told.never())

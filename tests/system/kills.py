@@ -35,7 +35,7 @@ class Kills:
 class Killer:
     """Kills rank after rank of one job, on a thread of its own."""
 
-    def __init__(self, kills: Kills, run_dir: pathlib.Path, spared: int) -> None:
+    def __init__(self, kills: Kills, run_dir: pathlib.Path, spared: int | None) -> None:
         self._kills, self._run_dir, self._spared = kills, run_dir, spared
         self._dice = random.Random(kills.seed)
         self._over = threading.Event()

@@ -123,10 +123,11 @@ class Scenario:
         return hosted(placement(self.job, self.slots), self.strike.node)
 
     @property
-    def spared(self) -> int:
-        """A replica that nothing hits."""
+    def spared(self) -> int | None:
+        """A replica of the start that nothing hits; None: all are hit."""
         hit = {fault.replica for fault in self.faults if fault.kind is not FaultKind.SLOW} | self.lost
-        return min(set(range(self.job.replicas)) - hit)
+        hit |= {int(act.do.split()[1]) for act in self.acts if act.do.startswith(("kill", "drain"))}
+        return min(set(range(self.job.replicas)) - hit, default=None)
 
     def reference(self) -> Job:
         """The failure-free job of one replica that it has to end like. What makes no difference to its result is left out."""
