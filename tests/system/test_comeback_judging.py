@@ -156,7 +156,7 @@ MADE = (came_back, killed_at_any_time, all_replaced, used_up, drained, stopped, 
 
 
 @pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
-def test_a_run_that_keeps_every_promise_passes(
+def test_a_run_that_keeps_its_promises_passes(
     make: Callable[[], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make()
@@ -237,7 +237,10 @@ def test_who_had_no_time_need_not_come(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_rank_that_is_left_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = f"from megatron_recover.cluster.rank_process import set_process_name; set_process_name('{RANK}2.0'); print(flush=True); input()"
+    program = (
+        f"from megatron_recover.cluster.rank_process import set_process_name; set_process_name('{RANK}2.0'); "
+        "print(flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None and rank.stdin is not None and rank.stdout.readline()
         made = came_back()
