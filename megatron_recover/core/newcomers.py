@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from megatron_recover.core import generations
+from megatron_recover.core import generations, leaving
 from megatron_recover.core.alike import described, differences
 from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse, RoomKnown
 from megatron_recover.core.excuses import without_evidence
@@ -82,7 +82,7 @@ def why_not_now(state: CoordinatorState, ready: NewcomerReady) -> str:
         return "a save is in progress" if state.saves else "training ends"
     if state.reason or state.trouble or state.fruitless or state.evidence.pairs:
         return "the members have trouble in this step"
-    if details(state.requests, RequestKind.EXIT) or details(state.requests, RequestKind.LEAVE):
+    if details(state.requests, RequestKind.EXIT) or leaving.asked(state.requests, state.roster):
         return "the job, or a member, was asked to end"
     return ""
 
