@@ -21,10 +21,10 @@ def main(argv: list[str]) -> int:
     """Ask a job for another number of replicas, and wait until it has that many."""
     parser = Parser(
         prog="megatron-recover scale",
-        description="Have a running job grow or shrink to N replicas. New replicas are formed in free slots (--spares, and what "
+        description="Have a running job grow or shrink to N replicas. New ones are formed in free slots (--spares, and what "
         "`megatron-recover drain` has given back) while the others train. To shrink, the replicas with the highest ids leave "
         "after a common step. No microbatch is lost.",
-        epilog=f"Exit code {ExitCode.OK:d}: the job has N replicas. {ExitCode.FAILED:d}: one that was to leave was lost before. "
+        epilog=f"Exit code {ExitCode.OK:d}: the job has N replicas. {ExitCode.FAILED:d}: one that was to leave was lost first. "
         f"{ExitCode.BAD_INPUT:d}: the job refuses, or there is none. "
         f"{ExitCode.UNFINISHED:d}: it has another number after the wait, or has not answered.",
     )

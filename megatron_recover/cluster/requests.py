@@ -33,8 +33,8 @@ class Requests:
         self._answers: tuple[status.Answer, ...] = ()
         """Answers to the newest requests."""
         self._known: dict[str, status.Answer | None] = {}
-        """Request -> its answer; None while there is none. A new recorder passes requests again, and
-        none is carried out twice."""
+        """Request -> its answer; None while there is none. A new recorder passes requests again,
+        and none is carried out twice."""
         self._early: list[status.Request] = []
         """Requests that came before the first state of the job."""
         self._state: JobState | None = None

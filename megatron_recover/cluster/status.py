@@ -1,8 +1,8 @@
 """The state of a job in a file of its run directory, and requests that others leave there for it.
 
 The recorder of node 0 writes `status.json` while the job runs, and reads the folder `requests`, in
-a thread of its own: no disk that stalls holds up anything else. So `status`,
-`drain` and `scale` work from every host that sees the run directory, without the key and without a connection.
+a thread of its own: no disk that stalls holds up anything else. So `status`, `drain` and `scale`
+work from every host that sees the run directory, without the key and without a connection.
 
 Note [Who may ask]. Only the user of the job and root may ask it for anything. Node 0 makes
 the folder of requests for its user alone, and follows only regular files of that user or of root.
@@ -364,8 +364,9 @@ def opened(run_dir: Path, owner: int | None) -> Iterator[Folder]:
 def ask(run_dir: Path, drain: str, by: str, replicas: int | None = None) -> str:
     """Leave a request for the job in its run directory; return its id.
 
-    `drain`, `by` and `replicas` are as in `Request`. The job removes the file once it has answered. Raises OSError, and ValueError with the remedy if
-    the folder is a link, which the job does not follow.
+    `drain`, `by` and `replicas` are as in `Request`. The job removes the file once it has answered.
+    Raises OSError, and ValueError with the remedy if the folder is a link, which the job does not
+    follow.
     """
     folder, name = run_dir / REQUESTS, f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}"
     if folder.is_symlink():

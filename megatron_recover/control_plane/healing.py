@@ -84,7 +84,7 @@ class Healing:
         self._since: dict[ReplicaId, int] = {}
         """Newcomer that is a proven member -> the number of committed steps at which it was."""
         self._stays_free: set[ReplicaId] = set()
-        """Replicas that leave, and whose slots are used again, as a greater number was asked for."""
+        """Replicas that leave, and whose slots are used again, as more replicas were asked for."""
         self._proven: set[ReplicaId] = set()
         self._again_at_s = 0.0
         """Time of the loop's clock from which another plan may form more."""
@@ -160,12 +160,11 @@ class Healing:
         return slots.room(self._pasts, self._staying(), self._settings).num_replicas
 
     def rescale(self) -> None:
-        """Form what the wanted number lacks, also in slots that were given back, as far as needed."""
+        """Form what the wanted number lacks, also in slots that were given back, if needed."""
         room = slots.room(self._pasts, self._staying(), self._settings)
         again = room.given_back[: max(0, self._wanted() - room.own)]
         self._stays_free |= {*again}
-        gone = {each.user for each in self._pasts if each.is_given_back}
-        self._pasts = slots.lent_again(self._pasts, gone.intersection(again))
+        self._pasts = slots.lent_again(self._pasts, again)
         self._again_at_s = 0.0
         self.heal()
 
