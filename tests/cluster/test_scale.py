@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import drain, scale
-from megatron_recover.cluster.requests import Requests
-from megatron_recover.cluster.status import REQUESTS, Answer, Request, Status, read, write
-from megatron_recover.control_plane.node_messages import JobState, ScaleAnswer, ScaleAsked
+from megatron_recover.cluster.status import REQUESTS, Answer, Request, Status, read
+from megatron_recover.control_plane.node_messages import ScaleAnswer, ScaleAsked
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import Outcome, Spec
@@ -99,4 +99,85 @@ def test_the_next_record_after_a_refused_request_is_that_of_a_job_without_one(
         records.append({line["step"]: line for line in outcome.sums(0, 0)})
         assert {event.requests for event in outcome.of(trace.Committed)} == {()}
     assert records[0] == records[1]
-    assert "the job has ended" in refusal(["--replicas", "2", str(tmp_path / "asked")], capsys) or True
+    assert "no job trains in" in refusal(["--replicas", "2", str(tmp_path / "asked")], capsys)
+
+
+# --- The command alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Have these states of a job read one after the other, the last one for ever; return its folder."""
+
+    def telling(*states: Status) -> Path:
+        left = list(states)
+        monkeypatch.setattr("megatron_recover.cluster.status.read", lambda run_dir: left.pop(0) if len(left) > 1 else left[0])
+        monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
+        monkeypatch.setattr(scale, "_LOOK_S", 0.01)
+        return tmp_path
+
+    return telling
+
+
+GROWS = (Answer("i", "", "1 replica is formed while the others train"),)
+
+
+def test_the_number_counts_once_a_step_is_committed_with_it(
+    told: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    grown = running(roster=(0, 1, 2), answers=GROWS, step=5)
+    turned_away = running(answers=GROWS, step=6)
+    run_dir = told(running(), running(answers=GROWS), grown, turned_away, grown)
+    assert scale.main([str(run_dir), "--replicas", "3", "--wait", "0.3"]) == ExitCode.UNFINISHED
+    out = capsys.readouterr().out
+    assert out == f"{GROWS[0].text}\nthe job has not 3 replicas within 0.3 s; it goes on to that number by itself\n"
+    later = msgspec.structs.replace(grown, step=7)
+    run_dir = told(running(), grown, later)
+    assert scale.main([str(run_dir), "--replicas", "3"]) == ExitCode.OK
+    assert capsys.readouterr().out.endswith("\n3 replicas train (0 1 2)\n")
+
+
+def test_one_that_is_lost_before_it_leaves_is_told(told: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    leaves = (Answer("i", "", "replica 1 leaves after a common step", (1,)),)
+    run_dir = told(running(), running(answers=leaves, roster=(0,), losses=1, lost=(1,)))
+    assert scale.main([str(run_dir), "--replicas", "1"]) == ExitCode.FAILED
+    assert capsys.readouterr().out.endswith("replica 1 was lost before it left; 1 replica trains (0)\n")
+
+
+def test_without_an_answer_the_request_stays(told: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = told(running())
+    assert scale.main([str(run_dir), "--replicas", "3", "--wait", "0.1"]) == ExitCode.UNFINISHED
+    assert "the job has not answered within 0.1 s; the request stays in" in capsys.readouterr().out
+
+
+def test_a_job_that_ends_meanwhile_is_told(told: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = told(running(), running(exit_code=12, reason="no replica is left"))
+    assert "the job has ended with exit code 12: no replica is left" in refusal([str(run_dir), "--replicas", "3"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["RUN"], "the following arguments are required: --replicas"),
+        (["RUN", "--replicas", "two"], "invalid int value: 'two'"),
+        (["RUN", "--replicas", "0"], "--replicas is 0; ask for 1 or more, or end the job by SIGTERM to its launcher"),
+        (["--replicas", "2"], "give the folder of a job, or --jobid"),
+        (["/nowhere", "--replicas", "2"], "no job trains in /nowhere"),
+        ([__file__, "--replicas", "2"], f"{__file__} is no folder; give the --run-dir of a job"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refusal(words, capsys)
+
+
+def test_the_launcher_gives_the_coordinator_the_number_once_and_keeps_its_answer() -> None:
+    found = [Request(id="k", replicas=3, by="a@b")]
+    made, sent, kept = carrier(found)
+    made.keep(msgspec.structs.replace(STATE, wanted=2))
+    made.carry_out()
+    assert sent == [ScaleAsked(3, "scale to 3 of a@b", "k")] and kept[-1].wanted == 2
+    found.append(Request(id="k", replicas=3, by="a@b"))
+    made.carry_out()
+    assert len(sent) == 1, "a new recorder passes it again"
+    made.answered(ScaleAnswer("k", "", "replica 1 leaves after a common step", (1,)))
+    assert kept[-1].answers == (Answer("k", "", "replica 1 leaves after a common step", (1,)),)
