@@ -62,7 +62,7 @@ class Answer(msgspec.Struct, frozen=True):
     refused: str
     """Reason why the request is refused, in whole or in part; empty if it is not."""
     text: str = ""
-    """What will happen, in words; empty for `drain`."""
+    """The consequences in words; empty for `drain`."""
     leaving: tuple[int, ...] = ()
     """The members that leave for `scale`."""
 

@@ -321,7 +321,7 @@ class ScaleAnswer(Value, frozen=True):
     refused: str
     """Reason and remedy if the request is refused, else empty."""
     text: str = ""
-    """What will happen, in words."""
+    """The consequences in words."""
     leaving: tuple[ReplicaId, ...] = ()
     """The members that leave for it."""
 

@@ -21,7 +21,7 @@ class Scaling:
         """Want the number of the start. `say(line)` sends a line for people to node 0."""
         self._membership, self._say = membership, say
         self._grown = 0
-        """As in `scaling.wanted`."""
+        """The argument `grown` of `scaling.wanted`."""
 
     def wanted(self) -> int:
         """Return the number of replicas that the job wants."""

@@ -26,7 +26,7 @@ from megatron_recover.core.values import ReplicaId, Value
 
 
 class Change(Value, frozen=True):
-    """What becomes of a request for a number of replicas."""
+    """The consequences of a request for a number of replicas."""
 
     refused: str = ""
     """The reason and the remedy if the request is refused, else empty."""
@@ -37,7 +37,7 @@ class Change(Value, frozen=True):
     num_missing: int = 0
     """Number of newcomers that are still to be formed."""
     grown: int = 0
-    """As in `wanted`, from now on."""
+    """The argument of that name of `wanted`, from now on."""
 
     @property
     def text(self) -> str:
