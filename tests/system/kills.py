@@ -25,7 +25,7 @@ class Kills:
 
     number: int
     after_s: tuple[float, float]
-    """From one to the next, and to the first since somebody trains; the first of all comes at once."""
+    """Fewest and most seconds from one to the next, and from the first step of anybody to the first one."""
     seed: int
 
     def __str__(self) -> str:
