@@ -21,7 +21,7 @@ help:            ## list the targets
 setup:           ## make .venv (fast when it exists)
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
-demo: setup      ## train on real text, kill real processes, prove that nothing was lost
+demo: setup      ## train on real text, kill real processes, which come back; prove that nothing was lost
 	@$(PY) -m megatron_recover demo
 
 # Tests start hundreds of programs. Where the environment has PYTHONDONTWRITEBYTECODE, each would compile all that it imports.
