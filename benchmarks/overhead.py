@@ -154,7 +154,7 @@ def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> t
         "--", script, *flags,
     ]  # fmt: skip
     plain = list(flags)
-    for option in ("--recover-determinism", "--recover-bucket-elements", "--recover-rebalance"):
+    for option in ("--recover-determinism", "--recover-bucket-elements", "--recover-rebalance", "--recover-heal"):
         at = plain.index(option)
         del plain[at : at + 2]
     world = job.replicas * job.tp * job.pp
