@@ -183,6 +183,8 @@ def _why_not(history: History, replica: int) -> str:
     if lost is not None:
         [detail] = [f"{loss.kind.value} {loss.detail}".strip() for loss in lost[1].losses if loss.replica == replica]
         return f"it was lost ({detail})"
+    if lost_outside := [event for _, event in history.of(trace.NewcomerLost) if event.newcomer == replica]:
+        return f"it was lost ({lost_outside[0].kind.value} {lost_outside[0].detail})"
     causes = [event.cause for _, event in history.of(trace.Failure) if event.replica == replica]
     if causes:
         return f"it ended ({causes[0]})"
