@@ -133,9 +133,9 @@ def at(found: Sequence[Step], t: float) -> Step | None:
     return next((step for step in found if step.begin <= t < step.end), None)
 
 
-def within(found: Sequence[Step], begin: float, end: float) -> list[Step]:
-    """Return the steps that ran from begin to end within an interval."""
-    return [step for step in found if begin <= step.begin and step.end <= end]
+def mostly_within(found: Sequence[Step], begin: float, end: float) -> list[Step]:
+    """Return the steps of which at least half ran within an interval."""
+    return [step for step in found if 2 * (min(step.end, end) - max(step.begin, begin)) >= step.seconds]
 
 
 def held_s(events: Events, label: str) -> float:

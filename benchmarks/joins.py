@@ -33,12 +33,13 @@ from benchmarks.join_times import Cost, Return, Usual
 from benchmarks.joining import Pace, Watched, shaped, strike, without_newcomer
 from tests.system.jobs import Job, text_data
 
-KILLS, SETTLED_STEPS, USUAL_STEPS = 5, 2, 8
+KILLS, SETTLED_STEPS, USUAL_STEPS = 8, 2, 12
 """Kills of a job; steps with all members before each; steps of survivors in each job without
 newcomers."""
 ALONE, SOCKETS = 3, 5
 """Runs of a job of one replica, and of the bare socket."""
-JOB = shaped(Job(replicas=3, microbatches=12, heal="in-place"))
+MICROBATCHES = 6
+JOB = shaped(Job(replicas=3, microbatches=MICROBATCHES, heal="in-place"))
 PACED, CPU_BOUND = Pace(0.1, 0.1), Pace(0.001, 0.001)
 
 
@@ -48,7 +49,7 @@ class Observed(NamedTuple):
     returns: list[Return]
     normal: Usual
     forming: list[Cost]
-    """Steps that ran while a newcomer formed."""
+    """Steps after the one with the kill, of which at least half ran while a newcomer formed."""
     moving: list[Cost]
     """Steps in which state was read that was not used."""
     entering: list[Cost]
@@ -65,7 +66,7 @@ def bandwidth() -> float:
 
 def start_s(folder: pathlib.Path, data: pathlib.Path) -> float:
     """Return the seconds from the request for a lone rank to the end of its first microbatch."""
-    with Watched(shaped(Job(replicas=1, microbatches=12)), folder, data, PACED) as job:
+    with Watched(shaped(Job(replicas=1, microbatches=MICROBATCHES)), folder, data, PACED) as job:
         done = job.until(
             lambda: next((each["t"] for each in join_times.of(job.events, "microbatch_finished")), None), "microbatch"
         )
@@ -94,7 +95,8 @@ def judged(events: join_times.Events, returns: Sequence[Return], normal: Usual) 
     steps = join_times.steps(events)
     forming, moving, entering = [], [], []
     for each in returns:
-        forming += join_times.within(steps, each.forming, each.formed)
+        after = [step for step in steps if step.begin > each.kill]
+        forming += join_times.mostly_within(after, each.forming, each.formed)
         moving += join_times.moving(events, steps, each.newcomer)
         if (step := join_times.at(steps, each.announced)) is not None:
             entering.append(step)
@@ -153,7 +155,7 @@ def rows() -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         folder = pathlib.Path(name)
         data = text_data(folder)
-        alone = [start_s(folder / f"alone-{index}", data) for index in range(ALONE)]
+        alone = [start_s(folder / f"alone-{index}", data) for index in range(ALONE + 1)][1:]  # the first builds the index cache
         paced = observe(folder / "paced", data, PACED)
         bound = observe(folder / "cpu-bound", data, CPU_BOUND)
     yield from _returns(paced, alone, bytes_a_second)
