@@ -1,6 +1,6 @@
 """Useful work under kills from outside, with healing, without it, and of a job that nobody kills.
 
-    python -m benchmarks.run --only joins_goodput           (half an hour)
+    python -m benchmarks.run --only joins_goodput           (an hour)
     python -m benchmarks.joins_goodput [--seconds 600] [--every-s 15 15] [--seeds 1 2]
 
 Real jobs of 4 replicas with 16 microbatches a step. One member gets SIGKILL now and then, at random
