@@ -20,7 +20,7 @@ from benchmarks.join_times import Return
 from benchmarks.joining import Pace, Watched, shaped, strike
 from tests.system.jobs import Job, text_data
 
-REPLICAS, KILLS, QUOTA = (2, 4, 8), 3, 4
+REPLICAS, KILLS, QUOTA = (2, 4, 8), 5, 4
 PACE = Pace(0.15, 0.15)
 
 
