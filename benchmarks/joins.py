@@ -33,8 +33,8 @@ from benchmarks.join_times import Cost, Return, Usual
 from benchmarks.joining import Pace, Watched, shaped, strike, without_newcomer
 from tests.system.jobs import Job, text_data
 
-KILLS, SETTLED_STEPS, USUAL_STEPS = 8, 2, 12
-"""Kills of a job; steps with all members before each; steps of survivors in each job without
+KILLS, BOUND_KILLS, SETTLED_STEPS, USUAL_STEPS = 8, 3, 2, 12
+"""Kills of a job with a pace, and without; steps with all members before each; steps of survivors in each job without
 newcomers."""
 ALONE, SOCKETS = 3, 5
 """Runs of a job of one replica, and of the bare socket."""
@@ -143,7 +143,7 @@ def _survivors(observed: Observed, how: str, *, has_goals: bool) -> Iterator[Row
     goal = "< 10" if has_goals else ""
     yield row(f"survivors' pause between microbatches at admission, {how}", pauses, "% of a step", baseline=alike, goal=goal)
     yield row(
-        f"the same, worst, {how}", pauses, "% of a step", baseline=alike, goal=goal, value=max(pauses)
+        f"survivors' pause between microbatches at admission, worst, {how}", pauses, "% of a step", baseline=alike, goal=goal, value=max(pauses)
     )  # fmt: skip
     yield row(f"hold of the pass at admission, {how}", [100 * each.hold for each in observed.entering], "% of a step")
     yield row(f"hold of the pass at admission, {how}", [1e3 * each.hold_s for each in observed.entering], "ms")
@@ -157,7 +157,7 @@ def rows() -> Iterator[Row]:
         data = text_data(folder)
         alone = [start_s(folder / f"alone-{index}", data) for index in range(ALONE + 1)][1:]  # the first builds the index cache
         paced = observe(folder / "paced", data, PACED)
-        bound = observe(folder / "cpu-bound", data, CPU_BOUND)
+        bound = observe(folder / "cpu-bound", data, CPU_BOUND, BOUND_KILLS)
     yield from _returns(paced, alone, bytes_a_second)
     yield from _survivors(paced, "paced", has_goals=True)
     yield row("kill to full strength, CPU-bound", [each.total_s for each in bound.returns], "s")

@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     Console(width=None if sys.stdout.isatty() else 240).print(table(rows))
-    if left_out := [name for name in known if name not in chosen and is_long(name)]:
+    left_out = [name for name in known if name not in chosen and is_long(name)]
+    if left_out and not arguments.only:
         print(f"left out, as they take long: {', '.join(left_out)} (name them with --only)", file=sys.stderr)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
