@@ -13,7 +13,7 @@ EXTRAS ?= train,plot,tensorboard,metrics
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test coverage lint explore fuzz sweep gpu-test nodes-test slurm-test campaign bench dist wheelhouse licences clean
+.PHONY: help setup demo test coverage lint explore fuzz sweep repair gpu-test nodes-test joins-test slurm-test campaign bench dist wheelhouse licences clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,7 +21,7 @@ help:            ## list the targets
 setup:           ## make .venv (fast when it exists)
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
-demo: setup      ## train on real text, kill real processes, prove that nothing was lost
+demo: setup      ## train on real text, kill real processes, which come back; prove that nothing was lost
 	@$(PY) -m megatron_recover demo
 
 # Tests start hundreds of programs. Where the environment has PYTHONDONTWRITEBYTECODE, each would compile all that it imports.
@@ -51,11 +51,17 @@ fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judg
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
 	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
 
+repair: setup    ## simulate the return of lost replicas in published settings, up to 98,304 GPUs: three tables in OUT (default runs/repair; long)
+	@$(PY) -m scripts.study.repair --out $(or $(OUT),runs/repair) $(if $(DAYS),--days $(DAYS))
+
 gpu-test: setup  ## the CUDA and NCCL part, JOBS (4) tests at a time: a row for each finding; says why where there is no GPU
 	@$(PY) -m pytest -q -n $(or $(JOBS),4) --dist loadgroup tests/gpu
 
 nodes-test: setup ## jobs on four nodes on this machine, each a set of namespaces, whose nodes die, freeze and are cut off (as root)
 	@$(PY) -m pytest -q -n 2 $(NODES) --ignore-glob='$(NODES)/test_slurm*.py'
+
+joins-test: setup ## all jobs in which replicas come back, of which `make test` runs a few (long)
+	@$(PY) -m pytest -q tests/system/test_joins.py
 
 slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a node dies (as root, with Debian's slurm-wlm and munge)
 	@$(PY) -m pytest -q -m slow tests/slurm

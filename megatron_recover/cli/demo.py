@@ -3,6 +3,14 @@
 It then shows whether the deaths made a difference. The demo runs the verbs `data` and `run` as a
 user would, and calls the functions behind `check --against` and `report --against`. This module
 chooses the runs and prints the checker's findings in words. It computes no result itself.
+
+Note [The end of the demo]
+    How long a replica takes to come back depends on the machine: about 2 s on an idle one, 40 s on
+    a GPU, where its processes start CUDA. In that time the others make few steps or very many. So
+    the run with deaths has no fixed number of steps. It goes on until all replicas have trained
+    together again for some steps; then the demo ends it by SIGTERM, as Ctrl-C would. The reference
+    run comes after it, with the same flags, and makes as many steps (`--exit-interval`). What a
+    step computes does not depend on when a run ends: both have the same `--train-iters`.
 """
 
 from __future__ import annotations
@@ -18,7 +26,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -28,26 +37,37 @@ from megatron_recover import packages
 from megatron_recover.cli import command_line
 from megatron_recover.cli.demo_claims import Claim, claims, node_claims, story
 from megatron_recover.cluster.job import claim_folder, new_folder
+from megatron_recover.config import inherited_environment
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.flags import Parser
 from megatron_recover.host.gpus import has_gpu
 from megatron_recover.host.process_stat import cause_of
 from megatron_recover.megatron.launch.arguments import FUSED_GRADIENTS
+from megatron_recover.observe.history import History
 from megatron_recover.observe.report import plot
 from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.report.page import PAGE_FILE
-from megatron_recover.observe.summary import SUMMARY_FILE
+from megatron_recover.observe.summary import SUMMARY_FILE, summarize
 from megatron_recover.observe.verify.check import Verdict, check, describe
 from megatron_recover.shipped import shipped
 from megatron_recover.trace import TraceError
 
-REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 20, 36, 1234
+REPLICAS, RANKS, MICROBATCHES, SEED = 3, 6, 36, 1234
 """Sizes of the runs. A replica learns of a death within 0.1 s. With 36 microbatches it is still
 computing then, on fast machines too."""
+LAST_DEATH, STEPS, STEPS_TOGETHER = 12, 20, 3
+"""The training step of the last death; the least number of steps of a run; and the number of steps
+that all replicas train together before the run with deaths ends."""
+MOST_STEPS, DECAY_STEPS = 5000, 60
+"""Megatron's `--train-iters`, which no run of the demo comes to, and the steps in which the
+learning rate falls."""
+PATIENCE_S = 180.0
+"""Seconds from the last death after which the run ends although replicas are missing."""
 NODES, NODES_STEPS, KILLED_AFTER = 3, 10, 4
 """Numbers of a demo with `--nodes`: nodes, steps of each run, and the step after whose end a node
-is killed."""
+is killed. No replica comes back there, since the slots of a lost node are gone and there are no
+others."""
 KILL_DELAY_S = 0.4
 """Seconds from the end of step `KILLED_AFTER` to the kill."""
 _LOOK_S = 0.05
@@ -65,12 +85,16 @@ MODEL = (
 )
 TRAINING = (
     f"--micro-batch-size 1 --global-batch-size {MICROBATCHES} --lr 3e-3 --min-lr 3e-4 "
-    f"--lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.01 --seed {SEED} --split 90,5,5 "
-    "--log-interval 1 --eval-interval 1000 --eval-iters 1 --overlap-grad-reduce "
+    f"--lr-decay-style cosine --lr-decay-iters {DECAY_STEPS} "
+    f"--lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.01 --seed {SEED} --split 90,5,5 "
+    "--log-interval 1 --eval-interval 10000 --eval-iters 1 --overlap-grad-reduce "
     "--recover-determinism exact --recover-bucket-elements 40000 --recover-rebalance off"
 )
 """Flags of the training. Rebalancing is off: all replicas share this machine's cores, so a measured
 pace shows only how long the other replicas used the cores."""
+HEALING = ("--recover-heal", "in-place")
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Environment variables that `--overlap-grad-reduce` needs on a GPU (docs/reference/flags.md)."""
 PLAIN_TORCH = (
     "--transformer-impl local --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion"
@@ -118,14 +142,37 @@ occurrence = 4
 replica = 0
 rank = 0
 point = "reduce"
-step = 15
+step = {LAST_DEATH - 1}
 occurrence = 2
 """
 NODES_CHAOS = _SLOW.format(step=KILLED_AFTER)
 
 
+@dataclass
+class Return:
+    """Follows the lines of a run until its replicas are back, or its time is over."""
+
+    since: float | None = None
+    """Time of the last death, in seconds of the caller's clock."""
+    num_together: int = 0
+    """Steps that all replicas have trained since then, without a break."""
+
+    def take(self, line: str, now: float) -> bool:
+        """Take a line of the run's output; return whether the run may end."""
+        found = _ITERATION.search(line)
+        if found is None:
+            return False
+        iteration, replicas = int(found[1]), found[4]
+        if iteration >= LAST_DEATH and self.since is None:
+            self.since = now
+        is_whole = self.since is not None and replicas == f"{REPLICAS}/{REPLICAS}"
+        self.num_together = self.num_together + 1 if is_whole else 0
+        is_late = self.since is not None and now - self.since > PATIENCE_S
+        return is_late or (iteration >= STEPS and self.num_together >= STEPS_TOGETHER)
+
+
 _ITERATION = re.compile(
-    r"iteration\s+(\d+)/\s*(\d+) .* lm loss: (\S+) .* generation: (\d+) \| replicas: (\S+) \| quotas: ([\d ]+?) \|"
+    r"iteration\s+(\d+)/\s*\d+ .* lm loss: (\S+) .* generation: (\d+) \| replicas: (\S+) \| quotas: ([\d ]+?) \|"
 )
 
 
@@ -134,10 +181,9 @@ def short(line: str) -> str:
     found = _ITERATION.search(line)
     if found is None:
         return line
-    iteration, last, loss, generation, replicas, quotas = found.groups()
+    iteration, loss, generation, replicas, quotas = found.groups()
     return (
-        f"iteration {iteration:>2}/{last} | loss {float(loss):.4f} | generation {generation} | replicas {replicas} | "
-        f"quotas {quotas}"
+        f"iteration {iteration:>2} | loss {float(loss):.4f} | generation {generation} | replicas {replicas} | quotas {quotas}"
     )
 
 
@@ -163,14 +209,18 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
 class _Command:
     """A verb that runs in a process of its own. Its output and its stderr go to files."""
 
-    def __init__(self, folder: Path, name: str, arguments: Sequence[str], *, is_shown: bool) -> None:
+    def __init__(
+        self, folder: Path, name: str, arguments: Sequence[str], *, is_shown: bool, environment: Mapping[str, str]
+    ) -> None:
         """Start the verb. With `is_shown` its output has to be read by `lines`."""
         self._words = [sys.executable, "-m", "megatron_recover", *arguments]
         self._log, self._errors = (folder / f"{name}.{kind}" for kind in ("log", "err"))
         with open(self._log, "a", encoding="utf-8") as file, open(self._errors, "wb") as error_file:
             print(f"$ {shlex.join(self._words)}", file=file, flush=True)
             output = subprocess.PIPE if is_shown else file
-            self.process = subprocess.Popen(self._words, stdout=output, stderr=error_file, text=True)
+            self.process = subprocess.Popen(
+                self._words, stdout=output, stderr=error_file, text=True, env=environment
+            )  # fmt: skip
         self._watchdog = threading.Timer(DEADLINES.deadline_s, self.process.kill)
         self._watchdog.start()
 
@@ -182,10 +232,10 @@ class _Command:
                 file.write(line)
                 yield line.rstrip()
 
-    def wait(self) -> None:
-        """Wait for its end. Raises RuntimeError unless the exit code is 0."""
+    def wait(self, expected: Collection[int] = (ExitCode.OK,)) -> None:
+        """Wait for its end. Raises RuntimeError unless the exit code is as expected."""
         code = self.process.wait()
-        if code != ExitCode.OK:
+        if code not in expected:
             last = self._errors.read_text(errors="replace").splitlines()[-LAST_WORDS:]
             said = "".join(f"     {line}\n" for line in last)
             files = f"its output is in {self._log} and {self._errors}"
@@ -207,17 +257,18 @@ class _Command:
 class _Demo:
     """The four stages of the demo, in one folder, on `gpus` GPUs or on the CPU."""
 
-    steps = STEPS
-    deaths = "two processes"
+    deaths = "two processes, whose replicas come back"
     chaos = CHAOS
 
     def __init__(self, folder: Path, say: TextIO, gpus: int) -> None:
         self.folder, self._say = folder, say
         shared = -(-RANKS // (gpus or RANKS))
         self._extra = ["--recover-ranks-per-gpu", str(shared)] if shared > 1 else []
+        self.environment = inherited_environment()
         if gpus:
             self._extra.append("--deterministic-mode")  # for --recover-determinism exact
             self._extra += flags_without_kernels()
+            self.environment = QUEUES | self.environment
         self.data = folder / "data" / "python-stdlib"
         self.reference, self.faulty = folder / "reference", folder / "faulty"
 
@@ -233,29 +284,44 @@ class _Demo:
         model = "a GPT of 4 layers as 2 pipeline stages"
         self.tell("1/4  the text of Python's standard library becomes a data set")
         self._command("data", "--output", str(self.data))
-        self.tell(f"2/4  reference: {self.steps} steps of {model}, {REPLICAS} replicas, nothing fails")
-        self._train(self.reference)
-        self.tell(f"3/4  the same again, with kill -9 of {self.deaths} on the way")
+        self.tell(f"2/4  {model}, {REPLICAS} replicas, with kill -9 of {self.deaths}")
         chaos = self.folder / "chaos.toml"
         chaos.write_text(self.chaos)
         self._train_and_kill(self.faulty, "--chaos", str(chaos))
+        steps = summarize(History.read(self.faulty)).steps
+        self.tell(f"3/4  reference: the same {steps} steps, and nothing fails")
+        self._train(self.reference, steps)
         self.tell("4/4  what do the two traces prove?")
         return check(self.reference), check(self.faulty, self.reference)
 
     def claims(self, reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         """Return what the demo claims about its two runs."""
-        return claims(reference, faulty)
+        return claims(reference, faulty, patience_s=PATIENCE_S)
 
-    def _train(self, run_dir: Path, *flags: str) -> None:
-        self._command("run", "--replicas", str(REPLICAS), *self._training(run_dir, *flags))
+    def _train(self, run_dir: Path, steps: int) -> None:
+        training = self._training(run_dir, "--train-iters", str(MOST_STEPS), "--exit-interval", str(steps))
+        self._command("run", "--replicas", str(REPLICAS), *training)
 
     def _train_and_kill(self, run_dir: Path, *flags: str) -> None:
-        self._train(run_dir, *flags)  # a rank kills itself where the chaos file says
+        """Train; a rank kills itself where the chaos file says (Note [The end of the demo])."""
+        line = ["run", "--replicas", str(REPLICAS), *flags]
+        line += self._training(run_dir, "--train-iters", str(MOST_STEPS), *HEALING)
+        follow, is_told = Return(), False
+        with contextlib.closing(self._started("run", line)) as command:
+            for text in command.lines():
+                self.tell(f"     {short(text)}")
+                if follow.take(text, time.monotonic()) and not is_told:
+                    is_told = True
+                    command.process.terminate()
+            command.wait((ExitCode.OK, ExitCode.INTERRUPTED))
 
     def _training(self, run_dir: Path, *flags: str) -> list[str]:
-        """Return the words of the launch line from its run directory on."""
-        megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), "--train-iters", str(self.steps), *self._extra]
-        return ["--run-dir", str(run_dir), *flags, "--", str(PRETRAIN), *megatron, "--data-path", str(self.data)]
+        """Return the words of a launch line from its run directory on; `flags` are Megatron's."""
+        megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), *flags, *self._extra]
+        return ["--run-dir", str(run_dir), "--", str(PRETRAIN), *megatron, "--data-path", str(self.data)]
+
+    def _started(self, name: str, line: Sequence[str], *, is_shown: bool = True) -> _Command:
+        return _Command(self.folder, name, line, is_shown=is_shown, environment=self.environment)
 
     def _command(self, *arguments: str) -> None:
         """Run one verb, and show its output indented and short.
@@ -263,19 +329,19 @@ class _Demo:
         Its stderr matters only if it fails. Kills it after `DEADLINES.deadline_s`. Raises
         RuntimeError unless the exit code is 0.
         """
-        with contextlib.closing(_Command(self.folder, arguments[0], arguments, is_shown=True)) as command:
+        with contextlib.closing(self._started(arguments[0], arguments)) as command:
             for line in command.lines():
                 self.tell(f"     {short(line)}")
             command.wait()
 
 
 class _NodesDemo(_Demo):
-    """The demo whose second run is on three nodes of this machine, of which one is killed.
+    """The demo whose run with a death is on three nodes of this machine, of which one is killed.
 
-    Each node has an agent and the two ranks of a replica. The reference is a run of one node.
+    Each node has an agent and the two ranks of a replica. The reference is a run of one node. The
+    lost replica does not come back: its slots are gone with the node.
     """
 
-    steps = NODES_STEPS
     deaths = f"all processes of one of {NODES} nodes"
     chaos = NODES_CHAOS
 
@@ -283,6 +349,9 @@ class _NodesDemo(_Demo):
         super().__init__(folder, say, gpus)
         self.killed: tuple[int, ...] = ()
         """Process ids of the node that was killed."""
+
+    def _train(self, run_dir: Path, steps: int) -> None:
+        self._command("run", "--replicas", str(REPLICAS), *self._training(run_dir, "--train-iters", str(NODES_STEPS)))
 
     def claims(self, reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         return node_claims(reference, faulty, self.killed)
@@ -295,20 +364,20 @@ class _NodesDemo(_Demo):
             "--nnodes", str(NODES), "--nproc-per-node", str(RANKS // NODES), "--rdzv-backend", "c10d", "--rdzv-endpoint",
             f"file:{endpoint}", "--local-addr", "127.0.0.1", "--key-file", str(key),
         ]  # fmt: skip
-        line = ["run", *meeting, *self._training(run_dir, *flags)]
+        line = ["run", *meeting, *flags, *self._training(run_dir, "--train-iters", str(NODES_STEPS))]
         with contextlib.ExitStack() as stack:
             nodes = [
-                stack.enter_context(contextlib.closing(_Command(self.folder, "run-node-0", line, is_shown=True))),
+                stack.enter_context(contextlib.closing(self._started("run-node-0", line))),
             ]
             while not endpoint.exists() and nodes[0].process.poll() is None:
                 time.sleep(_LOOK_S)  # the first that comes owns the endpoint, and is node 0
             nodes += [
-                stack.enter_context(contextlib.closing(_Command(self.folder, f"run-node-{each}", line, is_shown=False)))
+                stack.enter_context(contextlib.closing(self._started(f"run-node-{each}", line, is_shown=False)))
                 for each in range(1, NODES)
             ]
             for text in nodes[0].lines():
                 self.tell(f"     {short(text)}")
-                if not self.killed and short(text).startswith(f"iteration {KILLED_AFTER:>2}/"):
+                if not self.killed and short(text).startswith(f"iteration {KILLED_AFTER:>2} "):
                     time.sleep(KILL_DELAY_S)
                     self.killed = _kill_node(nodes[-1].process.pid)
                     self.tell(f"     kill -9 {' '.join(map(str, self.killed))}")
@@ -336,7 +405,8 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
     """
     lines = ["", *(f"     {line}" for line in story(faulty.summary)), ""]
     for claim in found:
-        lines += [f"  [{'yes' if claim.holds else ' NO'}] {claim.text}", f"        {claim.evidence}"]
+        lines += [f"  [{'yes' if claim.holds else ' NO'}] {claim.text}"]
+        lines += [f"        {line}" for line in claim.evidence.splitlines()]
     if not all(claim.holds for claim in found):
         lines += ["", describe(reference), describe(faulty)]
     lines += [
@@ -356,12 +426,13 @@ def main(argv: list[str]) -> int:
     """
     parser = Parser(
         prog="megatron-recover demo",
-        description="Train a small GPT on real text twice, once with kill -9 of real processes, and prove that the result is "
-        "bit for bit the same. On CUDA where torch finds a GPU, else on the CPU: under 3 minutes on two cores.",
+        description="Train a small GPT on real text twice, once with kill -9 of real processes, which come back, and prove "
+        "that the result is bit for bit the same. On CUDA where torch finds a GPU, else on the CPU: 1 to 3 minutes.",
     )
     parser.add_argument(
         "--nodes", type=int, choices=(1, NODES), default=1,
-        help=f"{NODES}: the second run is on {NODES} nodes, all on this machine, and a whole node is killed in mid-step",
+        help=f"{NODES}: the run with deaths is on {NODES} nodes, all on this machine, and a whole node is killed in mid-step; "
+        "nothing comes back in its place, as there is no spare",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (progress goes to stderr)")
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")

@@ -5,14 +5,18 @@ This module computes no result itself: the checker's findings and the summaries 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from megatron_recover import trace
+from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.faults import FaultKind
 from megatron_recover.observe.gaps import LAUNCHER
+from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History
+from megatron_recover.observe.joins import JoinSummary, sizes
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
 from megatron_recover.observe.verify.check import Verdict
 from megatron_recover.observe.work import Redone, WorkAccount
@@ -25,6 +29,7 @@ class Claim:
     text: str
     holds: bool
     evidence: str
+    """One or more lines."""
 
 
 def _taken_in(history: History) -> Iterator[str]:
@@ -41,13 +46,18 @@ def _taken_in(history: History) -> Iterator[str]:
         )
 
 
-def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
-    """Return the claims about the two runs; `faulty` was checked against `reference`."""
+def claims(reference: Verdict, faulty: Verdict, *, patience_s: float) -> tuple[Claim, ...]:
+    """Return the claims about the two runs; `faulty` was checked against `reference`.
+
+    `patience_s`: seconds after the last death for which the demo waited for the lost replicas.
+    """
     summary, quiet = faulty.summary, reference.summary
     kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
     backward, reduction = ([fault for fault in kills if fault.point == point] for point in ("backward", "reduce"))
     stages = sorted({fault.rank for fault in (*backward, *reduction)})
     killed = {event.replica for _, event in faulty.history.of(trace.Failure) if event.cause == "SIGKILL"}
+    fewest = min((size for _, size in sizes(faulty.history)), default=0)
+    is_over = summary.exit_code in (ExitCode.OK, ExitCode.INTERRUPTED)  # the demo ends the run
     return (
         Claim(
             "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
@@ -55,10 +65,11 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
             "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in kills) or "none",
         ),
         Claim(
-            "Training went on without a restart, down to one replica",
-            summary.exit_code == 0 and summary.replicas_end == 1 and summary.steps == quiet.steps >= 20,
-            _how_far(summary, quiet),
+            "Training went on at once without a restart, with the replicas that were left",
+            is_over and fewest < summary.replicas_start and summary.steps == quiet.steps >= 20,
+            f"{summary.steps} steps, never fewer than {_number(fewest)}, {_exit(summary)}",
         ),
+        *_claims_of_return(faulty, patience_s),
         *_claims_of_any_loss(reference, faulty),
         Claim(
             "No invariant is broken in either run",
@@ -66,6 +77,49 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
             _what_is_broken(reference, faulty),
         ),
     )
+
+
+def _claims_of_return(faulty: Verdict, patience_s: float) -> tuple[Claim, ...]:
+    """Return the claims about the replicas that came back."""
+    history, summary = faulty.history, faulty.summary
+    back = [one for one in summary.joins if one.generation is not None]
+    others = [one for one in summary.joins if one.generation is None]
+    is_whole = bool(back) and summary.replicas_end == summary.replicas_start
+    told = [_return(one) for one in back] + [one.words for one in others]
+    if not is_whole:
+        told.append(f"{patience_s:.0f} s after the last death there were {summary.replicas_end} of {summary.replicas_start}")
+    return (
+        Claim(
+            "Every lost replica came back: new processes in its slots, under a new id, with a state read from live replicas",
+            is_whole,
+            "\n".join(told),
+        ),
+        Claim(
+            "Nobody stopped for them: the others went on with their steps meanwhile",
+            is_whole and all(one.steps_meanwhile for one in back),
+            "\n".join(_meanwhile(history, one) for one in back) or "nobody came back",
+        ),
+    )
+
+
+def _return(one: JoinSummary) -> str:
+    """Return how a replica came back, with the seconds of each part."""
+    parts = (
+        ("processes ended", one.freed_s), ("forming", one.formed_s), ("waiting for a step and reading", one.reading_s),
+        ("admission", one.admitted_s),
+    )  # fmt: skip
+    took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds is not None)
+    total = f", {one.back_s:.1f} s after the death" if one.back_s is not None else ""
+    place = f" in the place of {_replicas(one.in_place_of)}" if one.in_place_of else ""
+    return f"replica {one.replica}{place} joined at {one.label or f'generation {one.generation}'}{total} ({took})"
+
+
+def _meanwhile(history: History, one: JoinSummary) -> str:
+    """Return how many steps were committed until a replica was back, and how long they took."""
+    begin, end = one.t - (one.freed_s or 0.0), one.t + (one.joined_s or 0.0)
+    took = [each.seconds for each in Goodput(history).steps if each.is_training and begin < each.end < end]
+    usual = f", {statistics.median(took):.2f} s each in the median" if took else ""
+    return f"until replica {one.replica} was announced: {one.steps_meanwhile} steps{usual}"
 
 
 def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> tuple[Claim, ...]:
@@ -86,7 +140,7 @@ def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> t
             or "none was lost",
         ),
         Claim(
-            "The others went on without a restart",
+            "The others went on without a restart; nothing can come back here, as the slots are gone with the node",
             summary.exit_code == 0
             and summary.steps == quiet.steps > 0
             and 0 < summary.replicas_end == summary.replicas_start - len(gone),
@@ -119,9 +173,17 @@ def _replicas(numbers: Sequence[int]) -> str:
 
 def _how_far(summary: Summary, quiet: Summary) -> str:
     return (
-        f"{summary.steps} of {quiet.steps} steps, {summary.replicas_start} -> {summary.replicas_end} replicas, "
-        f"exit code {summary.exit_code}"
+        f"{summary.steps} of {quiet.steps} steps, {summary.replicas_start} -> {summary.replicas_end} replicas, {_exit(summary)}"
     )
+
+
+def _exit(summary: Summary) -> str:
+    asked = " (the demo asked for the end)" if summary.exit_code == ExitCode.INTERRUPTED else ""
+    return f"exit code {summary.exit_code}{asked}"
+
+
+def _number(replicas: int) -> str:
+    return f"{replicas} replica{'s' * (replicas != 1)}"
 
 
 def _claims_of_any_loss(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
@@ -190,6 +252,8 @@ def story(summary: Summary) -> Iterator[str]:
         if one.lost_replicas and one.generation not in told:
             yield f"{one.label}: without {_replicas(one.lost_replicas)} from then on ({one.reason})"
             yield _recovery(one)
+    for join in summary.joins:
+        yield join.words
 
 
 def _recovery(one: RecoverySummary) -> str:

@@ -503,12 +503,13 @@ class Launcher:
     def _look_for_hangs(self) -> None:
         if self._end.has_come:
             return
+        forming = self._newcomers.forming(self._roster)
         judged = {
             replica
-            for replica in set(self._seats.replicas_here) - self._newcomers.forming(self._roster)
+            for replica in self._seats.replicas_here
             if replica not in self._fences.gone and not self._thawing.concerns(replica)
         }
-        for loss, failing in self._ranks.look(self._learns_since, judged):
+        for loss, failing in self._ranks.look(self._learns_since, judged - forming, judged & forming):
             self._send(self._ranks.gone(loss, failing))
 
     def _turn(self) -> None:

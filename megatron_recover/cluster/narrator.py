@@ -192,8 +192,6 @@ class Narrator:
         return lines
 
     def _take_now(self, seconds: float, event: trace.AnyEvent) -> None:
-        if isinstance(event, trace.Failure) and event.replica in self.progress.members.forming:
-            self._tell(seconds, f"replica {event.replica} has ended before it joined: rank {event.rank}, {event.cause}")
         self.progress.take(event)
         for text in self._event(event):
             self._tell(seconds, text)
@@ -214,7 +212,7 @@ class Narrator:
 
     def _event(self, event: trace.AnyEvent) -> Iterable[str]:
         match event:
-            case trace.Forming() | trace.ClaimRefused() | trace.TurnedAway() | trace.Proven():
+            case trace.Forming() | trace.ClaimRefused() | trace.NewcomerLost() | trace.TurnedAway() | trace.Proven():
                 yield from self._of_newcomers(event)
             case trace.Generation():
                 self._joins_in = (event.generation, "") if event.newcomers else (0, "")
@@ -278,8 +276,12 @@ class Narrator:
                 label = self._labels.get(event.step, f"step {event.step}")
                 yield f"{label} was finished without loss in generation {event.generation}"
 
-    def _of_newcomers(self, event: trace.Forming | trace.ClaimRefused | trace.TurnedAway | trace.Proven) -> Iterable[str]:
+    def _of_newcomers(
+        self, event: trace.Forming | trace.ClaimRefused | trace.NewcomerLost | trace.TurnedAway | trace.Proven
+    ) -> Iterable[str]:
         match event:
+            case trace.NewcomerLost(newcomer=newcomer, kind=kind, detail=detail):
+                yield f"replica {newcomer} is lost before it has joined: {kind.value} {detail}"
             case trace.Forming(newcomer=newcomer, in_place_of=places, reason=reason):
                 where = reason or (f"in the place of {_replicas(places)}" if places else "")
                 yield f"replica {newcomer} forms {where}".rstrip()
@@ -288,7 +290,7 @@ class Narrator:
                 yield f"replica {newcomer} does not join in {label}: {reason}; it reads again, as often as needed"
             case trace.TurnedAway(newcomers=newcomers):
                 for newcomer in newcomers:
-                    yield f"replica {newcomer} is turned away: {event.why(newcomer)}; it reads again"
+                    yield f"replica {newcomer} is turned away: {event.why(newcomer)}"
             case trace.Proven(newcomers=newcomers, generation=generation):
                 number, label = self._joins_in
                 where = f"at {label}" if number == generation and label else f"in generation {generation}"

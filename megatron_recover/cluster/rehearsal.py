@@ -29,10 +29,14 @@ def refusals(scenario: Scenario) -> Iterator[str]:
         yield f"[job] replicas x ranks is {job.replicas * job.ranks}; on one machine it must be at most {MAX_PROCESSES}"
     if job.steps < 2:
         yield "[job] steps is 1; the first step, in which processes warm up, is not compared: give 2 or more"
-    if HEADS % (job.ranks // job.stages):
+    if job.ranks < job.stages:
+        yield f"[job] stages is {job.stages}, and ranks is {job.ranks}; real processes need a rank for each stage"
+    elif HEADS % (job.ranks // job.stages):
         yield f"[job] ranks / stages is {job.ranks // job.stages}; the small model needs 1, 2 or 4"
     if failures.every_steps is not None or failures.per_gpu_hour is not None:
         yield "[failures] has a rate; real processes take exact [[fault]] tables"
+    if scenario.repair is not None or job.gpus_a_rank > 1:
+        yield "[repair] and gpus_a_rank of [job] are for the simulator only; leave them out"
 
 
 def flags(scenario: Scenario, data: Path) -> list[str]:

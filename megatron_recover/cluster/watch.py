@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_recover import trace
@@ -18,7 +18,7 @@ from megatron_recover.cluster.other_nodes import OtherNodes
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.control_plane.node_messages import ReplicaGone
 from megatron_recover.core import detector
-from megatron_recover.core.detector_state import DetectorState, Limits
+from megatron_recover.core.detector_state import DetectorState, Limits, Watched
 from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaFailing
 from megatron_recover.core.policy import first_to_die, loss_of, uncharged_abort
 from megatron_recover.core.progress import COMPUTES, WAITS, Phase
@@ -52,9 +52,8 @@ class Watch:
         self._node, self._record, self._says, self._clock = node, record, says, clock
         self._at_work, self._others = at_work, others
         self._deadline_s, self._stacks_s = deadlines.deadline_s, deadlines.stacks_s
-        self._state = DetectorState(
-            Limits(deadlines.deadline_s, deadlines.gap_s, deadlines.stopped_s, deadlines.hung_s, deadlines.after_work_s)
-        )
+        limits = Limits(deadlines.deadline_s, deadlines.gap_s, deadlines.stopped_s, deadlines.hung_s, deadlines.after_work_s)
+        self._state, self._newcomers = DetectorState(limits), DetectorState(limits)
         self._writing: dict[int, tuple[Condemned, float]] = {}
         """Replicas to fence once their ranks have written their stacks, and the time limit of that
         wait."""
@@ -68,25 +67,26 @@ class Watch:
         self._ranks.append((replica, rank))
         self._oom_kills.watch(self._node.pid(replica, rank), self._clock())
 
-    def look(self, generation: int, replicas: Collection[int]) -> list[tuple[Loss, ReplicaFailing | None]]:
-        """Judge the ranks of `replicas`. Call it after every node poll.
+    def look(
+        self, generation: int, replicas: Collection[int], newcomers: Collection[int] = ()
+    ) -> list[tuple[Loss, ReplicaFailing | None]]:
+        """Judge the ranks of `replicas`, and those of `newcomers`. Call it after every node poll.
 
-        Returns the replicas that are condemned and ready to be fenced. A replica is condemned for a
-        rank that hangs, is stopped, or is traced beyond the deadline. A replica is ready once its
-        ranks have written their stacks, or the time for that is over. Each replica comes with the
-        microbatches that the silence is charged to, if any.
+        A newcomer is judged by other rules until it is in the roster (`core/detector.py`, Note
+        [Newcomers]). Returns the replicas that are condemned and ready to be fenced. A replica is
+        condemned for a rank that hangs, is stopped, or is traced beyond the deadline. A replica is
+        ready once its ranks have written their stacks, or the time for that is over. Each replica
+        comes with the microbatches that the silence is charged to, if any.
         """
         now_s = self._clock()
         self._oom_kills.look(now_s)
-        sights = tuple(
-            Sight(replica, rank, self._node.page(replica, rank), self._node.state(replica, rank, at_the_poll=True))
-            for replica, rank in self._ranks
-            if replica in replicas
-        )
-        before = self._state.ranks
+        before = self._known()
         others = self._others.take() if self._others is not None else None
-        self._state, effects = detector.step(self._state, Look(now_s, generation, sights, others))
-        for (replica, rank), watched in self._state.ranks.items():
+        self._state, of_members = detector.step(self._state, Look(now_s, generation, self._sights(replicas), others))
+        forming = Look(now_s, _FORMING, self._sights(newcomers), are_newcomers=True)
+        self._newcomers, of_newcomers = detector.step(self._newcomers, forming)
+        effects = (*of_members, *of_newcomers)
+        for (replica, rank), watched in self._known().items():
             if not watched.told and (replica, rank) in before and before[replica, rank].told:
                 self._record(trace.RankMoved(replica=replica, rank=rank, step=watched.progress.step))
         condemned = {effect.named.replica for effect in effects if isinstance(effect, Condemned)}
@@ -101,7 +101,17 @@ class Watch:
             else:
                 self._node.ask_for_stacks(effect.named.replica, of_all_threads=True)
                 self._writing[effect.named.replica] = (effect, now_s + self._stacks_s)
-        return [self._fence(replica, now_s) for replica in self._due(replicas, now_s)]
+        return [self._fence(replica, now_s) for replica in self._due({*replicas, *newcomers}, now_s)]
+
+    def _sights(self, replicas: Collection[int]) -> tuple[Sight, ...]:
+        return tuple(
+            Sight(replica, rank, self._node.page(replica, rank), self._node.state(replica, rank, at_the_poll=True))
+            for replica, rank in self._ranks
+            if replica in replicas
+        )
+
+    def _known(self) -> Mapping[tuple[int, int], Watched]:
+        return {**self._state.ranks, **self._newcomers.ranks}
 
     def _name(self, named: Named, *, is_waited_for: bool) -> None:
         """Report a finding on a rank to the trace, and to people unless the rank is only slow.
@@ -142,7 +152,7 @@ class Watch:
         self._says(text)
 
     def _idle_s(self, named: Named) -> float | None:
-        watched = self._state.ranks.get((named.replica, named.rank))
+        watched = self._known().get((named.replica, named.rank))
         return None if watched is None else round(max(0.0, self._clock() - watched.progress.since_ns / 1e9), 3)
 
     def _waiting(self, least_s: float) -> tuple[trace.WaitingRank, ...]:
@@ -234,6 +244,8 @@ class Watch:
 
 
 _SIGKILL = 9
+_FORMING = 1
+"""The generation of the detector for newcomers: in generation 0 it would leave out hangs."""
 _OF_A_MICROBATCH = COMPUTES | {Phase.DATA, Phase.COMPILING, Phase.PIPELINE}
 """Phases in which a microbatch in work is charged with a crash. On a device that runs behind the
 process, this includes the phases between two computations."""

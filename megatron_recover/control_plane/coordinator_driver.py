@@ -304,6 +304,8 @@ class CoordinatorDriver:
         self._state, effects = machine.step(before, event)
         for judged in membership_events.judgements(before, self._state, event):
             self._record(judged)
+        for lost in membership_events.lost_outside(before, self._state):
+            self._record(lost)
         for effect in effects:
             match effect:
                 case machine.Announce(new):

@@ -42,6 +42,16 @@ def judgements(before: CoordinatorState, after: CoordinatorState, told: Input) -
         yield trace.Proven(generation=before.generation, newcomers=newcomers)
 
 
+def lost_outside(before: CoordinatorState, after: CoordinatorState) -> Iterator[trace.NewcomerLost]:
+    """Yield the event for each newcomer that was lost between two states of the coordinator.
+
+    There is none for one in the roster: the next generation names it.
+    """
+    for loss in after.losses[len(before.losses) :]:
+        if loss.replica in before.forming:
+            yield trace.NewcomerLost(newcomer=loss.replica, kind=loss.kind, detail=loss.detail)
+
+
 def refusal(refused: JoinRefused) -> Iterator[trace.ClaimRefused]:
     """Yield the event of a refusal by the coordinator.
 

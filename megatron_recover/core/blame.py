@@ -70,6 +70,12 @@ def with_missed_deadline(evidence: Evidence, replica: ReplicaId) -> Evidence:
     return Evidence(tuple(sorted({*evidence.pairs, (replica, replica)})), evidence.stuck)
 
 
+def without_reports(evidence: Evidence, of: Collection[ReplicaId]) -> Evidence:
+    """Return the evidence without what the replicas `of` have reported, and what accuses them."""
+    pairs = tuple(pair for pair in evidence.pairs if not {*pair} & {*of})
+    return Evidence(pairs, tuple(replica for replica in evidence.stuck if replica not in of))
+
+
 def own_deadlines(evidence: Evidence) -> Evidence:
     """Return only the evidence that members missed deadlines of their own."""
     return Evidence(tuple(pair for pair in evidence.pairs if pair[0] == pair[1]))

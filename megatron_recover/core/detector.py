@@ -61,6 +61,13 @@ Note [A job on several nodes]
     itself only if all its ranks are on this node. Otherwise the timeout of its collectives ends it,
     which is the user's deadline.
 
+Note [Newcomers]
+    Replicas that form while others train are judged apart from these (`Look.are_newcomers`), by a
+    state of their own: they say nothing of the members, and members nothing of them. No step of
+    theirs is known, so they are limited only by the deadline, and by `Limits.stopped_s` if they are
+    stopped. Nobody waits for them. So each may be condemned, whatever becomes of the others, and
+    their work is no excuse.
+
 Note [Ranks that read ahead]
     Another thread of a rank may read samples before they are due. While that thread waits for a
     disk it may hold the interpreter's lock, and then no other thread of the rank runs. So a gap
@@ -327,7 +334,7 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
                 accused[sight.replica] = named
     if look.others is None:
         others_live = any(sight.replica not in silent for sight in look.sights)
-        permitted = {*accused} if others_live else set[ReplicaId]()
+        permitted = {*accused} if others_live or look.are_newcomers else set[ReplicaId]()
     else:
         permitted = {known.replica for known in look.others.known if known.may_condemn}
     condemned = tuple(
@@ -336,7 +343,10 @@ def _judge(state: DetectorState, look: Look, shown: Look) -> tuple[DetectorState
         if replica not in state.condemned and (replica in permitted or named.seconds >= state.limits.deadline_s)
     )
     gone = state.condemned | {each.named.replica for each in condemned}
-    state, work = _see_work(replace(state, ranks=ranks, condemned=gone), shown, accused)
+    state = replace(state, ranks=ranks, condemned=gone)
+    work: tuple[SeenAtWork, ...] = ()
+    if not look.are_newcomers:
+        state, work = _see_work(state, shown, accused)
     state, reports = _tell_others(state, look, Suspects(frozenset(silent | slow), frozenset(accused)))
     return state, (*effects, *condemned, *work, *reports)
 

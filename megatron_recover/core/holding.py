@@ -105,8 +105,8 @@ def released(state: ReplicaState, newcomer: ReplicaId, label: str = "") -> Step:
     """End the hold if this newcomer was the last that needs it; `label`: of its claim, if any."""
     if state.hold is None or newcomer not in state.hold.newcomers or label not in ("", state.hold.label):
         return state, ()
-    left = tuple(each for each in state.hold.newcomers if each != newcomer)
-    return (replace(state, hold=replace(state.hold, newcomers=left)), ()) if left else ended(state)
+    over = tuple(sorted({*state.hold.released, newcomer}))
+    return ended(state) if over == state.hold.newcomers else (replace(state, hold=replace(state.hold, released=over)), ())
 
 
 def on_close_asked(state: ReplicaState, report: CloseAsked) -> Step:

@@ -77,6 +77,8 @@ def judged(claims: Sequence[Claim], statuses: Sequence[Status], work: Work | Non
             why = f"the step is {work.label if work is not None else 'not begun'}, not {claim.label}"
         elif any(status.complete for status in statuses):
             why = f"{claim.label} is reduced already"
+        elif not known:
+            why = f"no member that is left has a digest of the state with which {claim.label} begins"
         elif known != {claim.digest}:
             why = f"its state digest is {claim.digest}, that of members {sorted(known)}"
         else:

@@ -120,10 +120,13 @@ def on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
         return state, ()
     if not are_waits_excused(state):
         state = replace(state, evidence=with_report(state.evidence, request.replica, request.suspects))
-    if state.reason or is_stale:
-        return state, ()
+    members, is_armed = generations.members(state), bool(state.reason)
+    if is_stale or (is_armed and (state.reason_by in members or request.replica not in members)):
+        return state, ()  # the reason of a newcomer would go with it, and is replaced by that of a member
     reason = f"replica {request.replica}: {request.reason}"
     state = replace(state, reason=reason, reason_by=request.replica, reason_excused_by=working(state))
+    if is_armed:
+        return state, ()
     if any(save.generation < state.generation for save in state.saves):
         return state, ()  # a generation was made during the save already: no need of another
     # Repeated failures are not retried without a pause.

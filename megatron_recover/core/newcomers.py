@@ -6,10 +6,13 @@ rules, and the side of the replicas.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from megatron_recover.core import generations, leaving
 from megatron_recover.core.alike import described, differences
+from megatron_recover.core.blame import without_reports
 from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Form, FormAsked, Refuse, RoomKnown
 from megatron_recover.core.excuses import without_evidence
 from megatron_recover.core.generations import Step
@@ -23,6 +26,7 @@ from megatron_recover.core.membership_messages import (
     TurnedAway,
 )
 from megatron_recover.core.request import RequestKind, details
+from megatron_recover.core.values import ReplicaId
 
 
 def on_form_asked(state: CoordinatorState, asked: FormAsked) -> Step:
@@ -119,16 +123,26 @@ def on_turned_away(state: CoordinatorState, told: TurnedAway) -> Step:
     if told.replica not in generations.members(state):
         return state, ()
     claims = tuple(claim for claim in state.joins if claim.replica in out)
-    if state.reason and state.reason_by in out:  # that of one that knew of this before: nothing is wrong any more
-        state = replace(state, reason="", reason_by=-1, reason_excused_by=())
     state = replace(
-        generations.without(state, out),
+        generations.without(_unheard(state, out), out),
         forming=tuple(sorted({*state.forming, *out})),
         entered=tuple(replica for replica in state.entered if replica not in out),
     )
     if {item.replica for item in state.finished} >= set(state.roster):
         return generations.finish(state)
     return state, tuple(Refuse(refused(claim, told.reason, told.generation, is_fault=True)) for claim in claims)
+
+
+def _unheard(state: CoordinatorState, out: Collection[ReplicaId]) -> CoordinatorState:
+    """Return the state without what newcomers have reported since they were announced.
+
+    Members end their links to those that they do not admit, which these report as a failure.
+    """
+    waits = tuple(each for each in state.waits if each[0] not in out)
+    state = replace(state, evidence=without_reports(state.evidence, out), waits=waits)
+    if state.reason_by not in out:
+        return state
+    return replace(state, reason="", reason_by=-1, reason_excused_by=())
 
 
 def on_proven(state: CoordinatorState, told: NewcomersProven) -> Step:
@@ -148,4 +162,4 @@ def without_unproven(state: CoordinatorState) -> Step:
     """
     why = f"replica {state.joins[0].replica} was new, and the members did not get on: {state.reason}"
     losses = tuple(Loss(claim.replica, LossKind.SUSPECTED, why) for claim in state.joins)
-    return generations.remove(replace(without_evidence(state), reason=""), losses, why)
+    return generations.remove(replace(without_evidence(state), reason="", reason_by=-1), losses, why)

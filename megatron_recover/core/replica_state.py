@@ -85,9 +85,11 @@ class Hold(Value, frozen=True):
     generation: Generation
     """The generation in which the hold began. It ends with it."""
     newcomers: tuple[ReplicaId, ...]
-    """The newcomers for which the pass is kept open, ascending."""
+    """The newcomers for which the pass is or was kept open, ascending."""
     is_asked: bool
     """True if a newcomer asked for it (`HoldAsked`); False if it came with a claim."""
+    released: tuple[ReplicaId, ...] = ()
+    """Those of them that do not need it any more, ascending."""
 
 
 class ReplicaState(Value, frozen=True):

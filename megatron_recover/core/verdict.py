@@ -71,6 +71,8 @@ class Look(Value, frozen=True):
     """All ranks of the job, or those of one node."""
     others: Others | None = None
     """None if the job has one node, whose agent sees all ranks."""
+    are_newcomers: bool = False
+    """True for replicas outside the roster, without which the job goes on (Note [Newcomers])."""
 
 
 class Verdict(enum.Enum):

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.label import label_of
 from megatron_recover.observe.follow.members import Members
 from megatron_recover.observe.history import History, Numbered
 
@@ -25,6 +26,9 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
     in_place_of: tuple[int, ...] = ()
     """Replicas whose slots it got."""
     reason: str = ""
+    freed_s: float | None = None
+    """Seconds from the death of the first of these replicas until it began to form: until every
+    process of theirs had ended; None if there was none."""
     formed_s: float | None = None
     """Seconds until its world stood; None if it never did."""
     states_read: int = 0
@@ -34,6 +38,9 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
     read_s: float | None = None
     """Seconds in which the newest state was read, from its first rank's begin to the last one's
     end."""
+    reading_s: float | None = None
+    """Seconds from the moment at which its world stood until the newest state was read: it waits
+    for the begin of a step, reads, and does so again after each refusal."""
     refusals: tuple[str, ...] = ()
     """Reasons why it could not join with what it had read, in order of time."""
     generation: int | None = None
@@ -42,8 +49,21 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Its first step; None if the trace has none, or it did not become a member."""
     joined_s: float | None = None
     """Seconds from the begin of its forming until its first step was committed."""
+    admitted_s: float | None = None
+    """Seconds from the end of the newest reading until then."""
+    steps_meanwhile: int | None = None
+    """Number of training steps that were committed from the death of the replicas whose slots it
+    got until it was announced as a member; None if it did not become one."""
     failed: str = ""
     """Reason why it did not become a member; empty if it did."""
+
+    @property
+    def back_s(self) -> float | None:
+        """Return the seconds from the death of the replicas whose slots it got to its first commit.
+
+        They are the sum of `freed_s`, `formed_s`, `reading_s` and `admitted_s`.
+        """
+        return None if self.freed_s is None or self.joined_s is None else self.freed_s + self.joined_s
 
     @property
     def words(self) -> str:
@@ -99,20 +119,44 @@ def joins(history: History) -> tuple[JoinSummary, ...]:
     for replica, forming in newcomers(history).items():
         states = read.get(replica, [])
         joined = proven.get(replica)
+        died = min((t for each in forming.in_place_of if (t := died_at(history, each)) is not None), default=None)
+        read_at = states[-1][2] if states else None
         step = history.first_step(joined.generation) if joined is not None else None
         found.append(
             JoinSummary(
                 t=forming.t, replica=replica, in_place_of=forming.in_place_of, reason=forming.reason,
-                formed_s=round(greeted[replica] - forming.t, 6) if replica in greeted else None,
+                freed_s=_seconds(died, forming.t), formed_s=_seconds(forming.t, greeted.get(replica)),
                 states_read=len(states), bytes_read=states[-1][3] if states else 0,
-                read_s=round(states[-1][2] - states[-1][1], 6) if states else None,
+                read_s=_seconds(states[-1][1], read_at) if states else None, reading_s=_seconds(greeted.get(replica), read_at),
                 refusals=tuple(reason for _, reason in sorted(refusals[replica])),
                 generation=joined.generation if joined is not None else None, label=history.label(step),
-                joined_s=round(joined.t - forming.t, 6) if joined is not None else None,
+                joined_s=_seconds(forming.t, joined.t) if joined is not None else None,
+                admitted_s=_seconds(read_at, joined.t) if joined is not None else None,
+                steps_meanwhile=_num_steps(history, forming.t if died is None else died, joined),
                 failed="" if joined is not None else _why_not(history, replica),
             )
         )  # fmt: skip
     return tuple(found)
+
+
+def _seconds(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else round(end - begin, 6)
+
+
+def _num_steps(history: History, begin: float, joined: trace.Proven | None) -> int | None:
+    """Return the number of training steps committed since `begin` until a join was announced."""
+    if joined is None:
+        return None
+    announced = history.generations.get(joined.generation)
+    end = joined.t if announced is None else announced.t
+    return sum(begin < record.t < end and label_of(record.label).is_training for record in history.records.values())
+
+
+def died_at(history: History, replica: int) -> float | None:
+    """Return when a replica died: its newest fault, else the first sign; None if it lives."""
+    end = ended_at(history, replica)
+    struck = [fault.t for fault in history.strikes if fault.replica == replica and end is not None and fault.t <= end]
+    return struck[-1] if struck else end
 
 
 def _read(history: History) -> dict[int, list[tuple[str, float, float, int]]]:
@@ -139,6 +183,8 @@ def _why_not(history: History, replica: int) -> str:
     if lost is not None:
         [detail] = [f"{loss.kind.value} {loss.detail}".strip() for loss in lost[1].losses if loss.replica == replica]
         return f"it was lost ({detail})"
+    if lost_outside := [event for _, event in history.of(trace.NewcomerLost) if event.newcomer == replica]:
+        return f"it was lost ({lost_outside[0].kind.value} {lost_outside[0].detail})"
     causes = [event.cause for _, event in history.of(trace.Failure) if event.replica == replica]
     if causes:
         return f"it ended ({causes[0]})"

@@ -30,7 +30,9 @@ from megatron_recover.trace.step import (
     Applied, BucketPassed, Committed, Compute, Contribution, Decided, Disagreed, Extended, MicrobatchFinished,
     MicrobatchStarted, Miscounted, Plan, Reduced, ReductionFailed, Result, StateDigested, Status, Transfer, Transferred, Voted,
 )
-from megatron_recover.trace.newcomer import Claimed, ClaimRefused, Forming, PassHeld, Proven, StateRead, TurnedAway
+from megatron_recover.trace.newcomer import (
+    Claimed, ClaimRefused, Forming, NewcomerLost, PassHeld, Proven, StateRead, TurnedAway,
+)
 from megatron_recover.trace.standstill import (
     CoordinatorLost, CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting, WaitingRank,
 )

@@ -6,7 +6,16 @@ from typing import get_args
 
 from megatron_recover.trace.event import Event, snake_case
 from megatron_recover.trace.failure import Failure, Fault, Fenced, Recovery, SetAside, Thawed
-from megatron_recover.trace.newcomer import Claimed, ClaimRefused, Forming, PassHeld, Proven, StateRead, TurnedAway
+from megatron_recover.trace.newcomer import (
+    Claimed,
+    ClaimRefused,
+    Forming,
+    NewcomerLost,
+    PassHeld,
+    Proven,
+    StateRead,
+    TurnedAway,
+)
 from megatron_recover.trace.node import CoordinatorLeft, NodeLost, NodeSilent, NodesMet
 from megatron_recover.trace.run import (
     Checkpoint,
@@ -53,7 +62,7 @@ from megatron_recover.trace.step import (
 AnyEvent = (
     RunStarted | NodeStarted | ClockRefused
     | Joined | Generation | Granted | LeaveAsked | Entered | Stopping | RunFinished | Checkpoint | Gap
-    | Forming | StateRead | Claimed | ClaimRefused | PassHeld | TurnedAway | Proven
+    | Forming | StateRead | Claimed | ClaimRefused | PassHeld | NewcomerLost | TurnedAway | Proven
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery

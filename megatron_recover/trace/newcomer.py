@@ -6,6 +6,7 @@ Events about a newcomer that another process writes name it in `newcomer` or `ne
 
 from __future__ import annotations
 
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.trace.event import Event
 
 
@@ -61,6 +62,14 @@ class ClaimRefused(Event, frozen=True, kw_only=True):
     """The member that refused, as the newcomer's leader records; None: the coordinator did."""
 
 
+class NewcomerLost(Event, frozen=True, kw_only=True):
+    """Coordinator: a newcomer outside the roster is lost, for which no generation is made."""
+
+    newcomer: int
+    kind: LossKind
+    detail: str
+
+
 class PassHeld(Event, frozen=True, kw_only=True):
     """Leader of a member: it has kept its pass of a training step open for newcomers, until now."""
 
@@ -68,7 +77,7 @@ class PassHeld(Event, frozen=True, kw_only=True):
     label: str
     """Label of the step."""
     newcomers: tuple[int, ...]
-    """The newcomers that needed it last."""
+    """The newcomers for which it did."""
     is_asked: bool
     """True if a newcomer had asked for it before the step; False if it came with a claim."""
     seconds: float
@@ -84,11 +93,11 @@ class TurnedAway(Event, frozen=True, kw_only=True):
     generation: int
     newcomers: tuple[int, ...]
     reason: str
-    """For each of them "replica K is turned away: WHY", joined by "; "."""
+    """The reason for the one; for several "replica K: WHY", joined by "; "."""
 
     def why(self, newcomer: int) -> str:
         """Return the part of the reason that is about one newcomer, or all of it."""
-        begin = f"replica {newcomer} is turned away: "
+        begin = f"replica {newcomer}: "
         return next((part.removeprefix(begin) for part in self.reason.split("; ") if part.startswith(begin)), self.reason)
 
 

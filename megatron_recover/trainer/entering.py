@@ -11,7 +11,7 @@ Note [Entering]
     (`core/holding.py`). It asks before that step begins.
 
     A try is used up if the newcomer was too slow or its state was not equal. After the last try it
-    gives up, and says how much it read, how long that took, and how long a step takes.
+    gives up, and says how much it read, how long that took, how long a step takes, and what to do.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class Entering:
                 return self._driver.enter()
             if refusal.is_fault:
                 faults.append(f"{label}: {refusal.reason}")
-        raise CannotJoin(f"this newcomer gives up after {NUM_TRIES} tries ({'; '.join(faults)}); {self._figures()}")
+        raise CannotJoin(
+            f"this newcomer gives up after {NUM_TRIES} tries ({'; '.join(faults)}); {self._figures()}; "
+            "a larger --global-batch-size makes steps longer, and --recover-heal off does without newcomers"
+        )
 
     def _choose_held(self) -> tuple[str, tuple[int, ...]]:
         """Do as `_choose`, and ask that member to hold the step."""

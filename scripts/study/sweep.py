@@ -60,14 +60,14 @@ def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float, t
     failures = msgspec.structs.replace(base.failures, every_steps=None, per_gpu_hour=per_gpu_hour)
     table = msgspec.structs.replace(job, replicas=replicas, microbatches=job.microbatches // job.replicas * replicas)
     what = msgspec.structs.replace(base, job=table, failures=failures)
-    step_s = Timing(table, what.compute, what.network).ideal_step_s(replicas, table.microbatches)
+    step_s = Timing.of(what).ideal_step_s(replicas, table.microbatches)
     steps = round(losses / (Losses(what).hazard(replicas) * step_s)) + 4
     what = msgspec.structs.replace(what, job=msgspec.structs.replace(table, steps=steps))
-    tell(f"{replicas * job.ranks:,} GPUs at the rate of {rate}: {steps:,} steps")
+    tell(f"{replicas * job.gpus:,} GPUs at the rate of {rate}: {steps:,} steps")
     for policy, outcome in simulate(what).items():
         waited = "" if outcome.kill_to_plan_s is None else round(outcome.kill_to_plan_s[0], 4)
         yield (
-            sweep, rate, f"{per_gpu_hour:.3g}", replicas * job.ranks, policy, outcome.losses,
+            sweep, rate, f"{per_gpu_hour:.3g}", replicas * job.gpus, policy, outcome.losses,
             round(outcome.seconds / HOUR_S, 3), round(outcome.goodput_of_ideal, 6), waited,
         )  # fmt: skip
 
@@ -84,7 +84,7 @@ def points(
             yield from point(base, "rate", rate, base.job.replicas, losses, tell)
     if only != "rates":
         for number in gpus:
-            yield from point(base, "size", AT_SIZE, number // base.job.ranks, losses, tell)
+            yield from point(base, "size", AT_SIZE, number // base.job.gpus, losses, tell)
 
 
 def draw(path: Path, found: Sequence[Point]) -> None:
@@ -138,9 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
         base = scenario_file.load(options.scenario)
     except ValueError as error:
         parser.error(str(error))
-    if base.job.ranks > gpus[0] and options.only != "rates":
+    if base.job.gpus > gpus[0] and options.only != "rates":
         parser.error(
-            f"{options.scenario}: [job] ranks is {base.job.ranks}, and the smallest size has {gpus[0]} GPUs; take --only rates"
+            f"{options.scenario}: a replica of [job] has {base.job.gpus} GPUs, and the smallest size has {gpus[0]}; "
+            "take --only rates"
         )
     if base.fault:
         parser.error(f"{options.scenario}: a sweep draws its losses; leave the [[fault]] tables out")

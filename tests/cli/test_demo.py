@@ -20,22 +20,30 @@ from megatron_recover import trace
 from megatron_recover.cli import demo
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import LossKind
+from megatron_recover.data_plane.nccl import MOST_QUEUES
 from megatron_recover.observe.gaps import LAUNCHER
 from tests.observe import traces
 
 Events = list[trace.Event]
 
 
-def _faulty(*, steps: int = 20) -> traces.Run:
+def _faulty(*, steps: int = 20, is_healed: bool = True, exit_code: int = ExitCode.INTERRUPTED) -> traces.Run:
+    """A run that loses replica 0 and then replica 2, which come back as replicas 3 and 4."""
     run = traces.Run()
     run.quiet_step()
     run.step_with_kill_in_reduction(0)
+    if is_healed:
+        run.form(3, in_place_of=(0,))
     run.quiet_step()
     run.add(trace.Fault, replica=1, rank=1, point="compute", kind="slow", step=run.trained)
     run.step_with_kill_in_backward(2, in_schedule=True)
+    if is_healed:
+        run.form(4, in_place_of=(2,))
+        run.step_with_join(3)
+        run.step_with_join(4)
     while run.trained < steps:
         run.quiet_step()
-    return run.finish()
+    return run.finish(exit_code)
 
 
 @pytest.fixture
@@ -43,14 +51,20 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[[Events, Events], None
     """Make the demo's training runs leave these traces."""
 
     def prepare(reference: Events, faulty: Events) -> None:
-        def train(self: demo._Demo, run_dir: Path, *flags: str) -> None:
-            traces.write(run_dir, faulty if "--chaos" in flags else reference)
+        def train(self: demo._Demo, run_dir: Path, steps: int) -> None:
+            traces.write(run_dir, reference)
+
+        def train_and_kill(self: demo._Demo, run_dir: Path, *flags: str) -> None:
+            assert "--chaos" in flags
+            traces.write(run_dir, faulty)
 
         def train_on_nodes(self: demo._NodesDemo, run_dir: Path, *flags: str) -> None:
             traces.write(run_dir, faulty)
             self.killed = (71, 72, 73)
 
         monkeypatch.setattr(demo._Demo, "_train", train)
+        monkeypatch.setattr(demo._Demo, "_train_and_kill", train_and_kill)
+        monkeypatch.setattr(demo._NodesDemo, "_train", train)
         monkeypatch.setattr(demo._NodesDemo, "_train_and_kill", train_on_nodes)
         monkeypatch.setattr(demo._Demo, "_command", lambda self, *arguments: None)
 
@@ -68,6 +82,10 @@ def test_the_demo_proves_what_the_traces_show(
     assert "train 4: replica 1 rank 1 was slowed down for a step" in text
     assert "\n        train 2: replica 0 rank 0 inside the reduction of bucket 1; train 4: replica 2 rank 1 in the b" in text
     assert "train 4: microbatches 1, 3, 5 taken into the running 1F1B by replica 1" in text
+    assert "replica 3 in the place of replica 0 joined at train 5, " in text
+    assert "replica 4 in the place of replica 2 joined at train 6, " in text
+    assert "until replica 3 was announced: 3 steps" in text and "until replica 4 was announced: 2 steps" in text
+    assert "20 steps, never fewer than 1 replica, exit code 15 (the demo asked for the end)" in text
     assert (tmp_path / "demo" / "faulty" / "loss.svg").exists()
     assert json.loads((tmp_path / "demo" / "faulty" / "summary.json").read_text())["param_bit_identical"] is True
 
@@ -103,6 +121,26 @@ def _nothing_again(events: Events) -> Events:
     return [event for event in events if not (isinstance(event, trace.MicrobatchFinished) and event.generation > 1)]
 
 
+def _without(kind: type[trace.Event], **fields: object) -> Callable[[Events], Events]:
+    """Leave out the events of a type with these fields."""
+
+    def left(events: Events) -> Events:
+        return [one for one in events if type(one) is not kind or any(getattr(one, name) != fields[name] for name in fields)]
+
+    return left
+
+
+def _all_steps_at_the_end(events: Events) -> Events:
+    return [msgspec.structs.replace(one, t=events[-1].t) if isinstance(one, trace.Committed) else one for one in events]
+
+
+def _another_end(events: Events) -> Events:
+    """All replicas have the same other parameters at the end."""
+    for replica in (1, 3, 4):
+        events = _replace(events, trace.Applied, {"parameter_digest": "x"}, replica=replica, rank=0)
+    return events
+
+
 FAILURES: list[tuple[str, Callable[[Events], Events]]] = [
     ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"point": "forward"}, point="backward")),
     ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"rank": 0}, point="backward")),
@@ -110,13 +148,18 @@ FAILURES: list[tuple[str, Callable[[Events], Events]]] = [
     ("Real processes were killed", lambda events: _replace(events, trace.Failure, {"cause": "exit code 1"})),
     ("The others did not let", lambda events: [event for event in events if not isinstance(event, trace.Extended)]),
     ("Training went on", lambda events: _replace(events, trace.RunFinished, {"exit_code": 10})),
+    ("Every lost replica came back", _without(trace.Proven, newcomers=(4,))),
+    ("Every lost replica came back", _without(trace.Proven)),
+    ("Nobody stopped for them", _all_steps_at_the_end),
+    ("Nobody stopped for them", _without(trace.Proven)),
     ("Every step was made", lambda events: _replace(events, trace.Reduced, {"provenance": (2, 0, 1, 1, 1, 1)}, bucket=1)),
     ("Only what the dead", lambda events: [*events[:-1], WASTED, events[-1]]),
     ("Only what the dead", lambda events: [*events[:-1], *MORE, events[-1]]),
     ("Only what the dead", _nothing_again),
     ("All replicas held", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, replica=2, rank=1)),
-    ("The result is bit", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, rank=0)),
-    ("The result is bit", lambda events: _replace(events, trace.Applied, {"loss": 1.0}, rank=1)),
+    ("All replicas held", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, replica=4, rank=1)),
+    ("The result is bit", _another_end),
+    ("The result is bit", lambda events: _replace(events, trace.Applied, {"loss": 1.0}, replica=1, rank=1)),
     ("No invariant", lambda events: _replace(events, trace.Committed, {"digest": "x"})),
 ]
 
@@ -131,6 +174,54 @@ def test_a_claim_without_its_evidence_fails_the_demo(
     content = json.loads(capsys.readouterr().out)
     assert content["proven"] is False
     assert [one["text"] for one in content["claims"] if not one["holds"] and one["text"].startswith(claim)], content["claims"]
+
+
+@pytest.mark.parametrize("is_formed", [True, False])
+def test_a_replica_that_does_not_come_back_in_time_is_told_and_fails_the_demo(
+    is_formed: bool, prepared: Callable[[Events, Events], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = _faulty(is_healed=False).events
+    if is_formed:
+        events.insert(-1, trace.Forming(t=events[-1].t, newcomer=3, in_place_of=(0,)))
+    prepared(traces.quiet_run(20).events, events)
+    assert demo.main(["--run-dir", str(tmp_path / "demo")]) == ExitCode.INVARIANT_VIOLATED
+    text = capsys.readouterr().out
+    assert "NOT PROVEN" in text and " NO] Every lost replica came back" in text
+    assert ("replica 3, in the place of replica 0, was formed and did not join: the run ended before\n" in text) == is_formed
+    assert "180 s after the last death there were 1 of 3" in text
+
+
+def _line(iteration: int, replicas: int) -> str:
+    return (
+        f" iteration {iteration:8}/    5000 | consumed samples: 108 | lm loss: 4.366181E+00 | loss scale: 1.0 | "
+        f"generation: 2 | replicas: {replicas}/3 | quotas: 6 6 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "end"),
+    [
+        ({12: 1, 13: 2, 14: 3}, demo.STEPS),  # enough steps are made in any case
+        ({12: 1, 30: 2, 40: 3}, 42),
+        ({9: 2, 10: 3, 12: 2, 30: 3}, 32),  # the first is back before the last death
+        ({9: 2, 10: 3, 12: 2, 30: 3, 31: 2, 50: 3}, 52),  # a newcomer dies
+        ({9: 2, 10: 3}, demo.STEPS),  # the last death was not seen: the step was finished before
+    ],
+)
+def test_the_run_with_deaths_ends_when_all_have_trained_together_again(replicas: dict[int, int], end: int) -> None:
+    follow, now = demo.Return(), 3
+    for iteration in range(1, 100):
+        now = replicas.get(iteration, now)
+        assert not follow.take("megatron-recover: replica 3 joins at train 14: 3 replicas train", iteration)
+        if follow.take(_line(iteration, now), iteration):
+            break
+    assert iteration == end
+
+
+def test_the_run_with_deaths_ends_when_its_time_is_over() -> None:
+    follow = demo.Return()
+    assert not follow.take(_line(11, 2), 0.0) and not follow.take(_line(12, 1), 1000.0)
+    assert not follow.take(_line(900, 1), 1000.0 + demo.PATIENCE_S) and follow.take(_line(901, 1), 1000.1 + demo.PATIENCE_S)
 
 
 def _without_a_node() -> Events:
@@ -222,7 +313,7 @@ def test_megatrons_line_is_cut_down_to_what_matters() -> None:
         "(ms): 977.6 | learning rate: 2.379865E-03 | global batch size:    12 | lm loss: 4.366181E+00 | loss scale: 1.0 | "
         "grad norm: 1.819 | number of skipped iterations:   0 | generation: 2 | replicas: 2/3 | quotas: 6 6 |"
     )
-    assert demo.short(line) == "iteration  9/24 | loss 4.3662 | generation 2 | replicas 2/3 | quotas 6 6"
+    assert demo.short(line) == "iteration  9 | loss 4.3662 | generation 2 | replicas 2/3 | quotas 6 6"
     assert demo.short("any other line") == "any other line"
 
 
@@ -287,6 +378,15 @@ def test_a_gpu_without_transformer_engine_gets_the_flags_that_need_none(
     assert ("--transformer-impl" in demo._Demo(tmp_path, io.StringIO(), 8)._extra) == (not engine)
 
 
+def test_sums_can_run_beside_a_backward_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    assert demo._Demo(tmp_path, io.StringIO(), 1).environment[name] == MOST_QUEUES
+    assert name not in demo._Demo(tmp_path, io.StringIO(), 0).environment
+    monkeypatch.setenv(name, "8")
+    assert demo._Demo(tmp_path, io.StringIO(), 1).environment[name] == "8", "what the user sets is kept"
+
+
 def test_torch_is_asked_for_gpus_only_where_the_machine_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[list[str]] = []
 
@@ -310,7 +410,9 @@ def test_the_real_demo_proves_its_claims_within_its_budget(tmp_path: Path) -> No
     assert done.returncode == ExitCode.OK, done.stderr[-6000:]
     content = json.loads(done.stdout)
     assert content["proven"] is True
-    assert content["summary"]["steps"] >= 20
+    summary = content["summary"]
+    assert summary["steps"] >= 20 and summary["replicas_end"] == 3
+    assert sum(one["generation"] is not None for one in summary["joins"]) >= 2
     assert (tmp_path / "demo" / "faulty" / "loss.svg").read_text().startswith("<?xml")
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"{content['seconds']:.0f} s, {cpu_s:.0f} CPU-seconds")

@@ -87,6 +87,7 @@ def test_every_key_of_a_scenario_is_listed_with_its_default() -> None:
     tables = {
         "job": models.JobTable, "compute": models.ComputeTable, "network": models.NetworkTable,
         "failures": models.FailuresTable, "checkpoint": models.CheckpointTable, "drop": models.DropTable,
+        "repair": models.RepairTable,
     }  # fmt: skip
     known = {}
     for field in msgspec.structs.fields(models.Scenario):

@@ -26,6 +26,7 @@ from megatron_recover.deadlines import Deadlines
 
 DEADLINE_S = 1800.0
 GAP_S, HUNG_S, AFTER_WORK_S = Deadlines.of().gap_s, Deadlines.of().hung_s, Deadlines.of().after_work_s
+STOPPED_S = Deadlines.of().stopped_s
 
 
 class Watched:

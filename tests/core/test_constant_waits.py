@@ -19,6 +19,7 @@ PACKAGE = Path(megatron_recover.__file__).parent
 
 INTERVALS = {
     "cli/demo.py KILL_DELAY_S": "from the end of a step to the kill that the demo shows",
+    "cli/demo.py PATIENCE_S": "from the last death to the end of a run whose replicas do not come back, between its lines",
     "cli/demo.py _LOOK_S": "between two looks at the file of the endpoint, while a node runs that writes it",
     "host/addresses.py KEPT_ALIVE_S": "between two packets of the kernel on a quiet connection",
     "host/addresses.py RETRIED_S": "between two tries of the kernel to send the same bytes to another host",

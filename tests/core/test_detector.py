@@ -8,9 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import detector
+from megatron_recover.core.detector_state import DetectorState, Limits
 from megatron_recover.core.progress import COMPUTES, LEANS_ON_OTHERS, WAITS, Phase, Progress
-from megatron_recover.core.verdict import Named, SeenAtWork, Sight, Verdict
-from tests.core.hang_world import AFTER_WORK_S, DEADLINE_S, GAP_S, HUNG_S, Watched, drive, lognormal_steps
+from megatron_recover.core.verdict import Condemned, Effect, Look, Named, SeenAtWork, Sight, Verdict
+from tests.core.hang_world import AFTER_WORK_S, DEADLINE_S, GAP_S, HUNG_S, STOPPED_S, Watched, drive, lognormal_steps
 
 LOOK_S = 0.1
 """As the agent looks (`cluster/launcher.py`)."""
@@ -704,3 +705,28 @@ def test_of_two_readings_of_a_rank_the_one_that_is_due_is_named() -> None:
         reading = replace(page(Phase.DATA, 1000), ahead=7)
         watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, reading, "D")])
     assert {effect.microbatches for _, effect in watched.said if isinstance(effect, Named)} <= {(3,)}
+
+
+def newcomers(for_s: float, phases: dict[int, Phase], states: dict[int, str]) -> tuple[tuple[float, Effect], ...]:
+    """What is said of newcomers, outside the roster, that make no progress for so long, and when."""
+    state, said, now_s = DetectorState(Limits(DEADLINE_S, GAP_S, STOPPED_S, HUNG_S, AFTER_WORK_S)), [], 0.0
+    while now_s < for_s:
+        now_s += LOOK_S
+        sights = tuple(Sight(replica, 0, page(phase, 1000), states.get(replica, "R")) for replica, phase in phases.items())
+        state, effects = detector.step(state, Look(now_s, 1, sights, are_newcomers=True))
+        said += [(now_s, effect) for effect in effects]
+    return tuple(said)
+
+
+def test_a_newcomer_that_is_stopped_is_condemned_at_once_although_nobody_else_lives() -> None:
+    said = newcomers(5.0, {7: Phase.LOADING}, {7: "T"})
+    [condemned] = [(now_s, effect) for now_s, effect in said if isinstance(effect, Condemned)]
+    assert condemned[0] < STOPPED_S + 3 * LOOK_S and condemned[1].named.verdict is Verdict.STOPPED
+    assert not any(isinstance(effect, SeenAtWork) for _, effect in said)
+
+
+def test_a_newcomer_that_works_for_long_has_until_the_deadline_and_is_no_excuse() -> None:
+    assert newcomers(DEADLINE_S / 3, {7: Phase.LOADING, 8: Phase.FORWARD}, {}) == ()
+    said = newcomers(1.1 * DEADLINE_S, {7: Phase.LOADING, 8: Phase.FORWARD}, {})
+    assert [effect.named.replica for _, effect in said if isinstance(effect, Condemned)] == [7, 8]
+    assert not any(isinstance(effect, SeenAtWork) for _, effect in said)

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, replica
+from megatron_recover.core.blame import Evidence
 from megatron_recover.core.coordinator import (
     Announce,
     Arm,
@@ -50,6 +51,7 @@ from megatron_recover.core.membership_messages import (
     NewGeneration,
     ReplicaBlocked,
     ReplicaFinished,
+    ReplicaLeaving,
     ReplicaSaving,
     TurnedAway,
 )
@@ -170,6 +172,12 @@ def test_a_claim_that_cannot_join_now_is_refused_by_name(said: NewcomerReady, be
     assert (after.roster, after.ready) == (state.roster, ())
 
 
+def test_a_newcomer_may_join_once_a_member_that_was_asked_to_leave_has_left() -> None:
+    state, effects = feed(formed(), LeaveAsked((2,), "drain"), ReplicaLeaving(2, 1))
+    assert announced(effects).left == (2,)
+    assert feed(state, ready(generation=2))[1] == [Arm("gather 2", "gather_s")]
+
+
 def test_between_two_joins_a_step_is_committed() -> None:
     state, _ = feed(joined(), TurnedAway(0, 2, (3,), "late"))
     _, [refused] = feed(state, ready(generation=2))
@@ -207,6 +215,20 @@ def test_a_newcomer_that_is_turned_away_is_dropped_without_a_generation_and_may_
     assert effects == [Refuse(JoinRefused(3, "train 0", "late", 2, is_fault=True))]
     assert (state.generation, state.roster, state.joins, state.forming) == (2, (0, 1, 2), (), (3,))
     assert feed(state, TurnedAway(0, 2, (3,), "late")) == (state, []), "every member reports it"
+
+
+def test_what_a_newcomer_reported_before_it_was_turned_away_makes_no_generation_and_accuses_nobody() -> None:
+    """Members end their links to it, which it may report before they report that they do not admit it."""
+    lost = ReplicaBlocked(3, 2, "the link broke", (0,))
+    state, effects = feed(joined(), lost, TurnedAway(1, 2, (3,), "late"), TimerFired("grace 2"))
+    assert not [effect for effect in effects if isinstance(effect, Announce)]
+    assert (state.reason, state.evidence) == ("", Evidence())
+    state, effects = feed(
+        joined(), lost, ReplicaBlocked(0, 2, "late", (1,)), TurnedAway(1, 2, (3,), "late"), TimerFired("grace 2")
+    )
+    assert announced(effects).reason == "replica 0: late", "a member's request stands"
+    _, effects = feed(joined(), lost, ReplicaBlocked(0, 2, "late", (1,)), TimerFired("grace 2"))
+    assert [loss.replica for loss in announced(effects).losses] == [3], "it is removed, whoever has asked"
 
 
 def test_a_job_whose_members_have_finished_does_not_wait_for_a_newcomer_that_was_turned_away() -> None:
@@ -522,7 +544,8 @@ def test_nothing_else_ends_a_hold(other: Any) -> None:
 def test_a_hold_for_two_newcomers_ends_when_neither_needs_it() -> None:
     state, _ = lead(holding(), HoldAsked(4, "train 0"))
     state, effects = lead(state, JoinRefused(3, "train 0", "late"))
-    assert effects == [] and state.hold is not None and state.hold.newcomers == (4,)
+    assert effects == [] and state.hold is not None and state.hold.released == (3,)
+    assert lead(state, HoldAsked(3, "train 0"), JoinRefused(3, "train 0", "late")) == (state, []), "it needs it once"
     assert lead(state, JoinRefused(4, "train 0", "late"))[1] == [CLOSE]
 
 

@@ -74,6 +74,12 @@ def test_a_slot_waits_for_the_end_of_every_former_process() -> None:
     assert plan(slots.gone(pasts, 1), 1) == "0.2 0.3 for 1 in the slots of replica 1 (node 0: slots 2 and 3)"
 
 
+def test_who_waits_for_a_process_to_end_knows_whether_that_is_usual() -> None:
+    pasts = killed(THREE, 1, is_gone=False)
+    found = [slots.plan(pasts, wanted=1, settings=SETTINGS, now_s=now_s).left_out for now_s in (109.0, 111.0)]
+    assert [[each.is_usual for each in left_out] for left_out in found] == [[True, True], [False, False]]
+
+
 def test_nobody_takes_the_slot_of_a_replica_that_lives() -> None:
     with pytest.raises(ValueError, match="replica 0 is there"):
         slots.taken(THREE, 3, seat(0, 0))

@@ -123,3 +123,20 @@ def test_a_rank_holds_between_steps_what_the_plan_says(tmp_path: pathlib.Path) -
     [allocated, *_] = [float(found) * 2**20 for found in re.findall(r"memory \(MB\) \| allocated: ([\d.]+)", log)]
     held = parts["weights"] + parts["gradient"] + parts["optimizer"] + parts["sums"] + NUM_WORKSPACES * WORKSPACE_KIB * 1024
     assert allocated == pytest.approx(held, rel=0.05), (allocated, parts)
+
+
+@pytest.mark.finding("JOIN")
+@pytest.mark.parametrize(
+    ("shape", "flags"),
+    [({}, ""), ({"pp": 2}, "--overlap-grad-reduce"), ({"lanes": 2}, "--use-distributed-optimizer")],
+    ids=["one rank", "two stages", "two lanes"],
+)
+def test_a_lost_replica_comes_back(shape: dict[str, int], flags: str, tmp_path: pathlib.Path) -> None:
+    """Its processes import while the others train, so the job has many steps."""
+    made = Job(**shape, steps=200, microbatches=24, heal="in-place")
+    (tmp_path / "reference").mkdir()
+    reference = run(Job(**shape, steps=200, microbatches=24), tmp_path / "reference", flags=flags, queues=32).expect()
+    outcome = run(made, tmp_path, flags=flags, chaos=chaos_text("1 0 backward step=5"), queues=32).expect()
+    assert outcome.events("generation")[-1]["roster"] == [0, 2], outcome.output
+    code, report = check(outcome.run_dir, reference.run_dir)
+    assert code == 0 and "parameters bit-identical" in report, report

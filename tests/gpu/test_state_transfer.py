@@ -17,7 +17,7 @@ from tests.control_plane.partners import KEY
 from tests.data_plane.range_memory import eventually
 from tests.trainer.states import Tensors, of_every_kind
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.finding("JOIN")]
 DEADLINES = Deadlines.of(60.0)
 
 

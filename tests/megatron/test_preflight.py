@@ -200,6 +200,15 @@ def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
     assert "; " in line
 
 
+@pytest.mark.parametrize(
+    "flags",
+    ["--optimizer-cpu-offload", "--phase-transition-iterations 5", "--vision-pretraining --vision-pretraining-type dino"],
+)
+def test_lost_replicas_are_replaced_unless_a_flag_forbids_it(flags: str, data: str) -> None:
+    assert judge(data, "").config.heal == judge(data, "--recover-heal in-place").config.heal == "in-place"
+    assert judge(data, flags).config.heal == judge(data, "--recover-heal off").config.heal == "off"
+
+
 def test_a_flag_that_the_installed_megatron_has_dropped_is_no_defect_and_not_passed_over() -> None:
     lines = refusals(argparse.Namespace(), lanes=2)
     assert len(lines) == len([refusal for refusal in REFUSALS if not refusal.flag.startswith("--kitchen")])

@@ -394,6 +394,12 @@ def test_the_summary_tells_what_became_of_a_newcomer() -> None:
     assert (joined.replica, joined.in_place_of, joined.generation, joined.label) == (3, (2,), 4, "train 5")
     assert joined.states_read == 3 and joined.bytes_read == 2000 and joined.formed_s == pytest.approx(0.001)
     assert joined.refusals == ("its state digest differs", "a save is in progress") and joined.failed == ""
+    parts = (joined.freed_s, joined.formed_s, joined.reading_s, joined.admitted_s)
+    assert None not in parts and joined.back_s == pytest.approx(sum(filter(None, parts)))
+    [strike] = [event.t for event in traces.joining_run().events if isinstance(event, trace.Fault)]
+    [proven] = [event.t for event in traces.joining_run().events if isinstance(event, trace.Proven)]
+    assert joined.back_s == pytest.approx(proven - strike), "from the death to the first commit"
+    assert joined.steps_meanwhile == 3, "the step of the death, and two more"
     assert joined.words.startswith("replica 3, in the place of replica 2, joined at train 5 0.")
     assert joined.words.endswith("refused 2 times")
 

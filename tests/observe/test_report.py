@@ -271,6 +271,14 @@ def test_the_plot_shows_both_curves_and_every_fault(tmp_path: Path) -> None:
     assert again == svg, "the same trace gives the same file"
 
 
+def test_the_plot_shows_where_replicas_join(tmp_path: Path) -> None:
+    svg = plot.draw(tmp_path, History(enumerate(traces.joining_run().events, start=1))).read_text()
+    ElementTree.fromstring(svg)
+    assert "replica 3 joins" in svg and "in the place of replica 2" in svg
+    without = plot.draw(tmp_path, History(enumerate(traces.faulty_run().events, start=1))).read_text()
+    assert "joins" not in without
+
+
 def test_a_file_that_is_made_again_takes_the_place_of_the_old_one_when_it_is_whole(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
     old, (files, _) = tmp_path / "old", report.write(run_dir)

@@ -320,7 +320,7 @@ class Run:
                 trace.TurnedAway,
                 generation=self.generation,
                 newcomers=(newcomer,),
-                reason=f"replica {newcomer} is turned away: its state digest differs",
+                reason="its state digest differs",
             )
         self.plan({}, BUCKETS)
         self.reduce(BUCKETS)

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_recover import trace
 from megatron_recover.cluster.narrator import Narrator
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.follow.progress import RunProgress
 from tests.observe import traces
@@ -112,7 +113,7 @@ def test_each_step_of_a_newcomer_is_told() -> None:
     assert mine == [
         "replica 3 forms in the place of replica 2",
         "generation 3: replicas 0 1 3 (replica 3 is to join)",
-        "replica 3 is turned away: its state digest differs; it reads again",
+        "replica 3 is turned away: its state digest differs",
         "replica 3 does not join in train 4: a save is in progress; it reads again, as often as needed",
         "generation 4: replicas 0 1 3 (replica 3 is to join)",
         "replica 3 joins at train 5: 3 replicas train",
@@ -124,9 +125,10 @@ def test_a_newcomer_that_ends_before_it_joins_is_told() -> None:
     formed = trace.Forming(t=2.0, newcomer=2, reason="on spare node b")
     told = Told().after(BEGUN, formed)
     assert told.narrator.seen.forming == (2,)
-    told.after(trace.Failure(t=3.0, replica=2, rank=1, cause="SIGKILL"), trace.Fenced(t=3.1, replica=2, ranks=(0, 1)))
+    lost = trace.NewcomerLost(t=3.0, newcomer=2, kind=LossKind.PROCESS_ENDED, detail="rank 1: SIGKILL")
+    told.after(trace.Failure(t=3.0, replica=2, rank=1, cause="SIGKILL"), lost, trace.Fenced(t=3.1, replica=2, ranks=(0, 1)))
     assert told.texts[1:] == [
-        "replica 2 forms on spare node b", "replica 2 has ended before it joined: rank 1, SIGKILL",
+        "replica 2 forms on spare node b", "replica 2 is lost before it has joined: process ended rank 1: SIGKILL",
     ]  # fmt: skip
     assert told.narrator.seen.forming == ()
     closing = told.narrator.account.lines(ExitCode.OK, "training finished")

@@ -121,4 +121,6 @@ def test_replicas_larger_than_a_size_are_refused(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit) as ended:
         sweep.main([str(scenario), "--out", str(tmp_path / "out")])
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and "[job] ranks is 4096, and the smallest size has 2048 GPUs" in said
+    assert (
+        ended.value.code == 2 and "a replica of [job] has 4096 GPUs, and the smallest size has 2048; take --only rates" in said
+    )

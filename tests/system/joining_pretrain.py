@@ -38,7 +38,7 @@ class Orders(msgspec.Struct, frozen=True):
     """What is different from the script, in `ORDERS` as JSON."""
 
     microbatches: int
-    step_s: float = 0.5
+    step_s: float = 0.75
     acts: tuple[Act, ...] = ()
     newcomers_raise: bool = False
     newcomers_get: tuple[str, ...] = ()
@@ -83,20 +83,19 @@ def _take_time(script: Any, context: RankContext, orders: Orders) -> None:
 
 def _act(context: RankContext, acts: tuple[Act, ...]) -> None:
     """Do what is ordered in the thread that passes a point, before anything else happens there."""
-    mine = {act.at: act.do for act in acts if (act.at.replica, act.at.rank) == (context.replica, context.rank)}
+    mine = [act for act in acts if (act.at.replica, act.at.rank) == (context.replica, context.rank)]
     if not mine:
         return
-    passages, of, pass_point = Passages(mine), FaultInjector.of, FaultInjector.at
-
-    def always(texts: Any, **others: Any) -> FaultInjector:
-        return of(texts, **others) or FaultInjector((), **others)
+    passages, pass_point = Passages({act.at: None for act in mine}), FaultInjector.at
 
     def at(self: FaultInjector, point: FaultPoint, **where: Any) -> None:
         if (due := passages.take(point, **where)) is not None:
-            _do(context, *mine[due].split())
+            for act in mine:
+                if act.at == due:
+                    _do(context, *act.do.split())
         pass_point(self, point, **where)
 
-    FaultInjector.of, FaultInjector.at = always, at  # type: ignore[method-assign, assignment]
+    FaultInjector.at = at  # type: ignore[method-assign]
 
 
 def _do(context: RankContext, what: str, *arguments: str) -> None:

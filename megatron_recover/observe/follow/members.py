@@ -12,7 +12,9 @@ from megatron_recover import trace
 class Members:
     """The members of the newest generation, and the newcomers of the run."""
 
-    WANTED = frozenset({"generation", "forming", "turned_away", "claim_refused", "proven", "failure", "fenced"})
+    WANTED = frozenset(
+        {"generation", "forming", "newcomer_lost", "turned_away", "claim_refused", "proven", "failure", "fenced"}
+    )
     """Names of the events that have an effect here."""
 
     def __init__(self, roster: tuple[int, ...] = ()) -> None:
@@ -50,6 +52,8 @@ class Members:
             case trace.Proven():
                 self.num_joins += len(event.newcomers)
                 self.unproven -= {*event.newcomers}
+            case trace.NewcomerLost():
+                self.forming = tuple(replica for replica in self.forming if replica != event.newcomer)
             case trace.Failure() | trace.Fenced():
                 self.forming = tuple(replica for replica in self.forming if replica != event.replica)
 

@@ -214,15 +214,16 @@ def _bar(x: charts.Scale, span: Span, wide: float = WIDE) -> Bar:
 
 
 def newcomers_picture(history: History) -> Picture | None:
-    """Return what each newcomer did until it was a member, over the whole run; None without any.
+    """Return what each newcomer did until it was a member; None without any.
 
-    Of more than `MAX_LANES` newcomers the first ones are drawn.
+    The time is that of the chart of members: from the first generation to the end. Of more than
+    `MAX_LANES` newcomers the first ones are drawn.
     """
     found = doings(history)
     if not found:
         return None
     shown = dict(list(found.items())[:MAX_LANES])
-    x = charts.Scale(0.0, history.seconds)
+    x = charts.Scale(min((one.t for one in history.generations.values()), default=0.0), history.seconds)
     groups = tuple(
         ReplicaRows(f"replica {replica}", tuple(_doing(x, one) for one in mine), (), ended_at(history, replica) is not None)
         for replica, mine in shown.items()

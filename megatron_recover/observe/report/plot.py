@@ -1,7 +1,7 @@
 """Draw the loss plot of a run as SVG, from its trace.
 
-The plot shows the loss of the run and of its reference run, every fault in a training step, and how
-many replicas were left.
+The plot shows the loss of the run and of its reference run, every fault in a training step, every
+return of a replica, and the number of replicas.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from megatron_recover import packages, trace
 from megatron_recover.core.label import label_of
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.history import History
+from megatron_recover.observe.joins import joins
 from megatron_recover.observe.summary import faults
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ TEXTS = 8
 """Largest number of faults that have texts. More texts would hide the curve, so only lines are
 drawn."""
 
-_RUN, _REFERENCE, _FAULT, _GREY = "#1f5fa8", "#f2b441", "#b3261e", "#5f6368"
+_RUN, _REFERENCE, _FAULT, _JOIN, _GREY = "#1f5fa8", "#f2b441", "#b3261e", "#1e7d4f", "#5f6368"
 
 
 def _curve(history: History) -> tuple[list[int], list[float]]:
@@ -57,8 +58,26 @@ def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
             continue
         axes.annotate(
             f"{fault.kind}: replica {fault.replica} rank {fault.rank}\n{fault.where}",
-            xy=(at, 0.97 - 0.15 * (number % 3)), xycoords=("data", "axes fraction"), xytext=(5, 0),
+            xy=(at, 0.97 - 0.13 * (number % 4)), xycoords=("data", "axes fraction"), xytext=(5, 0),
             textcoords="offset points", color=_FAULT, fontsize=8, va="top",
+            bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        )  # fmt: skip
+
+
+def _draw_joins(axes: Axes, below: Axes, history: History) -> None:
+    """Draw a line at the first step of each newcomer that became a member, with a text as above."""
+    found = [one for one in joins(history) if one.label is not None and label_of(one.label).is_training]
+    for number, one in enumerate(found):
+        at = label_of(one.label or "").iteration
+        for each in (axes, below):
+            each.axvline(at, color=_JOIN, linewidth=1.2, linestyle=(0, (1, 2)), zorder=1)
+        if len(found) > TEXTS:
+            continue
+        place = f"\nin the place of replica {' '.join(map(str, one.in_place_of))}" if one.in_place_of else ""
+        axes.annotate(
+            f"replica {one.replica} joins{place}",
+            xy=(at, 0.45 - 0.15 * (number % 3)), xycoords=("data", "axes fraction"), xytext=(5, 0),
+            textcoords="offset points", color=_JOIN, fontsize=8, va="top",
             bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )  # fmt: skip
 
@@ -92,6 +111,7 @@ def draw(folder: Path, history: History, reference: History | None = None) -> Pa
         below.step(iterations, sizes, where="mid", color=_RUN, linewidth=1.8)
         below.fill_between(iterations, sizes, step="mid", color=_RUN, alpha=0.15)
         _draw_faults(axes, below, history)
+        _draw_joins(axes, below, history)
         axes.set_ylabel("loss")
         axes.grid(axis="y", color="#e8eaed")
         axes.set_axisbelow(True)

@@ -22,7 +22,16 @@ from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core.joining import older, talkers
 from megatron_recover.core.label import label_of
-from megatron_recover.core.membership_messages import AddRequests, Entered, Hello, LeaderMessage, Loss, LossKind, NewGeneration
+from megatron_recover.core.membership_messages import (
+    AddRequests,
+    Entered,
+    Hello,
+    JoinRefused,
+    LeaderMessage,
+    Loss,
+    LossKind,
+    NewGeneration,
+)
 from megatron_recover.core.rank_messages import Apply, Plan, Report, Stop
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import Commitment, MicrobatchId, ReplicaId, Status, Statuses, Votes, Work
@@ -95,6 +104,8 @@ class TimedReplica(Actor):
         """Receive a message of another leader or of the coordinator."""
         if self.leader_alive:
             self.read(self.job.size_of(message))
+            if isinstance(message, JoinRefused):
+                self.job.refused(self, message.reason, is_fault=message.is_fault)
             self.feed(message)
 
     def reported(self, position: int, report: Report) -> None:
@@ -349,8 +360,16 @@ class TimedJob:
         """Return whether a rank stands still."""
         return False
 
+    @property
+    def awaits_next_window(self) -> bool:
+        """Return whether a newcomer waits for the next step before it reads, as in production."""
+        return False
+
     def reached(self, one: TimedReplica, phase: str) -> None:
-        """Do nothing; called when a newcomer is formed, reads, asks or is admitted."""
+        """Do nothing; called when a newcomer is formed, is ready, reads, asks or is admitted."""
+
+    def refused(self, one: TimedReplica, reason: str, *, is_fault: bool) -> None:
+        """Do nothing; called when a try of a newcomer came to nothing (`JoinRefused`)."""
 
     def turned_away(self, number: ReplicaId) -> None:
         """Let the ranks of a newcomer end that has trained and is turned away."""

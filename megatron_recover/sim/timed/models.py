@@ -45,9 +45,13 @@ class JobTable(Table, frozen=True, kw_only=True):
 
     replicas: Count
     ranks: Count
-    """Ranks of one replica, one GPU each."""
+    """Ranks of one replica, one GPU each, or `gpus_a_rank`."""
+    gpus_a_rank: Count = 1
+    """GPUs for which one simulated rank stands. They do the same at the same time: the tensor and
+    data parallel peers in a stage. They count for losses and GPU-hours, and take no time."""
     stages: Count = 1
-    """Pipeline stages of a replica; `ranks` is a multiple of it."""
+    """Pipeline stages of a replica; `ranks` is a multiple of it, or 1. That rank is of the first
+    stage, which all others wait for, and stands for the replica."""
     microbatches: Count
     """Microbatches of one step, over all replicas (M)."""
     steps: Count
@@ -56,6 +60,16 @@ class JobTable(Table, frozen=True, kw_only=True):
     """Buckets of each stage, without the ledger."""
     seed: Annotated[int, Meta(ge=0)] = 1
     """Seed of the random choices: which replica is lost, and when."""
+
+    @property
+    def held_stages(self) -> int:
+        """Return the stages that have simulated ranks: all, or the first alone."""
+        return min(self.stages, self.ranks)
+
+    @property
+    def gpus(self) -> int:
+        """Return the GPUs of one replica."""
+        return self.ranks * self.gpus_a_rank
 
 
 class ComputeTable(Table, frozen=True, kw_only=True):
@@ -125,7 +139,36 @@ class DropTable(Table, frozen=True, kw_only=True):
     """Seconds from the detection of a loss until collectives work again."""
 
 
-PolicyName = Literal["recover", "shrink", "drop-step", "checkpoint-restart", "checkpoint-restart-equal"]
+class RepairTable(Table, frozen=True, kw_only=True):
+    """`[repair]`: what brings lost replicas back, and how long each part of it takes."""
+
+    vacate_s: Seconds = 10.0
+    """Seconds from the detection of a loss until the last process of the replica has ended and the
+    memory of its GPUs is free."""
+    forming_s: Seconds
+    """Seconds from the start of a newcomer's processes until it could train: imports, groups, model
+    and data built, one microbatch run."""
+    state_bytes: Bytes
+    """Bytes of the state of one GPU."""
+    state_bytes_per_s: Bytes
+    """Bytes per second at which one GPU of a newcomer reads its state from live replicas."""
+    digest_s: Seconds = 0.0
+    """Seconds in which a rank digests its state, at a newcomer and at those that vouch for it."""
+    node_gpus: Count = 8
+    """GPUs of a node. A replica has whole nodes to itself."""
+    hardware_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Part of the losses that take a node away with them. Slots of other losses are used again."""
+    repair_h: Amount | None = None
+    """Hours until such a node is back; None: it never is."""
+    spares: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Spare nodes, which only the policy `recover-spares` has (and the restarts beside it)."""
+
+
+PolicyName = Literal[
+    "recover", "recover-in-place", "recover-spares", "shrink", "drop-step", "checkpoint-restart", "checkpoint-restart-equal"
+]
+HEALING: frozenset[PolicyName] = frozenset({"recover-in-place", "recover-spares"})
+"""Policies that bring lost replicas back."""
 
 
 class Scenario(Table, frozen=True, kw_only=True):
@@ -139,6 +182,7 @@ class Scenario(Table, frozen=True, kw_only=True):
     """Exact faults, as in a chaos file, instead of a rate."""
     checkpoint: CheckpointTable | None = None
     drop: DropTable | None = None
+    repair: RepairTable | None = None
     policies: Annotated[tuple[PolicyName, ...], Meta(min_length=1)] = ("recover",)
     tokens_per_microbatch: Count | None = None
     """Tokens of a microbatch, to report throughput in tokens."""
@@ -149,8 +193,13 @@ class Scenario(Table, frozen=True, kw_only=True):
 class Timing:
     """Seconds of everything, without chance. Those of the fuzzer vary (`sim/timed/chance.py`)."""
 
-    def __init__(self, job: JobTable, compute: ComputeTable, network: NetworkTable) -> None:
-        self.job, self.compute, self.network = job, compute, network
+    def __init__(self, job: JobTable, compute: ComputeTable, network: NetworkTable, repair: RepairTable | None = None) -> None:
+        self.job, self.compute, self.network, self.repair = job, compute, network, repair
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> Timing:
+        """Return the seconds of everything in a scenario."""
+        return cls(scenario.job, scenario.compute, scenario.network, scenario.repair)
 
     def latency_s(self) -> float:
         """Return the seconds of a message between leaders, or a leader and the coordinator."""
@@ -178,15 +227,15 @@ class Timing:
 
     def forming_s(self) -> float:
         """Return the seconds from the start of a newcomer's ranks until it is ready."""
-        return 0.0
+        return self.repair.forming_s if self.repair is not None else 0.0
 
     def state_s(self) -> float:
         """Return the seconds in which a rank of a newcomer reads its state."""
-        return 0.0
+        return self.repair.state_bytes / self.repair.state_bytes_per_s if self.repair is not None else 0.0
 
     def digest_s(self) -> float:
         """Return the seconds in which a rank digests its state."""
-        return 0.0
+        return self.repair.digest_s if self.repair is not None else 0.0
 
     def bucket_bytes(self, bucket: BucketId) -> float:
         """Return the bytes of a bucket at one rank, provenance included.
@@ -194,7 +243,7 @@ class Timing:
         The ledger has a row of `LEDGER_COLUMNS` numbers a microbatch.
         """
         provenance = 8.0 * (self.job.microbatches + 1)
-        if bucket == self.job.stages * self.job.buckets:
+        if bucket == self.job.held_stages * self.job.buckets:
             return 8.0 * LEDGER_COLUMNS * self.job.microbatches + provenance
         return self.network.gradient_bytes / self.job.buckets + provenance
 
@@ -240,7 +289,7 @@ class Timing:
         The last stage has the ledger too, and begins while other stages still drain.
         """
         drain_s = (self.job.stages - 1) * (1 - self.compute.forward_share) * self.compute.microbatch_s
-        ledger_s = self.reduce_s(self.job.stages * self.job.buckets, num_members)
+        ledger_s = self.reduce_s(self.job.held_stages * self.job.buckets, num_members)
         return self.job.buckets * self.reduce_s(0, num_members) + max(0.0, ledger_s - drain_s)
 
     def ideal_step_s(self, num_members: int, num_microbatches: int) -> float:
@@ -260,7 +309,7 @@ class Losses:
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        self.failures, self.ranks = scenario.failures, scenario.job.ranks
+        self.failures, self.gpus = scenario.failures, scenario.job.gpus
         self.dice = random.Random(scenario.job.seed)
         self.num_steps = 0
         """Steps begun so far."""
@@ -269,7 +318,7 @@ class Losses:
 
     def hazard(self, num_members: int) -> float:
         """Return the losses per second."""
-        return (self.failures.per_gpu_hour or 0.0) * num_members * self.ranks / HOUR_S
+        return (self.failures.per_gpu_hour or 0.0) * num_members * self.gpus / HOUR_S
 
     def in_step(self, num_members: int) -> float | None:
         """Begin a step; return the part of it (0..1) at which `every_steps` strikes, or None."""
@@ -296,12 +345,12 @@ def shape_of(job: JobTable) -> Shape:
 
     Each stage has `job.buckets` buckets, and the last stage the ledger too.
     """
-    width = job.ranks // job.stages
-    ranks: Sequence[tuple[int, ...]] = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(job.stages)]
-    buckets = (*(ranks[stage] for stage in range(job.stages) for _ in range(job.buckets)), ranks[-1])
+    held, width = job.held_stages, job.ranks // job.held_stages
+    ranks: Sequence[tuple[int, ...]] = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(held)]
+    buckets = (*(ranks[stage] for stage in range(held) for _ in range(job.buckets)), ranks[-1])
     return Shape(job.ranks, buckets, Pipeline(job.stages))
 
 
 def stage_of(job: JobTable, rank: int) -> int:
     """Return the pipeline stage of a rank."""
-    return rank // (job.ranks // job.stages)
+    return rank // (job.ranks // job.held_stages)

@@ -18,7 +18,8 @@ from megatron_recover.sim.timed.rank import TimedRank
 from megatron_recover.sim.timed.world import JobParts, JoiningReplica
 
 TRIES = 3
-"""Tries of a newcomer; on the last, and all later ones here, it asks for a hold before it reads."""
+"""Tries of a newcomer (`trainer/entering.py`): on the last it asks for a hold before it reads, and
+on all later ones of the fuzzer, in which it never gives up."""
 
 
 class Newcomer:
@@ -51,14 +52,22 @@ class Newcomer:
 
     def form(self) -> None:
         """Start the ranks. They are ready after a while."""
-        self.job.clock.after(self.job.timing.forming_s(), self._formed, self.one.ranks[0])
+        self.job.clock.after(self.job.timing.forming_s(), self.ready, self.one.ranks[0])
         self.job.reached(self.one, "is formed")
 
-    def _formed(self, leader: TimedRank) -> None:
+    def ready(self, leader: TimedRank) -> None:
+        """Greet the coordinator: the ranks are ready. Then read the first state."""
         if all(each.alive for each in self.one.ranks):
             self.is_formed = True
+            self.job.reached(self.one, "is ready")
             self.job.send(self.one, self.job.coordinator, self.job.clock.now, self.job.hello(self.one.number))
-            self.look(leader)
+            self._look_anew(leader)
+
+    def _look_anew(self, leader: TimedRank) -> None:
+        """Begin to read, if the job lets a newcomer read in a step that runs already."""
+        if self.job.awaits_next_window:
+            self.newest = max(self.newest, *(one.served_step() for one in self.job.replicas))
+        self.look(leader)
 
     def look(self, leader: TimedRank) -> None:
         """Begin to read if a step runs whose state was not read, and no claim is open."""
@@ -67,10 +76,12 @@ class Newcomer:
         if not (self.is_formed and is_free and leader.alive):
             return
         step = max((one.served_step() for one in job.replicas), default=-1)
-        if step <= max(self.newest, self.skipped):
+        asks = job.newcomers_ask and self.num_failed >= TRIES - 1 and self.skipped < step - 1
+        is_new = step > max(self.newest, self.skipped)
+        if step < 0 or not (is_new or (asks and job.awaits_next_window)):
             return
         sources = self._sources(step)
-        if job.newcomers_ask and self.num_failed >= TRIES - 1 and self.skipped < step - 1:
+        if asks:
             self.skipped = step
             self.one.feed(replica.AskHold(sources[0], next_training(job.replicas[sources[0]].ranks[0].label)))
             return
@@ -114,7 +125,8 @@ class Newcomer:
 
     def _void(self) -> None:
         self.is_reading, self.num_failed = False, self.num_failed + 1
-        self.job.clock.after(self.job.timing.latency_s(), self.look, self.one.ranks[0])
+        self.job.refused(self.one, "a step ended while its state was read", is_fault=True)
+        self.job.clock.after(self.job.timing.latency_s(), self._look_anew, self.one.ranks[0])
 
     def _all_have_read(self, step: int, course: Course) -> None:
         self.newest, self.course = step, course
@@ -139,7 +151,7 @@ class Newcomer:
             self._ask(self.job.asked(sorted(self.sources)))
         elif self.has_asked:
             self.has_asked, self.num_failed = False, self.num_failed + 1
-            self.job.clock.after(self.job.timing.latency_s(), self.look, self.one.ranks[0])
+            self.job.clock.after(self.job.timing.latency_s(), self._look_anew, self.one.ranks[0])
 
     def _ask(self, member: ReplicaId) -> None:
         self.one.feed(replica.SendClaim(member))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_recover.sim.timed.healing import Newcomers
 from megatron_recover.sim.timed.models import HOUR_S, PolicyName, Scenario, Timing
 
 
@@ -46,6 +47,10 @@ class Outcome:
     """Steps whose time was only added, since nothing in them could differ from the step before."""
     kill_to_plan_s: tuple[float, float] | None = None
     """Seconds from a death to the last member's plan: median and worst over all recoveries."""
+    full_seconds: float = 0.0
+    """Seconds that the committed steps need without a loss, with all replicas of the start."""
+    newcomers: Newcomers | None = None
+    """Account of the newcomers, of policies that form any."""
     curve: list[tuple[float, int]] = field(default_factory=list)
     """(GPU-seconds, microbatches committed) after each commit of a step. Steps that were left out
     have one entry together. After a restart the microbatches fall to those of the last save."""
@@ -54,6 +59,14 @@ class Outcome:
     def goodput_of_ideal(self) -> float:
         """Part of the seconds spent that the committed steps needed."""
         return self.ideal_seconds / self.seconds
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: part of the seconds spent that a whole job would need.
+
+        A job that lacks a replica, and trains on without it, is not whole.
+        """
+        return self.full_seconds / self.seconds
 
     @property
     def microbatches_per_gpu_hour(self) -> float:
@@ -81,19 +94,36 @@ class Meter:
     """Meter of the time that a policy spends and of the work that it commits."""
 
     def __init__(self, policy: PolicyName, scenario: Scenario) -> None:
-        self.timing = Timing(scenario.job, scenario.compute, scenario.network)
-        self.ranks = scenario.job.ranks
+        self.timing = Timing.of(scenario)
+        self.gpus = scenario.job.gpus
         self.outcome = Outcome(policy, replicas_end=scenario.job.replicas)
         self._ideal: dict[tuple[int, int], float] = {}
+        self.num_microbatches = scenario.job.microbatches
+        self.full_s = self.timing.ideal_step_s(scenario.job.replicas, scenario.job.microbatches)
+        """Seconds of a step of the whole job."""
+
+    @property
+    def done(self) -> tuple[int, int, float, float]:
+        """Return what is committed: steps, microbatches, ideal seconds and seconds of a whole job.
+
+        A restart sets it back to that of the last save.
+        """
+        outcome = self.outcome
+        return outcome.steps, outcome.microbatches, outcome.ideal_seconds, outcome.full_seconds
+
+    @done.setter
+    def done(self, done: tuple[int, int, float, float]) -> None:
+        outcome = self.outcome
+        outcome.steps, outcome.microbatches, outcome.ideal_seconds, outcome.full_seconds = done
 
     def spend(self, seconds: float) -> None:
         """Add `seconds` of run time, and the GPU-seconds of the replicas that are left."""
         self.outcome.seconds += seconds
-        self.outcome.gpu_seconds += seconds * self.outcome.replicas_end * self.ranks
+        self.outcome.gpu_seconds += seconds * self.outcome.replicas_end * self.gpus
 
-    def lose(self) -> None:
-        """Count the loss of a replica."""
-        self.outcome.losses += 1
+    def lose(self, *, is_member: bool = True) -> None:
+        """Count the loss of a replica; one of a newcomer is no loss for the others."""
+        self.outcome.losses += is_member
         self.outcome.replicas_end -= 1
 
     def ideal_s(self, num_members: int, num_microbatches: int) -> float:
@@ -109,4 +139,5 @@ class Meter:
         outcome.steps += count
         outcome.microbatches += count * num_microbatches
         outcome.ideal_seconds += count * self.ideal_s(num_members, num_microbatches)
+        outcome.full_seconds += count * self.full_s * num_microbatches / self.num_microbatches
         outcome.curve.append((outcome.gpu_seconds, outcome.microbatches))

@@ -1,6 +1,8 @@
 """Policies of a job at a loss, and their costs: ours, and the usual alternatives.
 
-`recover` runs the machines (`sim/timed/recover.py`). The others are baselines, computed in closed
+`recover` and its variants run the machines (`sim/timed/recover.py`). `recover` loses replicas for
+good. `recover-in-place` forms them anew in healthy slots, and `recover-spares` has spare nodes too.
+The others are baselines, computed in closed
 form, step by step, over the same models, with losses drawn from the same seed at the same rates.
 They pay nothing for votes, plans or membership: a baseline is simplified in its favour.
 
@@ -8,6 +10,7 @@ checkpoint-restart
     A blocking save every n steps, n by Daly's formula (Daly 2006; Young 1974 is its first term).
     A loss ends the job. `restart_s` after its detection the survivors continue from the last save,
     with quotas as even as integers allow. Megatron cannot do that.
+    With `[repair]` each restart takes in all nodes that are healthy by then, spare ones included.
 checkpoint-restart-equal
     The same with equal quotas only, which Megatron needs.
 shrink
@@ -29,6 +32,7 @@ from types import MappingProxyType
 
 from megatron_recover.sim.timed.models import Losses, PolicyName, Scenario, Timing
 from megatron_recover.sim.timed.outcome import Meter, Outcome
+from megatron_recover.sim.timed.places import Restarts
 from megatron_recover.sim.timed.recover import recover
 
 
@@ -78,7 +82,7 @@ def young_daly(scenario: Scenario) -> tuple[float, float]:
     """
     assert scenario.checkpoint is not None
     job, save_s = scenario.job, scenario.checkpoint.save_s
-    step_s = Timing(job, scenario.compute, scenario.network).ideal_step_s(job.replicas, job.microbatches)
+    step_s = Timing.of(scenario).ideal_step_s(job.replicas, job.microbatches)
     every, hazard = scenario.failures.every_steps, Losses(scenario).hazard(job.replicas)
     between_s = every * step_s if every is not None else 1 / hazard if hazard else math.inf
     if math.isinf(between_s) or not save_s:
@@ -94,32 +98,38 @@ def _checkpoint_restart(scenario: Scenario, interval: int, policy: PolicyName) -
     assert scenario.checkpoint is not None
     job, table = scenario.job, scenario.checkpoint
     meter, losses = Meter(policy, scenario), Losses(scenario)
-    meter.outcome.interval_steps, meter.outcome.young_daly_steps = interval, young_daly(scenario)
-    saved = meter.outcome.steps, meter.outcome.microbatches, meter.outcome.ideal_seconds
-    while meter.outcome.steps < job.steps:
-        workers = meter.outcome.replicas_end
+    outcome = meter.outcome
+    restarts = Restarts(scenario) if scenario.repair is not None else None
+    outcome.interval_steps, outcome.young_daly_steps = interval, young_daly(scenario)
+    saved = meter.done
+    while outcome.steps < job.steps:
+        workers = outcome.replicas_end
         if policy == "checkpoint-restart-equal":
             workers = next(count for count in range(workers, 0, -1) if job.microbatches % count == 0)
         seconds = meter.ideal_s(workers, job.microbatches)
         at = _begin_step(meter, losses, scenario, seconds)
         if at is None:
             meter.spend(seconds)
-            meter.commit(meter.outcome.replicas_end, job.microbatches)
-            if meter.outcome.steps % interval or meter.outcome.steps == job.steps:
+            meter.commit(outcome.replicas_end, job.microbatches)
+            if outcome.steps % interval or outcome.steps == job.steps:
                 continue
-            at = losses.within(table.save_s, meter.outcome.replicas_end)
+            at = losses.within(table.save_s, outcome.replicas_end)
             if at is None:
                 meter.spend(table.save_s)
-                saved = meter.outcome.steps, meter.outcome.microbatches, meter.outcome.ideal_seconds
+                saved = meter.done
                 continue
         while at is not None:
             meter.spend(at)
             meter.lose()
+            if restarts is not None:
+                restarts.lost(outcome.seconds)
             meter.spend(scenario.failures.detect_s)
-            at = losses.within(table.restart_s, meter.outcome.replicas_end)
+            at = losses.within(table.restart_s, outcome.replicas_end)
         meter.spend(table.restart_s)
-        meter.outcome.steps, meter.outcome.microbatches, meter.outcome.ideal_seconds = saved
-    return meter.outcome
+        if restarts is not None:
+            outcome.replicas_end = restarts.restarted(outcome.seconds)
+        meter.done = saved
+    return outcome
 
 
 def shrink(scenario: Scenario) -> Outcome:
@@ -168,17 +178,18 @@ _BASELINES: Mapping[PolicyName, Callable[[Scenario], Outcome]] = MappingProxyTyp
 def simulate(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> dict[PolicyName, Outcome]:
     """Return the outcomes of all policies of a scenario.
 
-    `on_step`: as of `RecoverJob`, for `recover` only, which takes nearly all of the time.
+    `on_step`: as of `RecoverJob`, for `recover` and its variants only, which take nearly all of the
+    time.
 
     Raise ValueError in these cases:
 
-    - The simulated job of `recover` is too slow for its own timeouts.
+    - The simulated job of `recover` or a variant is too slow for its own timeouts.
     - A fault of the scenario takes the last replica.
     - Faults never struck although the job ended; the error has one line for each.
 
     Raise RuntimeError as `run_recover` does.
     """
     return {
-        policy: recover(scenario, on_step) if policy == "recover" else _BASELINES[policy](scenario)
+        policy: _BASELINES[policy](scenario) if policy in _BASELINES else recover(scenario, on_step, policy)
         for policy in scenario.policies
     }

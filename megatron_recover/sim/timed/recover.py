@@ -10,13 +10,17 @@ import math
 import statistics
 from collections.abc import Callable
 
+from megatron_recover.core import coordinator
 from megatron_recover.core.membership_messages import NewGeneration
 from megatron_recover.core.rank_messages import Plan
+from megatron_recover.core.replica import Committed
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import Fault, FaultPoint
+from megatron_recover.sim.timed.healing import Healing
 from megatron_recover.sim.timed.job import TimedJob, TimedReplica
-from megatron_recover.sim.timed.models import FailuresTable, Losses, Scenario, Timing
+from megatron_recover.sim.timed.models import HEALING, FailuresTable, Losses, PolicyName, Scenario, Timing
 from megatron_recover.sim.timed.outcome import Meter, Outcome
+from megatron_recover.sim.timed.places import Places
 
 
 class RecoverJob(TimedJob):
@@ -28,15 +32,20 @@ class RecoverJob(TimedJob):
     strike, and near the next loss and the end. The job's time ends with the last commit.
     """
 
-    def __init__(self, scenario: Scenario, on_step: Callable[[int], None] | None = None) -> None:
-        """Build the job of a scenario. Call `on_step(count)` when `count` steps are committed."""
+    def __init__(
+        self, scenario: Scenario, on_step: Callable[[int], None] | None = None, policy: PolicyName = "recover"
+    ) -> None:
+        """Build the job of a scenario. Call `on_step(count)` when `count` steps are committed.
+
+        `policy`: `recover` or one of `HEALING`, which need a `[repair]` table.
+        """
         failures = scenario.failures
         super().__init__(
-            scenario.job, Timing(scenario.job, scenario.compute, scenario.network), timers_of(failures),
+            scenario.job, Timing.of(scenario), timers_of(failures),
             detect_s=failures.detect_s, stall_s=failures.stall_s, faults=scenario.fault,
         )  # fmt: skip
         self.failures, self.losses = failures, Losses(scenario)
-        self.meter, self._on_step = Meter("recover", scenario), on_step
+        self.meter, self._on_step = Meter(policy, scenario), on_step
         self.step_seconds: list[float] = []
         """Seconds of every step, from commit to commit."""
         self.num_left_out = 0
@@ -44,31 +53,86 @@ class RecoverJob(TimedJob):
         self._disturbed = True
         self._begun = -1
         self._ended = self._spent = 0.0
-        self._next_loss: float | None = None
+        self._appointments: dict[int, tuple[float, Callable[[], None]]] = {}
+        """Time and call of what comes without a step, by number. Steps are left out before it."""
+        self._num_appointments = 0
+        self._next_loss: int | None = None
+        """Number of the appointment of the next loss by rate; None: there is none."""
+        self._hazard = 0.0
+        """Losses per second from which its time was computed."""
+        self.left_out_s = 0.0
+        """Seconds of the steps whose time was only added."""
         self._doomed: set[ReplicaId] = set()
         """Replicas that will die at an instant that is drawn already."""
         self._is_over = False
+        self.healing: Healing | None = None
+        if policy in HEALING and scenario.repair is not None:
+            spares = scenario.repair.spares if policy == "recover-spares" else 0
+            self.healing = Healing(self, Places(scenario, num_spares=spares))
         self._draw()
 
-    def _draw(self) -> None:
-        """Schedule the next loss by rate on the clock, as if no step were left out until then.
+    # --- Losses by rate, and whatever else comes without a step -----------------------------------
 
-        Schedule none without a rate, or with `until_replicas` replicas left.
-        """
-        hazard = self.losses.hazard(self.meter.outcome.replicas_end)
+    @property
+    def now_s(self) -> float:
+        """Return the seconds since the start of the job, those of left-out steps included."""
+        return self.clock.now + self.left_out_s
+
+    @property
+    def num_committed(self) -> int:
+        """Return the number of committed steps, left-out ones included."""
+        return self.meter.outcome.steps
+
+    def feed(self, message: coordinator.Input) -> None:
+        """Feed an input to the coordinator's machine."""
+        if self.account.exit_code is None:
+            self.coordinator.feed(message)
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Make a call in `seconds`, which may lie in steps that are left out until then."""
+        self._appoint(self.clock.now + seconds, call)
+
+    def _appoint(self, time: float, call: Callable[[], None]) -> int:
+        self._num_appointments += 1
+        self._set(self._num_appointments, time, call)
+        return self._num_appointments
+
+    def _set(self, number: int, time: float, call: Callable[[], None]) -> None:
+        self._appointments[number] = time, call
+        self.clock.at(time, self._keep, number, time)
+
+    def _keep(self, number: int, time: float) -> None:
+        due, call = self._appointments.get(number, (math.nan, None))
+        if call is not None and due == time:
+            del self._appointments[number]
+            call()
+
+    def _draw(self) -> None:
+        """Appoint the next loss by rate; none without a rate, or with `until_replicas` left."""
         self._next_loss = None
-        if hazard and self.meter.outcome.replicas_end > self.failures.until_replicas:
-            self._schedule(self.clock.now + self.losses.exposure / hazard)
+        self._hazard = self.losses.hazard(self.meter.outcome.replicas_end)
+        if self._hazard and self.meter.outcome.replicas_end > self.failures.until_replicas:
+            self._next_loss = self._appoint(self.clock.now + self.losses.exposure / self._hazard, self._lose_by_rate)
             self.losses.exposure = self.losses.dice.expovariate(1.0)
 
-    def _schedule(self, time: float) -> None:
-        self._next_loss = time
-        self.clock.at(time, self._lose_by_rate, time)
-
-    def _lose_by_rate(self, due: float) -> None:
-        if due == self._next_loss:
-            self.kill(self._victim(), self.losses.dice.randrange(self.table.ranks))
+    def _grown(self) -> None:
+        """Bring the next loss by rate nearer, as one more replica can be lost."""
+        hazard = self.losses.hazard(self.meter.outcome.replicas_end)
+        if self._next_loss is None:
             self._draw()
+        elif hazard:
+            time, _ = self._appointments[self._next_loss]
+            self._schedule(self.clock.now + (time - self.clock.now) * self._hazard / hazard)
+            self._hazard = hazard
+
+    def _schedule(self, time: float) -> None:
+        """Move the next loss by rate to `time`."""
+        assert self._next_loss is not None
+        self._set(self._next_loss, time, self._lose_by_rate)
+
+    def _lose_by_rate(self) -> None:
+        self.kill(self._victim(), self.losses.dice.randrange(self.table.ranks))
+        self._draw()
 
     def _victim(self) -> ReplicaId:
         gone = self._dead.keys() | self._doomed
@@ -78,7 +142,9 @@ class RecoverJob(TimedJob):
         self._doomed.discard(number)
         if not self._is_over and number not in self._dead:
             self._spend(self.clock.now)
-            self.meter.lose()
+            self.meter.lose(is_member=self.healing is None or number in self.healing.members)
+            if self.healing is not None:
+                self.healing.died(number)
         super().kill(number, position)
 
     def _spend(self, until: float) -> None:
@@ -94,8 +160,14 @@ class RecoverJob(TimedJob):
             raise self._too_slow(f"{state.fruitless} generations in a row came without a step")
 
     def fence(self, number: ReplicaId) -> None:
+        is_new = self.replicas[number].is_newcomer and (self.healing is None or number not in self.healing.members)
+        if is_new and number not in self._dead and not self._is_over:  # it gave up, or is turned away
+            self._spend(self.clock.now)
+            self.meter.lose(is_member=False)
         super().fence(number)
-        if number not in self._deaths:  # replicas only die here: this one was slower than a timeout
+        if self.healing is not None:
+            self.healing.fenced(number)
+        if number not in self._deaths and not is_new:  # replicas only die here: this one was slower than a timeout
             detail = next(loss.detail for loss in self.coordinator.state.losses if loss.replica == number)
             raise self._too_slow(f"no fault struck replica {number}, but it {detail}")
 
@@ -125,6 +197,42 @@ class RecoverJob(TimedJob):
             self._doomed.add(victim)
             self.clock.after(part * seconds, self.kill, victim, position)
 
+    # --- Newcomers --------------------------------------------------------------------------------
+
+    @property
+    def awaits_next_window(self) -> bool:
+        return True
+
+    def form(self, number: ReplicaId) -> None:
+        assert self.healing is not None
+        self.healing.form(number)
+        one = self.replica_type(self, number, self.tree_above, self.min_replicas, is_newcomer=True)
+        self.replicas.append(one)
+        self._spend(self.clock.now)
+        self.meter.outcome.replicas_end += 1
+        self._grown()
+        self.later(self.timing.forming_s(), lambda: one.newcomer.ready(one.ranks[0]))
+
+    def begun(self) -> None:
+        for number in () if self.healing is None else self.healing.entering:
+            one = self.replicas[number]
+            self.clock.after(self.timing.latency_s(), one.newcomer.look, one.ranks[0])
+
+    def reached(self, one: TimedReplica, phase: str) -> None:
+        if phase == "is ready" and self.healing is not None:
+            self.healing.ready(one.number)
+
+    def refused(self, one: TimedReplica, reason: str, *, is_fault: bool) -> None:
+        if self.healing is not None:
+            self.healing.refused(one.number, reason, is_fault=is_fault)
+
+    def committed(self, one: TimedReplica, effect: Committed) -> None:
+        super().committed(one, effect)
+        if self.healing is not None and not effect.adopted:
+            self.healing.voted(one.number)
+
+    # --- Steps ------------------------------------------------------------------------------------
+
     def step_ended(self, step: int) -> None:
         ended = self.account.steps[step].ended  # in the past, if a member died before its commit
         self._spend(ended)
@@ -132,6 +240,9 @@ class RecoverJob(TimedJob):
         self.step_seconds.append(ended - self._ended)
         self._ended = ended
         was_disturbed, self._disturbed = self._disturbed, False
+        if self.healing is not None:
+            self.healing.committed(self.meter.outcome.steps)
+            was_disturbed = was_disturbed or bool(self.healing.entering)
         # A dead replica that is not discovered yet still needs a recovery.
         if not was_disturbed and not self.undiscovered and not self.awaits_faults and self.failures.every_steps is None:
             self._leave_out(step)
@@ -144,16 +255,18 @@ class RecoverJob(TimedJob):
         if not math.isclose(seconds, before, rel_tol=1e-6):
             return
         count = self.num_steps - step - 3
-        if self._next_loss is not None:
-            count = min(count, int((self._next_loss - self.clock.now) / seconds) - 1)
+        if self._appointments:
+            nearest = min(time for time, _ in self._appointments.values())
+            count = min(count, int((nearest - self.clock.now) / seconds) - 1)
         if count > 0:
             self.num_left_out += count
             self.num_steps -= count
+            self.left_out_s += count * seconds
             self.meter.spend(count * seconds)
             self.step_seconds += [seconds] * count
             self.meter.commit(self.account.steps[step].num_members, self.table.microbatches, count)
-            if self._next_loss is not None:
-                self._schedule(self._next_loss - count * seconds)
+            for number, (time, call) in [*self._appointments.items()]:
+                self._set(number, time - count * seconds, call)
 
 
 def timers_of(failures: FailuresTable) -> dict[str, float]:
@@ -165,13 +278,13 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
     }  # fmt: skip
 
 
-def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> RecoverJob:
+def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None, policy: PolicyName = "recover") -> RecoverJob:
     """Run the job of a scenario and return it.
 
     Raise as `simulate` does, and RuntimeError if the job ended wrongly without an exact fault of
     the scenario, or did not end.
     """
-    job = RecoverJob(scenario, on_step)
+    job = RecoverJob(scenario, on_step, policy)
     account = job.run()
 
     def told(number: int, fault: Fault) -> str:
@@ -195,9 +308,9 @@ def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None
     return job
 
 
-def recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> Outcome:
+def recover(scenario: Scenario, on_step: Callable[[int], None] | None = None, policy: PolicyName = "recover") -> Outcome:
     """Return the outcome of the real machines. Raise as `run_recover` does."""
-    job = run_recover(scenario, on_step)
+    job = run_recover(scenario, on_step, policy)
     account = job.account
     outcome = job.meter.outcome
     outcome.steps_left_out = job.num_left_out
@@ -205,6 +318,8 @@ def recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) ->
     outcome.microbatches_redone = sum(recovery.redone for recovery in recoveries)
     outcome.in_schedule = sum(recovery.in_schedule for recovery in recoveries)
     waits = [recovery.planned - recovery.began for recovery in recoveries]
+    if job.healing is not None:
+        outcome.newcomers = job.healing.account
     if waits:
         outcome.kill_to_plan_s = statistics.median(waits), max(waits)
     return outcome

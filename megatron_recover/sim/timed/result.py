@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_recover.sim.timed.healing import Newcomers, spread
 from megatron_recover.sim.timed.models import HOUR_S, PolicyName, Scenario
 from megatron_recover.sim.timed.outcome import Outcome
 from megatron_recover.sim.timed.policies import best_checkpoint_restart
@@ -47,6 +48,10 @@ def _policy(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
         "gpu_hours": outcome.gpu_seconds / HOUR_S, "losses": outcome.losses, "replicas_end": outcome.replicas_end,
         "goodput_of_ideal": outcome.goodput_of_ideal, "microbatches_per_gpu_hour": outcome.microbatches_per_gpu_hour,
     }  # fmt: skip
+    if scenario.repair is not None:
+        found["ettr"] = outcome.ettr
+    if outcome.newcomers is not None:
+        found["newcomers"] = _newcomers(outcome.newcomers)
     if scenario.tokens_per_microbatch is not None:
         found["tokens_per_gpu_hour"] = outcome.microbatches_per_gpu_hour * scenario.tokens_per_microbatch
     if scenario.equal_gpu_hours is not None:
@@ -65,6 +70,16 @@ def _policy(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
     return found
 
 
+def _newcomers(account: Newcomers) -> dict[str, Any]:
+    entries, to_full = (spread(values) for values in (account.entries_s, account.to_full_s))
+    return {
+        "begun": account.num_asked, "formed": account.num_formed, "joined": account.num_joined,
+        "refused": account.num_refused, "gave_up": account.num_gave_up, "lost": account.num_lost,
+        "refusals": account.refusals, "formed_to_joined_s": entries, "loss_to_full_strength_s": to_full,
+        "losses_to_full_strength": len(account.to_full_s), "losses_not_made_up": account.num_open,
+    }  # fmt: skip
+
+
 def lines(found: Mapping[str, Any]) -> Iterable[str]:
     """Yield the lines of a summary for people: a table of policies, and the comparisons."""
     yield f"{'policy':<26}{'steps':>7}{'losses':>8}{'hours':>9}{'goodput of ideal':>18}{'microbatches per GPU-hour':>27}"
@@ -73,6 +88,7 @@ def lines(found: Mapping[str, Any]) -> Iterable[str]:
             f"{policy:<26}{each['steps']:>7}{each['losses']:>8}{each['seconds'] / HOUR_S:>9.2f}"
             f"{each['goodput_of_ideal']:>18.4f}{each['microbatches_per_gpu_hour']:>27.1f}"
         )
+    yield from _repair_lines(found["policies"])
     for key, value in found.items():
         if key != "policies":
             yield f"{key.replace('_', ' ')}: {value:.4f}"
@@ -95,6 +111,24 @@ def make_folder(parser: ArgumentParser, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {folder}: cannot be made ({error.strerror}); give another folder")
+
+
+def _repair_lines(policies: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """Yield the table of a scenario with `[repair]`."""
+    if not any("ettr" in each for each in policies.values()):
+        return
+    head = "loss to full strength, s: median, 95 %, max"
+    yield f"{'policy':<26}{'ETTR':>8}{'formed':>8}{'joined':>8}{'refused':>9}{head:>46}"
+    for policy, each in policies.items():
+        counts = f"{'-':>8}{'-':>8}{'-':>9}"
+        times = "-"
+        if (new := each.get("newcomers")) is not None:
+            counts = f"{new['formed']:>8}{new['joined']:>8}{new['refused']:>9}"
+            if (found := new["loss_to_full_strength_s"]) is not None:
+                times = f"{found['median']:.0f}, {found['95 %']:.0f}, {found['max']:.0f}"
+            if new["losses_not_made_up"]:
+                times += f" (not made up: {new['losses_not_made_up']})"
+        yield f"{policy:<26}{each['ettr']:>8.4f}{counts}{times:>46}"
 
 
 def throughput(outcomes: Mapping[PolicyName, Outcome]) -> Iterable[tuple[str, float, int]]:

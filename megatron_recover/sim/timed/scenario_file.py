@@ -18,7 +18,7 @@ import msgspec
 from megatron_recover import toml_file
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, never_passed
 from megatron_recover.flags import did_you_mean
-from megatron_recover.sim.timed.models import FailuresTable, JobTable, Scenario, Table, Timing
+from megatron_recover.sim.timed.models import HEALING, FailuresTable, JobTable, Scenario, Table, Timing
 
 SIMULATED = (
     FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE,
@@ -113,7 +113,7 @@ def _limits(table: object) -> dict[str, tuple[float, float]]:
         job = msgspec.convert(table, JobTable)
         limits |= {
             "replica": (0, job.replicas - 1), "rank": (0, job.ranks - 1), "step": (0, job.steps - 1),
-            "bucket": (0, job.stages * job.buckets),
+            "bucket": (0, job.held_stages * job.buckets),
         }  # fmt: skip
     return limits
 
@@ -139,12 +139,17 @@ def _wrong_fault(table: Mapping[str, object], limits: Mapping[str, tuple[float, 
 def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
     """Yield the contradictions between keys that are right by themselves."""
     job, failures = scenario.job, scenario.failures
-    if job.ranks % job.stages:
+    if job.ranks % job.stages and job.ranks > 1:
         yield ("job", "stages"), f"stages is {job.stages}; it must divide ranks, which is {job.ranks}"
     if job.microbatches < job.replicas:
         yield (
             ("job", "microbatches"),
             f"microbatches is {job.microbatches}; it must be at least replicas, which is {job.replicas}",
+        )
+    if scenario.repair is not None and job.gpus % scenario.repair.node_gpus:
+        yield (
+            ("repair", "node_gpus"),
+            f"node_gpus is {scenario.repair.node_gpus}; it must divide ranks x gpus_a_rank of [job], which is {job.gpus}",
         )
     if failures.until_replicas > job.replicas:
         yield (
@@ -156,7 +161,7 @@ def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
     rate = "every_steps" if failures.every_steps is not None else "per_gpu_hour" if failures.per_gpu_hour is not None else ""
     if rate and scenario.fault:
         yield ("failures", rate), f"{rate} and [[fault]] are both given; leave one out"
-    parts = Timing(job, scenario.compute, scenario.network).entering_s(job.replicas)
+    parts = Timing.of(scenario).entering_s(job.replicas)
     entering_s = sum(parts.values())
     if "recover" in scenario.policies and entering_s >= failures.follow_s:
         slowest = max(parts, key=lambda key: parts[key])
@@ -171,11 +176,14 @@ def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
         "checkpoint-restart-equal": "checkpoint",
         "shrink": "drop",
         "drop-step": "drop",
-    }
+    } | dict.fromkeys(HEALING, "repair")
     for policy in scenario.policies:
         if policy in needed and getattr(scenario, needed[policy]) is None:
             yield ("", "policies"), f"policies has {policy}, which needs a table [{needed[policy]}]"
     if len(set(scenario.policies)) < len(scenario.policies):
         yield ("", "policies"), "policies has one twice"
-    if scenario.fault and set(scenario.policies) != {"recover"}:
-        yield ("", "policies"), 'with [[fault]] only the policy "recover" can be simulated; the others take a rate'
+    if scenario.fault and not {*scenario.policies} <= {"recover", *HEALING}:
+        yield (
+            ("", "policies"),
+            'with [[fault]] only the policy "recover" and its variants can be simulated; the others take a rate',
+        )
