@@ -376,7 +376,8 @@ def test_newcomers_that_are_given_up_for_a_smaller_number_do_not_speak_against_t
     town, [agent] = start((seats, (4, 5)))
     for replica in (2, 3, 4):
         scale(town, agent, 3)
-        town.until(lambda replica=replica: FormReplica(replica, ((0, 4), (1, 5))) in agent.received)
+        town.run(0.2, agent)
+        assert FormReplica(replica, ((0, 4), (1, 5))) in agent.received, said(agent)
         scale(town, agent, 2)
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
