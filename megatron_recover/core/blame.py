@@ -12,8 +12,16 @@ Note [Rule]
 
     1. A member that missed its own deadline (a pair with itself, from an overdue save) is named
        before all others; of several, the one with the most counterparts, then the highest id.
-    2. A pair counts if both ends accuse each other, or if the accused accuses nobody: in a chain of
-       waits only the last member is at fault. If no pair is of either kind, all pairs count.
+    2. In a chain of waits only the last member is at fault. So a pair counts if both ends accuse
+       each other, or if the accused accuses nobody that could be why it kept the accuser waiting:
+
+       - in the same generation, if the accused reported anything of it. Who was held up in one
+         attempt may be at fault in the next.
+       - that is not waited for with a vote only, if the accuser waits for data. A member votes when
+         its sums and copies are over, so it does not hold up those of others. Its wait for the
+         votes of others explains only that its own messages and theirs do not come.
+
+       If no pair is of either kind, all pairs count.
     3. The candidates are the members of all smallest sets, or of one small set if these are large.
        A *silent* one is named first: others wait for it, and it has not reported that it is stuck
        itself. Then decide, in this order: the most counterparts, the most accusers, the highest id
@@ -32,8 +40,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
-from megatron_recover.core.values import ReplicaId, Value
+from megatron_recover.core.values import Generation, ReplicaId, Value
 
 Pair = tuple[ReplicaId, ReplicaId]
 """(accuser, accused); a member that missed its own deadline accuses itself."""
@@ -44,6 +53,17 @@ _EXACT_SIZE = 4
 """The largest size for which all smallest sets are found: the search takes exponential time."""
 
 
+class Report(NamedTuple):
+    """What a member reported of one generation: that it was stuck, and whom it accuses."""
+
+    accuser: ReplicaId
+    generation: Generation
+    for_votes: bool
+    """True if it waited for votes; False: for statuses, or for data, or it lost a connection."""
+    accused: tuple[ReplicaId, ...]
+    """Ascending; may be empty."""
+
+
 class Evidence(Value, frozen=True):
     """The members that accuse each other or themselves, and those that are stuck.
 
@@ -51,47 +71,71 @@ class Evidence(Value, frozen=True):
     excuse drops all but missed deadlines (`core/excuses.py`).
     """
 
-    pairs: tuple[Pair, ...] = ()
-    """Sorted, each once."""
-    stuck: tuple[ReplicaId, ...] = ()
-    """Members that reported that they wait or cannot continue; ascending."""
+    reports: tuple[Report, ...] = ()
+    """Sorted; at most two of a member and a generation, of each kind one."""
+    overdue: tuple[ReplicaId, ...] = ()
+    """Members that missed a deadline of their own; ascending."""
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Return the pairs of all generations, sorted, each once."""
+        accused = {(report.accuser, each) for report in self.reports for each in report.accused}
+        return tuple(sorted(accused | {(late, late) for late in self.overdue}))
+
+    @property
+    def stuck(self) -> tuple[ReplicaId, ...]:
+        """Return the members that reported that they wait or cannot continue, ascending."""
+        return tuple(sorted({report.accuser for report in self.reports}))
 
 
-def with_report(evidence: Evidence, accuser: ReplicaId, accused: Iterable[ReplicaId]) -> Evidence:
-    """Return the evidence with a report of `accuser` that it is stuck; `accused` may be empty."""
-    pairs = evidence.pairs  # those of one accuser are together: few of many are compared
-    begin, end = bisect.bisect_left(pairs, (accuser,)), bisect.bisect_left(pairs, (accuser + 1,))
-    own = sorted({*pairs[begin:end], *((accuser, each) for each in accused)})
-    return Evidence((*pairs[:begin], *own, *pairs[end:]), tuple(sorted({*evidence.stuck, accuser})))
+def with_report(
+    evidence: Evidence,
+    accuser: ReplicaId,
+    accused: Iterable[ReplicaId],
+    generation: Generation,
+    *,
+    for_votes: bool = False,
+) -> Evidence:
+    """Return the evidence with a report of `accuser` that it was stuck in `generation`.
+
+    `accused` may be empty. With `for_votes` they are those whose vote it waited for.
+    """
+    reports, key = evidence.reports, (accuser, generation, for_votes)
+    begin = bisect.bisect_left(reports, key)
+    end = begin + (reports[begin : begin + 1] != () and reports[begin][:3] == key)
+    named = {*accused, *(each for report in reports[begin:end] for each in report.accused)}
+    return Evidence((*reports[:begin], Report(*key, tuple(sorted(named))), *reports[end:]), evidence.overdue)
 
 
 def with_missed_deadline(evidence: Evidence, replica: ReplicaId) -> Evidence:
     """Return the evidence with the fact that `replica` missed a deadline of its own."""
-    return Evidence(tuple(sorted({*evidence.pairs, (replica, replica)})), evidence.stuck)
+    return Evidence(evidence.reports, tuple(sorted({*evidence.overdue, replica})))
 
 
 def without_reports(evidence: Evidence, of: Collection[ReplicaId]) -> Evidence:
     """Return the evidence without what the replicas `of` have reported, and what accuses them."""
-    pairs = tuple(pair for pair in evidence.pairs if not {*pair} & {*of})
-    return Evidence(pairs, tuple(replica for replica in evidence.stuck if replica not in of))
+    reports = tuple(
+        report._replace(accused=tuple(each for each in report.accused if each not in of))
+        for report in evidence.reports if report.accuser not in of
+    )  # fmt: skip
+    return Evidence(reports, tuple(late for late in evidence.overdue if late not in of))
 
 
 def own_deadlines(evidence: Evidence) -> Evidence:
     """Return only the evidence that members missed deadlines of their own."""
-    return Evidence(tuple(pair for pair in evidence.pairs if pair[0] == pair[1]))
+    return Evidence(overdue=evidence.overdue)
 
 
 def culprit(evidence: Evidence, roster: Sequence[ReplicaId]) -> ReplicaId | None:
     """Return the member that is at fault by Note [Rule], or None if the evidence names nobody."""
     pairs = _among(evidence, roster)
-    late = _late(pairs)
-    pairs = {pair for pair in pairs if pair[0] != pair[1]}
+    late = {*evidence.overdue}.intersection(roster)
     if late:
         return max(late, key=lambda member: (_degree(member, pairs), member))
     silent = {accused for _, accused in pairs} - set(evidence.stuck)
     if len(roster) <= 2:
         return min(silent, default=None)
-    candidates = {member for cover in _smallest_covers(_counted(pairs)) for member in cover}
+    candidates = {member for cover in _smallest_covers(_counted(evidence, pairs)) for member in cover}
     accused_by, accusers_of = _by_member(pairs), _by_member((accused, accuser) for accuser, accused in pairs)
 
     def weight(member: ReplicaId) -> tuple[bool, int, int, ReplicaId]:
@@ -116,28 +160,38 @@ def on_its_nodes(
     """
     pairs = _among(evidence, roster)
     told = {*evidence.stuck, *(accused for _, accused in pairs)}
-    if named in _late(pairs) or not told.issuperset(roster):
+    if named in evidence.overdue or not told.issuperset(roster):
         return ()
-    covers = [cover for cover in _smallest_covers(_counted(pairs)) if named in cover]
+    covers = [cover for cover in _smallest_covers(_counted(evidence, pairs)) if named in cover]
     mates = {member for node in nodes if named in node for member in node} - {named}
     return tuple(sorted(mates.intersection(*covers))) if covers else ()
 
 
 def _among(evidence: Evidence, roster: Sequence[ReplicaId]) -> set[Pair]:
-    """Return the pairs of members."""
+    """Return the pairs of two members."""
     members = frozenset(roster)
-    return {pair for pair in evidence.pairs if pair[0] in members and pair[1] in members}
+    return {pair for pair in evidence.pairs if pair[0] != pair[1] and members.issuperset(pair)}
 
 
-def _late(pairs: Collection[Pair]) -> set[ReplicaId]:
-    """Return the members that missed their own deadlines."""
-    return {one for one, other in pairs if one == other}
-
-
-def _counted(pairs: Collection[Pair]) -> Collection[Pair]:
-    """Return the pairs that count (Note [Rule], 2)."""
-    accusers = {accuser for accuser, _ in pairs}
-    return {pair for pair in pairs if pair[::-1] in pairs or pair[1] not in accusers} or pairs
+def _counted(evidence: Evidence, pairs: Collection[Pair]) -> Collection[Pair]:
+    """Return those of `pairs` that count (Note [Rule], 2)."""
+    among = frozenset(pairs)
+    of_member: dict[ReplicaId, list[Report]] = {}
+    in_generation: dict[tuple[ReplicaId, Generation], list[Report]] = {}
+    for report in evidence.reports:
+        left = report._replace(accused=tuple(each for each in report.accused if (report.accuser, each) in among))
+        of_member.setdefault(report.accuser, []).append(left)
+        if report.accused or not report.for_votes:  # else it does not say why its wait has expired
+            in_generation.setdefault((report.accuser, report.generation), []).append(left)
+    counted = set()
+    for accuser, generation, for_votes, accused in (report for reports in of_member.values() for report in reports):
+        for each in accused:
+            said = in_generation.get((each, generation)) or of_member.get(each, [])
+            if any(accuser in report.accused for report in said) or not any(
+                report.accused for report in said if for_votes or not report.for_votes
+            ):
+                counted.add((accuser, each))
+    return counted or pairs
 
 
 def _by_member(pairs: Iterable[Pair]) -> dict[ReplicaId, set[ReplicaId]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_recover.core.blame import Evidence
+from megatron_recover.core.blame import Evidence, Report
 from megatron_recover.core.grants import Ledger
 from megatron_recover.core.membership_messages import (
     Grant,
@@ -84,8 +84,8 @@ class CoordinatorState(Value, frozen=True):
     """All evidence that has not been dropped since (`core/blame.py`)."""
     evidence_from: Generation = 0
     """The first generation whose late reports still count as evidence."""
-    waits: tuple[tuple[ReplicaId, tuple[ReplicaId, ...]], ...] = ()
-    """(member, members it waited for) as of the end of the previous generation, by member."""
+    waits: tuple[Report, ...] = ()
+    """Whom each member waited for at the end of the previous generation, by member."""
     excused: bool = False
     """True if a save, work or a loss explains all waits of the previous generation. Such waits are
     no evidence."""

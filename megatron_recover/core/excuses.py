@@ -42,7 +42,7 @@ def excuse(state: CoordinatorState, members: tuple[ReplicaId, ...]) -> tuple[Coo
     if not state.excuse:
         effects += (Arm(f"excuse {state.generation}", "deadline_s"),)
     own = own_deadlines(state.evidence)
-    state = replace(state, evidence=own, waits=()) if own.pairs else without_evidence(state)
+    state = replace(state, evidence=own, waits=()) if own.overdue else without_evidence(state)
     return replace(
         state,
         excuse=state.excuse or f"excuse {state.generation}",
@@ -67,8 +67,8 @@ def after_progress(state: CoordinatorState) -> CoordinatorState:
 def with_waits(state: CoordinatorState) -> CoordinatorState:
     """Return the state with the waits of the previous generation moved to the evidence."""
     evidence = state.evidence
-    for replica, awaited in state.waits:
-        evidence = with_report(evidence, replica, awaited)
+    for accuser, generation, for_votes, accused in state.waits:
+        evidence = with_report(evidence, accuser, accused, generation, for_votes=for_votes)
     return replace(state, evidence=evidence, waits=())
 
 

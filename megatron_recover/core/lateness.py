@@ -69,7 +69,7 @@ import functools
 from msgspec.structs import replace
 
 from megatron_recover.core import generations, grants, newcomers
-from megatron_recover.core.blame import culprit, on_its_nodes, own_deadlines, with_missed_deadline, with_report
+from megatron_recover.core.blame import Report, culprit, on_its_nodes, with_missed_deadline, with_report
 from megatron_recover.core.coordinator_state import Arm, AtWork, CoordinatorState, OpenSave, Progressed, TimerFired, Waits
 from megatron_recover.core.excuses import (
     after_progress,
@@ -91,7 +91,9 @@ def on_entered(state: CoordinatorState, entered: Entered) -> Step:
         return state, ()
     state = _reached(state, entered.step)
     if entered.waited_for and not state.excused:
-        state = replace(state, waits=tuple(sorted({**dict(state.waits), entered.replica: entered.waited_for}.items())))
+        others = (each for each in state.waits if each.accuser != entered.replica)
+        wait = Report(entered.replica, entered.generation - 1, entered.for_votes, entered.waited_for)
+        state = replace(state, waits=tuple(sorted((*others, wait))))
     state = replace(state, entered=tuple(sorted({*state.entered, entered.replica})))
     if not state.all_late:
         return state, ()
@@ -119,7 +121,10 @@ def on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
     if request.replica not in state.roster or (is_stale and not is_late):
         return state, ()
     if not are_waits_excused(state):
-        state = replace(state, evidence=with_report(state.evidence, request.replica, request.suspects))
+        # An expired wait of a leader names nobody yet: `Entered` does.
+        expired = not request.suspects and not request.stalled
+        told = with_report(state.evidence, request.replica, request.suspects, request.generation, for_votes=expired)
+        state = replace(state, evidence=told)
     members, is_armed = generations.members(state), bool(state.reason)
     if is_stale or (is_armed and (state.reason_by in members or request.replica not in members)):
         return state, ()  # the reason of a newcomer would go with it, and is replaced by that of a member
@@ -144,7 +149,7 @@ def on_saving(state: CoordinatorState, busy: ReplicaSaving) -> Step:
         return state, ()
     others = tuple(save for save in state.saves if save.replica != busy.replica)
     if busy.over:
-        if (busy.replica, busy.replica) in state.evidence.pairs:  # the save was overdue, and what it kept waiting goes on
+        if busy.replica in state.evidence.overdue:  # the save was overdue, and what it kept waiting goes on
             state = without_evidence(state)
         return _saved(replace(state, saves=others)) if others != state.saves else (state, ())
     number = state.num_saves + 1
@@ -242,7 +247,7 @@ def _same_roster(state: CoordinatorState) -> Step:
     if state.joins and not at_work and generations.members(state) != state.roster:
         return newcomers.without_unproven(state)
     state = replace(state, fruitless=state.fruitless + 1)
-    if at_work and not own_deadlines(state.evidence).pairs:
+    if at_work and not state.evidence.overdue:
         state, effects = generations.announce(state, (), state.reason)
         state, excuses = excuse(state, at_work)
         return state, effects + excuses

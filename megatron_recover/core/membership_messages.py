@@ -142,6 +142,8 @@ class Entered(Value, frozen=True):
     step: int
     waited_for: tuple[ReplicaId, ...] = ()
     """Members whose message the replica still needed when it left an older generation."""
+    for_votes: bool = False
+    """True if the messages were votes of the generation before this one; False: statuses."""
 
 
 class ReplicaBlocked(Value, frozen=True):

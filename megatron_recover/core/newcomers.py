@@ -138,7 +138,7 @@ def _unheard(state: CoordinatorState, out: Collection[ReplicaId]) -> Coordinator
 
     Members end their links to those that they do not admit, which these report as a failure.
     """
-    waits = tuple(each for each in state.waits if each[0] not in out)
+    waits = tuple(each for each in state.waits if each.accuser not in out)
     state = replace(state, evidence=without_reports(state.evidence, out), waits=waits)
     if state.reason_by not in out:
         return state

@@ -195,7 +195,8 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
     if len(state.promised) < state.shape.num_ranks:
         return state, ()
     # Not before: a rank that has not promised could still add an older result (INV-5).
-    entered = Entered(state.replica, state.generation, state.step, state.waited_for)
+    planned = state.plan is not None and state.plan.generation == state.generation - 1  # with the last status
+    entered = Entered(state.replica, state.generation, state.step, state.waited_for, planned and bool(state.waited_for))
     state = replace(state, waited_for=())
     if state.replica in {claim.replica for claim in state.joins}:
         state, effects = _newcomer_promised(state)
