@@ -51,7 +51,7 @@ fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judg
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
 	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
 
-repair: setup    ## simulate the return of lost replicas in published settings, up to 98,304 GPUs: three tables in OUT (default runs/repair; long)
+repair: setup    ## simulate the return of lost replicas at up to 98,304 GPUs: three tables in OUT (default runs/repair; long)
 	@$(PY) -m scripts.study.repair --out $(or $(OUT),runs/repair) $(if $(DAYS),--days $(DAYS))
 
 gpu-test: setup  ## the CUDA and NCCL part, JOBS (4) tests at a time: a row for each finding; says why where there is no GPU
