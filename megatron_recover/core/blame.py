@@ -54,7 +54,7 @@ _EXACT_SIZE = 4
 
 
 class Report(NamedTuple):
-    """What a member reported of one generation: that it was stuck, and whom it accuses."""
+    """The report of a member about one generation: that it was stuck, and whom it accuses."""
 
     accuser: ReplicaId
     generation: Generation
