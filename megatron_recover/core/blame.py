@@ -196,7 +196,7 @@ def _counted(evidence: Evidence, pairs: Collection[Pair]) -> Collection[Pair]:
 
 
 class _Said(NamedTuple):
-    """Whom a member accuses, in one generation or in all."""
+    """The members that a member accuses, in one generation or in all."""
 
     named: set[ReplicaId]
     held_up_by: set[ReplicaId]

@@ -17,6 +17,7 @@ from tests.system.plans import IN_A_PASS, JOINING, TIMEOUTS, Draw, Scenario
 
 STEPS = 48
 """Of each of these jobs: one length, so that they share their references; `STEPS` x `Scenario.step_s` is the time for joins."""
+STEP_S = 0.75
 NEVER_AGAIN = ("--recover-heal-backoff-s", "600")
 OUTSIDE = (FaultPoint.START_UP, FaultPoint.FORM, FaultPoint.STATE_READ, FaultPoint.CLAIM)
 """Where a newcomer is not in the roster yet."""
@@ -72,9 +73,11 @@ class _Draw(Draw):
         """The act that kills a rank."""
         return f"kill {replica} {self.dice.randrange(self.num_ranks)}"
 
-    def comeback(self, **fields: object) -> Scenario:
-        """What was drawn."""
-        return self.scenario(script=JOINING, acts=tuple(self.acts), **fields)
+    def comeback(self, *, step_s: float = STEP_S, **fields: object) -> Scenario:
+        """What was drawn. Stages sleep one after the other: `step_s` is for a step as a whole."""
+        passes = self.job.microbatches / max(1, self.job.replicas - 1)
+        step_s *= passes / (passes + self.job.pp - 1)
+        return self.scenario(script=JOINING, acts=tuple(self.acts), step_s=step_s, **fields)
 
 
 def _coming_back(draw: _Draw) -> Scenario:
@@ -166,7 +169,7 @@ def _drain(draw: _Draw) -> Scenario:
     draw.several(3)
     draw.loss()
     draw.act(0, FaultPoint.FORM, f"drain {draw.victims.pop()}", f"sleep {draw.dice.choice((1, 4))}")
-    return draw.comeback(missing=1)
+    return draw.comeback(missing=1, full=draw.job.replicas - 1, full_step_s=0.3)
 
 
 def _evaluations_and_saves(draw: _Draw) -> Scenario:

@@ -43,6 +43,8 @@ class Orders(msgspec.Struct, frozen=True):
     microbatches: int
     step_s: float = 0.75
     full_step_s: float = 0.0
+    full: int = 0
+    """Number of members from which on the roster is full; 0: that at the start."""
     acts: tuple[Act, ...] = ()
     newcomers_raise: bool = False
     newcomers_get: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ def _take_time(script: Any, context: RankContext, orders: Orders) -> None:
 
     def forward(*args: Any, **others: Any) -> Any:
         num_members = len(drivers[0].roster) if drivers else 0
-        step_s = orders.step_s if num_members < context.num_replicas else orders.full_step_s
+        step_s = orders.step_s if num_members < (orders.full or context.num_replicas) else orders.full_step_s
         time.sleep(step_s * num_members / orders.microbatches)
         return forward_step(*args, **others)
 

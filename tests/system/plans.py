@@ -104,6 +104,8 @@ class Scenario:
     """What a step takes while replicas are missing, in a job in which they come back."""
     full_step_s: float = 0.0
     """What it takes at least with all of them."""
+    full: int = 0
+    """As `joining_pretrain.Orders.full`."""
 
     @property
     def heals(self) -> bool:
@@ -151,7 +153,7 @@ class Scenario:
         if self.heals:
             orders = Orders(
                 microbatches=self.job.microbatches * self.job.lanes, step_s=self.step_s, full_step_s=self.full_step_s,
-                acts=self.acts,
+                full=self.full, acts=self.acts,
             )  # fmt: skip
             found[ORDERS] = msgspec.json.encode(orders).decode()
         return found
