@@ -54,7 +54,7 @@ _EXACT_SIZE = 4
 
 
 class Report(NamedTuple):
-    """What a member reported of one generation: that it was stuck, and whom it accuses."""
+    """The report of a member about one generation: that it was stuck, and whom it accuses."""
 
     accuser: ReplicaId
     generation: Generation
@@ -196,7 +196,7 @@ def _counted(evidence: Evidence, pairs: Collection[Pair]) -> Collection[Pair]:
 
 
 class _Said(NamedTuple):
-    """Whom a member accuses, in one generation or in all."""
+    """The members that a member accuses, in one generation or in all."""
 
     named: set[ReplicaId]
     held_up_by: set[ReplicaId]

@@ -9,13 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recover.core import blame, coordinator, lateness
-from megatron_recover.core.blame import Evidence, culprit, on_its_nodes, with_missed_deadline, with_report
+from megatron_recover.core.blame import (
+    Evidence,
+    Report,
+    culprit,
+    on_its_nodes,
+    with_missed_deadline,
+    with_report,
+    without_reports,
+)
 from megatron_recover.core.coordinator import CoordinatorState, MembershipSettings, TimerFired
 from megatron_recover.core.membership_messages import Entered, Hello, Loss, LossKind, ReplicaBlocked
 from megatron_recover.sim.channels import Channels, card, link, stuck_in_a_sum
@@ -232,3 +241,77 @@ def test_the_smallest_sets_are_all_found() -> None:
     assert blame._smallest_covers([(0, 1), (2, 3)]) == [
         frozenset(pair) for pair in ((0, 2), (0, 3), (1, 2), (1, 3))
     ]  # fmt: skip
+
+
+# --- Chains of waits -----------------------------------------------------------------------------------------------------
+
+
+def test_who_was_held_up_in_one_attempt_is_not_at_fault_in_the_next() -> None:
+    """What 2 sends is lost. In one generation 6 alone needs a copy from it, and all others wait for 6 in a sum."""
+    evidence = Evidence()
+    for member in range(6):
+        evidence = told(evidence, member, [6])
+    evidence = told(evidence, 6, [2])
+    assert culprit(evidence, range(7)) in (2, 6), "so far it may be either, or the link between them"
+    for member in (0, 1, 3, 4, 5, 6):
+        evidence = told(evidence, member, [2], 2)
+    evidence = told(evidence, 2, [], 2)
+    assert {pair for pair in evidence.pairs if 6 in pair} == {(2, 6), (6, 2), *((member, 6) for member in (0, 1, 3, 4, 5))}
+    assert culprit(evidence, range(7)) == 2
+    assert on_its_nodes(2, evidence, range(7), [(2, 6)]) == ()
+
+
+def test_who_says_nothing_of_an_attempt_is_held_up_as_in_the_others() -> None:
+    """Its report of the first generation was lost, or only says that a wait has expired."""
+    for own in (Evidence(), told(Evidence(), 1, [], for_votes=True)):
+        evidence = told(told(told(own, 2, [1]), 2, [1], 2), 1, [0], 2)
+        assert culprit(evidence, range(3)) == 0
+
+
+def in_a_tree(card_of: int, sources: Iterable[int]) -> Evidence:
+    """A tree of 4: the root 0 waits for the vote of `card_of`, which needs a copy; the other two wait for what the root passes on."""
+    evidence = Evidence()
+    for generation, source in enumerate(sources, 1):
+        evidence = told(evidence, card_of, [source], generation)
+        for member in {0, 1, 2, 3} - {card_of}:
+            evidence = told(evidence, member, [0 if member else card_of], generation, for_votes=True)
+    return evidence
+
+
+@pytest.mark.parametrize("card_of", [1, 2, 3])
+def test_a_wait_for_votes_that_a_member_passes_on_is_no_evidence_against_it(card_of: int) -> None:
+    """The root of a tree has most accusers. The one that gets no copy from anybody is at fault, from two sources on."""
+    others = [member for member in range(4) if member != card_of]
+    for sources in (others, others[:2], others[1:], others * 3):
+        assert culprit(in_a_tree(card_of, sources), range(4)) == card_of
+
+
+def test_a_member_that_waits_for_a_status_is_not_at_fault_for_what_others_wait_for_in_a_sum() -> None:
+    """Unlike one that waits for votes: it has not begun the sum."""
+    evidence = told(told(Evidence(), 1, [0]), 0, ())
+    for member in (2, 3):
+        evidence = told(evidence, member, [1])
+    assert culprit(evidence, range(4)) in (0, 1) and blame._counted(evidence, evidence.pairs) == {(1, 0)}
+
+
+def test_reports_of_one_generation_are_united_and_what_concerns_a_newcomer_can_be_dropped() -> None:
+    evidence = told(told(told(Evidence(), 1, [3]), 1, [0, 2]), 1, [2], 2)
+    assert evidence.reports == (Report(1, 1, False, (0, 2, 3)), Report(1, 2, False, (2,)))
+    evidence = with_missed_deadline(told(evidence, 2, [1]), 2)
+    assert without_reports(evidence, (2,)) == Evidence((Report(1, 1, False, (0, 3)), Report(1, 2, False, ())))
+
+
+@pytest.mark.parametrize("fields", [{"generation": 0}, {"for_votes": False}])
+def test_a_rule_that_does_not_tell_generations_or_kinds_of_waits_apart_is_caught(fields: dict[str, Any]) -> None:
+    """As it was."""
+    attempts = Evidence()
+    for member in range(6):
+        attempts = told(told(attempts, member, [6]), member, [2] if member != 2 else [], 2)
+    attempts = told(told(attempts, 6, [2]), 6, [2], 2)
+    evidence, at_fault = (attempts, 2) if "generation" in fields else (in_a_tree(3, (0, 1)), 3)
+    assert culprit(evidence, range(7)) == at_fault
+    blurred = Evidence()
+    for report in evidence.reports:
+        kept = report._replace(**fields)
+        blurred = told(blurred, kept.accuser, kept.accused, kept.generation, for_votes=kept.for_votes)
+    assert culprit(blurred, range(7)) != at_fault
