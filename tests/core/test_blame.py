@@ -16,7 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recover.core import blame, coordinator, lateness
-from megatron_recover.core.blame import Evidence, Report, culprit, on_its_nodes, with_missed_deadline, with_report, without_reports
+from megatron_recover.core.blame import (
+    Evidence,
+    Report,
+    culprit,
+    on_its_nodes,
+    with_missed_deadline,
+    with_report,
+    without_reports,
+)
 from megatron_recover.core.coordinator import CoordinatorState, MembershipSettings, TimerFired
 from megatron_recover.core.membership_messages import Entered, Hello, Loss, LossKind, ReplicaBlocked
 from megatron_recover.sim.channels import Channels, card, link, stuck_in_a_sum
@@ -261,7 +269,7 @@ def test_who_says_nothing_of_an_attempt_is_held_up_as_in_the_others() -> None:
 
 
 def in_a_tree(card_of: int, sources: Iterable[int]) -> Evidence:
-    """A tree of 4: the root 0 waits for the vote of `card_of`, which needs a copy; the other two wait for what the root passes on."""
+    """A tree of 4: the root 0 waits for the vote of `card_of`, which needs a copy; the others wait for the root."""
     evidence = Evidence()
     for generation, source in enumerate(sources, 1):
         evidence = told(evidence, card_of, [source], generation)
