@@ -34,8 +34,8 @@ from benchmarks.joining import Pace, Watched, shaped, strike, without_newcomer
 from tests.system.jobs import Job, text_data
 
 KILLS, BOUND_KILLS, SETTLED_STEPS, USUAL_STEPS = 8, 3, 2, 12
-"""Kills of a job with a pace, and without; steps with all members before each; steps of survivors in
-each job without newcomers."""
+"""Kills of a job with a pace, and without; steps with all members before each; steps of survivors
+in each job without newcomers."""
 ALONE, SOCKETS = 3, 5
 """Runs of a job of one replica, and of the bare socket."""
 MICROBATCHES = 6
