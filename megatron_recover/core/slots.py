@@ -204,6 +204,17 @@ def lent_again(pasts: Pasts, replicas: Collection[ReplicaId]) -> Pasts:
     return tuple(replace(each, is_given_back=False) if each.user in replicas else each for each in pasts)
 
 
+def node_joined(pasts: Pasts, node: int, num_slots: int) -> Pasts:
+    """Return the slots after a node has come to the running job: all of its slots are spares.
+
+    A node has a number of its own, also one that was lost and comes back: processes of its former
+    replicas may live for a while. Raises ValueError if a node of the job has this number.
+    """
+    if any(each.slot.node == node for each in pasts):
+        raise ValueError(f"node {node} is a node of the job already")
+    return _sorted([*pasts, *(Past(Slot(node, slot)) for slot in range(num_slots))])
+
+
 def node_lost(pasts: Pasts, node: int) -> Pasts:
     """Return the slots after the loss of a node."""
     return tuple(replace(each, is_lost=True) if each.slot.node == node else each for each in pasts)

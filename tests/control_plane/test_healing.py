@@ -369,3 +369,15 @@ def test_a_replica_that_is_lost_before_it_leaves_is_not_replaced(start: Start) -
     agent.say(FenceDone(2))
     town.run(0.3, agent)
     assert not agent.of(FormReplica)
+
+
+def test_newcomers_that_are_given_up_for_a_smaller_number_do_not_speak_against_their_slots(start: Start) -> None:
+    seats, _ = one_node(0, 1)
+    town, [agent] = start((seats, (4, 5)))
+    for replica in (2, 3, 4):
+        scale(town, agent, 3)
+        town.run(0.2, agent)
+        assert FormReplica(replica, ((0, 4), (1, 5))) in agent.received, said(agent)
+        scale(town, agent, 2)
+        town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
+        agent.say(FenceDone(replica))

@@ -209,6 +209,20 @@ def test_the_slots_of_a_replica_that_has_left_are_given_back() -> None:
     assert plan(slots.gone(slots.given_back(THREE, 1, now_s=100.0), 1), 1) == ""
 
 
+def test_a_node_that_joins_replaces_what_a_lost_one_had_and_gives_room_for_more() -> None:
+    pasts = slots.seated({0: seat(0, 0), 1: seat(1, 0)})
+    lost = slots.node_lost(killed(pasts, 1), 1)
+    assert slots.room(lost, {0}, SETTINGS).num_replicas == 1
+    joined = slots.node_joined(lost, 2, 5)
+    assert plan(joined, 1).splitlines()[0] == "2.0 2.1 in healthy and spare slots (node 2: slots 0 and 1)"
+    assert slots.room(joined, {0}, SETTINGS).num_replicas == 3
+    assert plan(slots.node_joined(pasts, 2, 2), 0) == "", "it waits while nobody is missing"
+    for known in (0, 1, 2):
+        with pytest.raises(ValueError, match=f"node {known} is a node of the job already"):
+            slots.node_joined(joined, known, 1)
+    assert "node 2 is lost" in plan(slots.node_lost(joined, 2), 1), "nor does a number come back"
+
+
 def test_slots_that_were_given_back_are_used_again_once_more_replicas_are_wanted_and_every_former_process_has_ended() -> None:
     pasts = slots.lent_again(slots.given_back(THREE, 1, now_s=100.0), {1})
     assert plan(pasts, 1).startswith("not 0.2 a process of replica 1 may live [110.0]\n")
