@@ -566,17 +566,16 @@ class ReplicaDriver:
             self._feed(machine.WaitExpired(self._state.generation, self._state.step))
 
     def _watch_the_hold(self, before: machine.ReplicaState) -> None:
-        """End a hold that has lasted `hold_s`. Record a hold that is over.
+        """End a hold that has kept `Close` back for `hold_s`. Record a hold that is over.
 
         `before` is the state before the newest input. A step is held once, so its label is enough
         to tell an old timer.
         """
         old, new = machine.held_label(before), machine.held_label(self._state)
-        if self._state.close_waits and not before.close_waits:
+        if self._state.close_waits and not before.close_waits:  # until now the hold has cost nothing
             self._kept_since = time.monotonic()
+            self._loop.after(self._deadlines.hold_s, lambda: self._feed(machine.HoldExpired(new)))
         if old and not new and before.hold is not None:
             kept_s = time.monotonic() - self._kept_since if self._kept_since is not None else 0.0
             self._kept_since = None
             self._events.held(before.hold, kept_s)
-        if new and not old:
-            self._loop.after(self._deadlines.hold_s, lambda: self._feed(machine.HoldExpired(new)))

@@ -54,7 +54,7 @@ _EXACT_SIZE = 4
 
 
 class Report(NamedTuple):
-    """What a member reported of one generation: that it was stuck, and whom it accuses."""
+    """The report of a member about one generation: that it was stuck, and whom it accuses."""
 
     accuser: ReplicaId
     generation: Generation
@@ -175,23 +175,32 @@ def _among(evidence: Evidence, roster: Sequence[ReplicaId]) -> set[Pair]:
 
 def _counted(evidence: Evidence, pairs: Collection[Pair]) -> Collection[Pair]:
     """Return those of `pairs` that count (Note [Rule], 2)."""
-    among = frozenset(pairs)
-    of_member: dict[ReplicaId, list[Report]] = {}
-    in_generation: dict[tuple[ReplicaId, Generation], list[Report]] = {}
+    among, counted = frozenset(pairs), set[Pair]()
+    said: dict[tuple[ReplicaId, Generation | None], _Said] = {}
     for report in evidence.reports:
-        left = report._replace(accused=tuple(each for each in report.accused if (report.accuser, each) in among))
-        of_member.setdefault(report.accuser, []).append(left)
-        if report.accused or not report.for_votes:  # else it does not say why its wait has expired
-            in_generation.setdefault((report.accuser, report.generation), []).append(left)
-    counted = set()
-    for accuser, generation, for_votes, accused in (report for reports in of_member.values() for report in reports):
-        for each in accused:
-            said = in_generation.get((each, generation)) or of_member.get(each, [])
-            if any(accuser in report.accused for report in said) or not any(
-                report.accused for report in said if for_votes or not report.for_votes
-            ):
-                counted.add((accuser, each))
+        named = {other for other in report.accused if (report.accuser, other) in among}
+        # A wait whose members it has not named yet says nothing of its generation.
+        is_of_one = bool(report.accused) or not report.for_votes
+        for key in ((report.accuser, None), *(((report.accuser, report.generation),) if is_of_one else ())):
+            one = said.setdefault(key, _Said(set(), set()))
+            one.named.update(named)
+            one.held_up_by.update(() if report.for_votes else named)
+    nothing = _Said(set(), set())
+    for accuser, generation, for_votes, accused in evidence.reports:
+        for other in accused:
+            one = said.get((other, generation)) or said.get((other, None), nothing)
+            is_explained = bool(one.named if for_votes else one.held_up_by)
+            if (accuser, other) in among and (accuser in one.named or not is_explained):
+                counted.add((accuser, other))
     return counted or pairs
+
+
+class _Said(NamedTuple):
+    """The members that a member accuses, in one generation or in all."""
+
+    named: set[ReplicaId]
+    held_up_by: set[ReplicaId]
+    """Without those for whose vote it waits: these do not hold up its sums and copies."""
 
 
 def _by_member(pairs: Iterable[Pair]) -> dict[ReplicaId, set[ReplicaId]]:

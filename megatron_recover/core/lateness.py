@@ -121,9 +121,9 @@ def on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
     if request.replica not in state.roster or (is_stale and not is_late):
         return state, ()
     if not are_waits_excused(state):
-        # An expired wait of a leader names nobody yet: `Entered` does.
-        expired = not request.suspects and not request.stalled
-        told = with_report(state.evidence, request.replica, request.suspects, request.generation, for_votes=expired)
+        # A leader whose wait has expired names nobody yet: `Entered` does.
+        waits = not request.suspects and not request.stalled
+        told = with_report(state.evidence, request.replica, request.suspects, request.generation, for_votes=waits)
         state = replace(state, evidence=told)
     members, is_armed = generations.members(state), bool(state.reason)
     if is_stale or (is_armed and (state.reason_by in members or request.replica not in members)):

@@ -9,18 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recover.core import blame, coordinator, lateness
-from megatron_recover.core.blame import Evidence, culprit, on_its_nodes, with_missed_deadline, with_report
+from megatron_recover.core.blame import Evidence, Report, culprit, on_its_nodes, with_missed_deadline, with_report, without_reports
 from megatron_recover.core.coordinator import CoordinatorState, MembershipSettings, TimerFired
 from megatron_recover.core.membership_messages import Entered, Hello, Loss, LossKind, ReplicaBlocked
 from megatron_recover.sim.channels import Channels, card, link, stuck_in_a_sum
 
 Nodes = tuple[tuple[int, ...], ...]
+
+
+def told(evidence: Evidence, accuser: int, accused: Iterable[int], generation: int = 1, *, for_votes: bool = False) -> Evidence:
+    """The evidence with one more report; of the first generation, unless said."""
+    return with_report(evidence, accuser, accused, generation, for_votes=for_votes)
 
 
 def started(num_replicas: int, nodes: Nodes = ()) -> CoordinatorState:
@@ -147,15 +153,15 @@ def test_nobody_goes_along_by_the_reports_of_some() -> None:
     nodes = [tuple(range(low, low + 4)) for low in (0, 4, 8)]
     evidence = Evidence()
     for member in nodes[2]:
-        evidence = with_report(evidence, member, ())
+        evidence = told(evidence, member, ())
     for member in (0, 1, 2):
-        evidence = with_report(evidence, member, nodes[2])
+        evidence = told(evidence, member, nodes[2])
     named = culprit(evidence, range(12))
     assert named is not None and not on_its_nodes(named, evidence, range(12), nodes)
 
 
 def test_a_save_that_is_overdue_costs_its_member_alone() -> None:
-    evidence = with_missed_deadline(with_report(with_report(Evidence(), 0, [2, 3]), 1, [2, 3]), 2)
+    evidence = with_missed_deadline(told(told(Evidence(), 0, [2, 3]), 1, [2, 3]), 2)
     assert culprit(evidence, range(4)) == 2 and not on_its_nodes(2, evidence, range(4), [(0, 1), (2, 3)])
 
 
@@ -174,38 +180,40 @@ def test_a_rule_that_takes_an_end_without_looking_at_the_others_is_caught(
 
 
 def test_the_end_of_a_row_of_waits_is_at_fault() -> None:
-    evidence = with_report(with_report(Evidence(), 2, [1]), 1, [0])
+    evidence = told(told(Evidence(), 2, [1]), 1, [0])
     assert culprit(evidence, (0, 1, 2)) == 0
 
 
 def test_who_waits_for_several_that_say_nothing_is_early() -> None:
-    evidence = with_report(Evidence(), 0, [1, 2, 3])
+    evidence = told(Evidence(), 0, [1, 2, 3])
     assert culprit(evidence, (0, 1, 2, 3)) is None
-    assert culprit(with_report(evidence, 1, ()), (0, 1, 2, 3)) == 0, "one of them waits itself, so it has come"
+    assert culprit(told(evidence, 1, ()), (0, 1, 2, 3)) == 0, "one of them waits itself, so it has come"
 
 
 def test_of_two_bad_cards_one_is_named_at_a_time() -> None:
     evidence = Evidence()
     for member, named in stuck_in_a_sum(range(6), card(1, range(6), "both") | card(4, range(6), "both")).items():
-        evidence = with_report(evidence, member, named)
+        evidence = told(evidence, member, named)
     assert culprit(evidence, range(6)) in (1, 4)
 
 
 def test_a_deadline_of_its_own_counts_more_than_what_others_report() -> None:
-    assert culprit(with_missed_deadline(with_report(Evidence(), 1, [0]), 2), (0, 1, 2)) == 2
+    assert culprit(with_missed_deadline(told(Evidence(), 1, [0]), 2), (0, 1, 2)) == 2
 
 
 def test_only_members_are_named() -> None:
-    assert culprit(with_report(Evidence(), 0, [3]), (0, 1, 2)) is None
-    assert culprit(with_report(Evidence(), 3, [0]), (0, 1, 2)) is None
+    assert culprit(told(Evidence(), 0, [3]), (0, 1, 2)) is None
+    assert culprit(told(Evidence(), 3, [0]), (0, 1, 2)) is None
 
 
 def test_large_rosters_take_no_exponential_time() -> None:
-    evidence = with_report(Evidence(), 500, [member for member in range(1000) if member != 500])
+    evidence = told(Evidence(), 500, [member for member in range(1000) if member != 500])
     for member in range(1000):
-        evidence = with_report(evidence, member, [500] if member != 500 else ())
+        evidence = told(evidence, member, [500] if member != 500 else ())
     assert culprit(evidence, range(1000)) == 500
-    ring = Evidence(tuple((member, (member + 1) % 60) for member in range(60)), tuple(range(60)))
+    ring = Evidence()
+    for member in range(60):
+        ring = told(ring, member, [(member + 1) % 60])
     assert culprit(ring, range(60)) is not None
 
 
@@ -213,7 +221,7 @@ def test_two_halves_of_256_that_do_not_reach_each_other_are_judged_before_anybod
     """All report half of the others. It took 14 s, in which the coordinator read and sent nothing."""
     begin, evidence = time.process_time(), Evidence()
     for member in range(256):
-        evidence = with_report(evidence, member, range(128, 256) if member < 128 else range(128))
+        evidence = told(evidence, member, range(128, 256) if member < 128 else range(128))
     assert len(evidence.pairs) == 2 * 128**2 and list(evidence.pairs) == sorted(evidence.pairs)
     assert culprit(evidence, range(256)) == 255
     assert on_its_nodes(255, evidence, range(256), [(each,) for each in range(256)]) == ()
@@ -225,3 +233,77 @@ def test_the_smallest_sets_are_all_found() -> None:
     assert blame._smallest_covers([(0, 1), (2, 3)]) == [
         frozenset(pair) for pair in ((0, 2), (0, 3), (1, 2), (1, 3))
     ]  # fmt: skip
+
+
+# --- Chains of waits -----------------------------------------------------------------------------------------------------
+
+
+def test_who_was_held_up_in_one_attempt_is_not_at_fault_in_the_next() -> None:
+    """What 2 sends is lost. In one generation 6 alone needs a copy from it, and all others wait for 6 in a sum."""
+    evidence = Evidence()
+    for member in range(6):
+        evidence = told(evidence, member, [6])
+    evidence = told(evidence, 6, [2])
+    assert culprit(evidence, range(7)) in (2, 6), "so far it may be either, or the link between them"
+    for member in (0, 1, 3, 4, 5, 6):
+        evidence = told(evidence, member, [2], 2)
+    evidence = told(evidence, 2, [], 2)
+    assert {pair for pair in evidence.pairs if 6 in pair} == {(2, 6), (6, 2), *((member, 6) for member in (0, 1, 3, 4, 5))}
+    assert culprit(evidence, range(7)) == 2
+    assert on_its_nodes(2, evidence, range(7), [(2, 6)]) == ()
+
+
+def test_who_says_nothing_of_an_attempt_is_held_up_as_in_the_others() -> None:
+    """Its report of the first generation was lost, or only says that a wait has expired."""
+    for own in (Evidence(), told(Evidence(), 1, [], for_votes=True)):
+        evidence = told(told(told(own, 2, [1]), 2, [1], 2), 1, [0], 2)
+        assert culprit(evidence, range(3)) == 0
+
+
+def in_a_tree(card_of: int, sources: Iterable[int]) -> Evidence:
+    """A tree of 4: the root 0 waits for the vote of `card_of`, which needs a copy; the other two wait for what the root passes on."""
+    evidence = Evidence()
+    for generation, source in enumerate(sources, 1):
+        evidence = told(evidence, card_of, [source], generation)
+        for member in {0, 1, 2, 3} - {card_of}:
+            evidence = told(evidence, member, [0 if member else card_of], generation, for_votes=True)
+    return evidence
+
+
+@pytest.mark.parametrize("card_of", [1, 2, 3])
+def test_a_wait_for_votes_that_a_member_passes_on_is_no_evidence_against_it(card_of: int) -> None:
+    """The root of a tree has most accusers. The one that gets no copy from anybody is at fault, from two sources on."""
+    others = [member for member in range(4) if member != card_of]
+    for sources in (others, others[:2], others[1:], others * 3):
+        assert culprit(in_a_tree(card_of, sources), range(4)) == card_of
+
+
+def test_a_member_that_waits_for_a_status_is_not_at_fault_for_what_others_wait_for_in_a_sum() -> None:
+    """Unlike one that waits for votes: it has not begun the sum."""
+    evidence = told(told(Evidence(), 1, [0]), 0, ())
+    for member in (2, 3):
+        evidence = told(evidence, member, [1])
+    assert culprit(evidence, range(4)) in (0, 1) and blame._counted(evidence, evidence.pairs) == {(1, 0)}
+
+
+def test_reports_of_one_generation_are_united_and_what_concerns_a_newcomer_can_be_dropped() -> None:
+    evidence = told(told(told(Evidence(), 1, [3]), 1, [0, 2]), 1, [2], 2)
+    assert evidence.reports == (Report(1, 1, False, (0, 2, 3)), Report(1, 2, False, (2,)))
+    evidence = with_missed_deadline(told(evidence, 2, [1]), 2)
+    assert without_reports(evidence, (2,)) == Evidence((Report(1, 1, False, (0, 3)), Report(1, 2, False, ())))
+
+
+@pytest.mark.parametrize("fields", [{"generation": 0}, {"for_votes": False}])
+def test_a_rule_that_does_not_tell_generations_or_kinds_of_waits_apart_is_caught(fields: dict[str, Any]) -> None:
+    """As it was."""
+    attempts = Evidence()
+    for member in range(6):
+        attempts = told(told(attempts, member, [6]), member, [2] if member != 2 else [], 2)
+    attempts = told(told(attempts, 6, [2]), 6, [2], 2)
+    evidence, at_fault = (attempts, 2) if "generation" in fields else (in_a_tree(3, (0, 1)), 3)
+    assert culprit(evidence, range(7)) == at_fault
+    blurred = Evidence()
+    for report in evidence.reports:
+        kept = report._replace(**fields)
+        blurred = told(blurred, kept.accuser, kept.accused, kept.generation, for_votes=kept.for_votes)
+    assert culprit(blurred, range(7)) != at_fault

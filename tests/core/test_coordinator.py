@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_recover.core import coordinator, policy, request
 from megatron_recover.core.alike import combined, differences
-from megatron_recover.core.blame import Evidence
+from megatron_recover.core.blame import Evidence, Report
 from megatron_recover.core.coordinator import (
     Announce,
     Arm,
@@ -555,6 +555,11 @@ def waited(replica: int, generation: int, *waited_for: int, step: int = 0) -> En
     return Entered(replica, generation, step, waited_for)
 
 
+def waits(replica: int, generation: int, *waited_for: int) -> Report:
+    """What the coordinator keeps of it: of the generation in which the member waited."""
+    return Report(replica, generation, False, waited_for)
+
+
 def test_inv_9_whom_all_waited_for_is_fenced_whoever_asked() -> None:
     state = started()
     state, _ = feed(state, blocked(0, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, 1), waited(1, 2))
@@ -574,7 +579,7 @@ def test_who_waited_itself_passes_the_blame_on() -> None:
 def test_where_everybody_waits_the_one_that_most_wait_for_is_fenced() -> None:
     state, _ = feed(started(), blocked(2, 1), TimerFired("grace 1"))
     state, _ = feed(state, waited(0, 2, 1), waited(1, 2, 0, 2), waited(2, 2, 0, 1))
-    assert state.waits == ((0, (1,)), (1, (0, 2)), (2, (0, 1)))
+    assert state.waits == (waits(0, 1, 1), waits(1, 1, 0, 2), waits(2, 1, 0, 1))
     _, effects = feed(state, LASTS, blocked(1, 2), TimerFired("grace 2"))
     assert Fence(1) in effects
 
@@ -588,7 +593,7 @@ def test_nobody_is_blamed_for_a_wait_that_ended_with_a_step_or_was_for_a_save() 
     )
     assert (state.generation, state.waits, state.evidence.pairs) == (4, (), ())
     state, _ = feed(state, waited(0, 4, 1))
-    assert state.waits == ((0, (1,)),), "the excuse is for one generation"
+    assert state.waits == (waits(0, 3, 1),), "the excuse is for one generation"
 
 
 def test_nobody_waits_in_vain_for_who_is_lost() -> None:
@@ -680,7 +685,7 @@ def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_brea
     state, _ = feed(started(), blocked(0, 1), TimerFired("grace 1"))
     assert feed(state, blocked(1, 1, 2)) == (state, []), "a connection breaks when its generation is over"
     state, effects = feed(state, ReplicaBlocked(1, 1, "no progress", (2,), True))
-    assert effects == [] and state.evidence == Evidence(((1, 2),), (0, 1))
+    assert effects == [] and (state.evidence.pairs, state.evidence.stuck) == (((1, 2),), (0, 1))
     after, _ = feed(state, died(2), ReplicaBlocked(1, 2, "no progress", (0,), True))
     assert after.evidence == Evidence(), "that is about what the death has ended"
     after, _ = feed(state, Progressed(0, 1), ReplicaBlocked(1, 1, "no progress", (0,), True))
@@ -781,7 +786,7 @@ def test_inv_9_the_work_of_another_does_not_excuse_a_save_that_is_overdue() -> N
     state, effects = feed(state, TimerFired("save 1"))
     assert announced(effects).roster == (0, 1, 2) and Arm("trouble 2", "blame_s") in effects
     state, _ = feed(state, Entered(2, 3, 0), Entered(0, 3, 0), TimerFired("follow 3"))
-    assert state.evidence == Evidence(((0, 0),)), "the reader does not enter, either: that it is waited for changes nothing"
+    assert state.evidence == Evidence(overdue=(0,)), "the reader does not enter, either: that it is waited for changes nothing"
     state, _ = feed(state, blocked(2, 3, 1), TimerFired("grace 3"))
     assert state.roster == (0, 1, 2), "the trouble has not lasted"
     _, effects = feed(state, TimerFired("trouble 2"), blocked(2, 4, 1), TimerFired("grace 4"))
@@ -894,7 +899,7 @@ def test_inv_9_a_request_that_was_made_before_the_deadline_does_not_excuse_beyon
     """Found by the explorer: the time for work ends in the grace of a request that was excused when it came."""
     state, _ = one_more_sum(feed(started(2), AtWork((1,)))[0], 1)
     state, _ = feed(state, ReplicaBlocked(0, 2, "no progress", (1,), True), TimerFired("excuse 2"), TimerFired("grace 2"))
-    assert feed(state, waited(0, 3, 1))[0].waits == ((0, (1,)),), "its generation is judged"
+    assert feed(state, waited(0, 3, 1))[0].waits == (waits(0, 2, 1),), "its generation is judged"
     state, effects = one_more_sum(feed(state, TimerFired(state.trouble))[0], 1)
     assert Fence(1) in effects and announced(effects).roster == (0,)
 

@@ -309,7 +309,8 @@ class Space:
 
         The coordinator then decides nothing by these waits, because the time for that never passes.
         """
-        return replace(report, waited_for=(), for_votes=False) if isinstance(report, Entered) and not self.takes_time else report
+        drops = isinstance(report, Entered) and not self.takes_time
+        return replace(report, waited_for=(), for_votes=False) if drops else report
 
     @property
     def takes_time(self) -> bool:
