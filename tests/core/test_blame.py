@@ -16,7 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recover.core import blame, coordinator, lateness
-from megatron_recover.core.blame import Evidence, Report, culprit, on_its_nodes, with_missed_deadline, with_report, without_reports
+from megatron_recover.core.blame import (
+    Evidence,
+    Report,
+    culprit,
+    on_its_nodes,
+    with_missed_deadline,
+    with_report,
+    without_reports,
+)
 from megatron_recover.core.coordinator import CoordinatorState, MembershipSettings, TimerFired
 from megatron_recover.core.membership_messages import Entered, Hello, Loss, LossKind, ReplicaBlocked
 from megatron_recover.sim.channels import Channels, card, link, stuck_in_a_sum
