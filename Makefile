@@ -51,7 +51,7 @@ fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judg
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
 	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
 
-repair: setup    ## simulate the return of lost replicas in published settings, up to 98,304 GPUs: three tables in OUT (default runs/repair; long)
+repair: setup    ## simulate the return of lost replicas at up to 98,304 GPUs: three tables in OUT (default runs/repair; long)
 	@$(PY) -m scripts.study.repair --out $(or $(OUT),runs/repair) $(if $(DAYS),--days $(DAYS))
 
 gpu-test: setup  ## the CUDA and NCCL part, JOBS (4) tests at a time: a row for each finding; says why where there is no GPU
@@ -68,8 +68,8 @@ slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a
 	@$(PY) -m pytest -q -n 6 $(NODES)/test_slurm.py
 	@$(PY) -m pytest -q -n 2 $(NODES)/test_slurm_scripts.py
 
-campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: also disks and nodes); OUT=FILE: the record
-	@$(PY) -m tests.system.campaign --faults $(or $(FAULTS),300) --seed $(or $(SEED),1) $(if $(OUT),--out $(OUT))
+campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: also disks and nodes); ONLY=joins or losses; OUT=FILE: the record
+	@$(PY) -m tests.system.campaign --faults $(or $(FAULTS),300) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
 
 bench: setup     ## all benchmarks: a table, and bench.json
 	@$(PY) -m benchmarks.run

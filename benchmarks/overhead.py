@@ -15,6 +15,9 @@ shut-down are left out.
 Neither side has worker processes that read data (`--num-workers 0`). Ours never has, and on a CPU
 they would cost the baseline more than they save.
 
+Ours forms nobody anew in these rows (`--recover-heal off`). A last row compares ours with
+`--recover-heal in-place` with that, in turn, in small steps. Nobody dies there.
+
 On neither side does the C library give memory back to the kernel within a step (`KEEP_MEMORY`). By
 default it does so when the top of the heap happens to be free. Upstream's forward and backward then
 fault these pages in again: 3,000 to 10,000 per step, different for each rank of either side. That
@@ -154,7 +157,7 @@ def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> t
         "--", script, *flags,
     ]  # fmt: skip
     plain = list(flags)
-    for option in ("--recover-determinism", "--recover-bucket-elements", "--recover-rebalance"):
+    for option in ("--recover-determinism", "--recover-bucket-elements", "--recover-rebalance", "--recover-heal"):
         at = plain.index(option)
         del plain[at : at + 2]
     world = job.replicas * job.tp * job.pp
@@ -214,6 +217,22 @@ def _pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at
     return 100 * (ours_s / baseline_s - 1)
 
 
+def _readiness(case: Case, data: pathlib.Path, folder: pathlib.Path, pair: int) -> float:
+    """Return the percentage of CPU-seconds a step that a job needs more to be ready to heal."""
+    used = {}
+    for heal in ("off", "in-place") if pair % 2 else ("in-place", "off"):
+        name = f"{heal}-{pair}"
+        job = dataclasses.replace(shaped(case, steps=10_000), heal=heal)
+        log = folder / name / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
+
+        def begin(job: Job = job, name: str = name, log: pathlib.Path = log) -> Side:
+            return Side(commands(job, data, folder, name)[0], folder / f"{name}.log", log)
+
+        [used[heal]] = measure([begin], 2 * case.steps, DEADLINE_S)
+    print(f"{case.title}, healing: {used} CPU-seconds a step", file=sys.stderr, flush=True)
+    return 100 * (used["in-place"] / used["off"] - 1)
+
+
 def rows() -> list[Row]:
     """Return the percentage of additional CPU time per step, two rows per case, over its pairs."""
     against = "unmodified Megatron data parallelism under torchrun, same work"
@@ -229,4 +248,7 @@ def rows() -> list[Row]:
                 ]
                 title = f"overhead, CPU-seconds a step ({case.title}), {when}"
                 result.append(row(title, values, "%", baseline=against, goal="<= 2"))
-    return result
+        small = CASES[-1]
+        values = [_readiness(small, data, folder, pair) for pair in range(small.pairs)]
+    title = f"--recover-heal in-place, CPU-seconds a step ({small.title}), in turn"
+    return [*result, row(title, values, "%", baseline="--recover-heal off")]

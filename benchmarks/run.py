@@ -2,6 +2,8 @@
 
     python -m benchmarks.run [--only NAME ...] [--out bench.json]
 
+A module with `LONG = True` takes so long that it runs only where `--only` names it.
+
 Each ratio compares measurements of one run on one machine. Absolute times are printed for
 orientation only. The exit code is 1 if a benchmark failed to run. A goal that is not met is
 reported and does not change the exit code.
@@ -32,6 +34,11 @@ def modules() -> list[str]:
     return [name for name in names if hasattr(importlib.import_module(f"benchmarks.{name}"), "rows")]
 
 
+def is_long(name: str) -> bool:
+    """Return whether a benchmark runs only where it is named."""
+    return getattr(importlib.import_module(f"benchmarks.{name}"), "LONG", False)
+
+
 def table(rows: list[Row]) -> Table:
     """Return the rows as a table for the terminal."""
     result = Table("benchmark", "value", "unit", "min", "median", "max", "runs", "goal", "met", "against", title="benchmarks")
@@ -49,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="where the rows go (default: bench.json)")
     arguments = parser.parse_args(argv)
     known = modules()
-    chosen = arguments.only or known
+    chosen = arguments.only or [name for name in known if not is_long(name)]
     if unknown := sorted(set(chosen) - set(known)):
         parser.error(f"--only: no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
 
@@ -72,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     Console(width=None if sys.stdout.isatty() else 240).print(table(rows))
+    left_out = [name for name in known if name not in chosen and is_long(name)]
+    if left_out and not arguments.only:
+        print(f"left out, as they take long: {', '.join(left_out)} (name them with --only)", file=sys.stderr)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

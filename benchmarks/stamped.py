@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/stamped.py <Megatron's flags>
 
 The first command stamps each request for a rank, the second each call in a rank. A stamp is a line
-of stdout: `MARK` and JSON. All times are of CLOCK_MONOTONIC, which the processes of a machine
-share.
+of stdout: `MARK` and JSON. The launcher also stamps the start of the run, from which the times in
+its trace count. All times are of CLOCK_MONOTONIC, which the processes of a machine share.
 
 Under torchrun a rank first imports what our ranks find imported, and then waits for the other
 ranks. So the clocks there show upstream's set-up alone.
@@ -26,13 +26,13 @@ from typing import Any
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "pretrain_gpt.py"
 MARK = "stamp: "
 """Beginning of the line of a stamp: [stage, replica, rank, seconds]."""
-REQUEST, PRETRAIN, TRAIN, STEP = "request", "pretrain", "train", "step"
-"""Stages: the agent requests the rank, our `pretrain` is entered, upstream's `train` is entered,
-and the first step is over."""
+LAUNCH, REQUEST, PRETRAIN, TRAIN, STEP = "launch", "request", "pretrain", "train", "step"
+"""Stages: the run starts (replica and rank are -1), the agent requests the rank, our `pretrain` is
+entered, upstream's `train` is entered, and the first step is over."""
 
 
-def _stamp(stage: str, replica: int, rank: int) -> None:
-    line = MARK + json.dumps([stage, replica, rank, time.monotonic()])
+def _stamp(stage: str, replica: int, rank: int, at_s: float | None = None) -> None:
+    line = MARK + json.dumps([stage, replica, rank, time.monotonic() if at_s is None else at_s])
     os.write(sys.stdout.fileno(), f"\n{line}\n".encode())  # at once: under torchrun all ranks share the file
 
 
@@ -90,15 +90,21 @@ def launch() -> int:
     """Run the launcher's command line; return its exit code."""
     from megatron_recover import cli
     from megatron_recover.cluster.agent import Agent
+    from megatron_recover.cluster.launcher import Launcher
 
-    spawn = Agent.spawn
+    spawn, init = Agent.spawn, Launcher.__init__
+
+    @functools.wraps(init)
+    def begun(self: Launcher, *args: Any, **others: Any) -> None:
+        init(self, *args, **others)
+        _stamp(LAUNCH, -1, -1, self._started_at)
 
     @functools.wraps(spawn)
     def stamped(self: Agent, replica: int, rank: int, **others: Any) -> None:
         _stamp(REQUEST, replica, rank)
         spawn(self, replica, rank, **others)
 
-    Agent.spawn = stamped  # type: ignore[method-assign]
+    Agent.spawn, Launcher.__init__ = stamped, begun  # type: ignore[method-assign]
     return cli.main()
 
 

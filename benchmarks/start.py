@@ -30,7 +30,7 @@ from typing import NamedTuple, get_args
 
 from benchmarks.common import Row, row
 from benchmarks.overhead import commands
-from benchmarks.stamped import MARK, PRETRAIN, REQUEST, STEP, TRAIN
+from benchmarks.stamped import LAUNCH, MARK, PRETRAIN, REQUEST, STEP, TRAIN
 from megatron_recover.cluster.job import RankStart
 from megatron_recover.config import inherited_environment
 from megatron_recover.host.gpus import has_gpu
@@ -74,7 +74,7 @@ def _command(job: Job, how: str, data: pathlib.Path, folder: pathlib.Path) -> li
 
 def _stamps(logs: Sequence[pathlib.Path]) -> dict[str, dict[tuple[int, int], float]]:
     """Return the time of each stage in each rank (replica, rank)."""
-    found: dict[str, dict[tuple[int, int], float]] = {REQUEST: {}, PRETRAIN: {}, TRAIN: {}, STEP: {}}
+    found: dict[str, dict[tuple[int, int], float]] = {LAUNCH: {}, REQUEST: {}, PRETRAIN: {}, TRAIN: {}, STEP: {}}
     for log in logs:
         for stamp in re.findall(rf"^{MARK}(.+)", log.read_text(errors="replace"), re.MULTILINE):
             stage, replica, rank, seconds = json.loads(stamp)

@@ -29,6 +29,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "top": "follow a run in one live line",
     "status": "print the state of a job: nodes, replicas, steps, losses, newest checkpoint",
     "drain": "give a replica or a node of a running job back, without a loss",
+    "scale": "have a running job grow or shrink to another number of replicas",
     "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",
     "explain": "print every wait of a run and why it is so long, or which packages are used",
     "data": "turn text files into a data set that Megatron reads",

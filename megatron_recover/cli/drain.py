@@ -24,7 +24,8 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="megatron-recover drain",
         description="Have a replica, or all replicas with ranks on a node, leave a running job after a common step. No "
-        "microbatch is lost. The job goes on with the others.",
+        "microbatch is lost. The job goes on with the others, and uses their slots again only if "
+        "`megatron-recover scale` asks for more replicas.",
         epilog=f"Exit code {ExitCode.OK:d}: they have left. {ExitCode.FAILED:d}: one was lost before. "
         f"{ExitCode.BAD_INPUT:d}: the job refuses, or there is none. "
         f"{ExitCode.UNFINISHED:d}: they have not left in time, or the job has not answered.",
@@ -47,15 +48,16 @@ def main(argv: list[str]) -> int:
                 f"{arguments.target} is no replica and no node of the job; replicas are {' '.join(map(str, now.roster))}, "
                 f"nodes are {nodes}"
             )
-        asked = _ask(run_dir, arguments.target, parser)
+        asked = ask(run_dir, parser, drain=arguments.target)
         return _await(run_dir, asked, leaving, arguments.wait, parser)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
-def _ask(run_dir: Path, target: str, parser: Parser) -> str:
+def ask(run_dir: Path, parser: Parser, drain: str = "", replicas: int | None = None) -> str:
+    """Leave a request for a job, as in `status.Request`; return its id. Raises as `status.ask`."""
     try:
-        return status.ask(run_dir, target, f"{getpass.getuser()}@{host_name()}")
+        return status.ask(run_dir, drain, f"{getpass.getuser()}@{host_name()}", replicas)
     except PermissionError as error:
         parser.error(f"{error.filename}: {error.strerror}; only the owner of the folder, who runs the job, and root may ask")
 
@@ -73,17 +75,17 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
             if set(leaving) & set(now.lost):
                 lost = tuple(sorted(set(leaving) & set(now.lost)))
                 how = "was lost before it left" if len(lost) == 1 else "were lost before they left"
-                print(f"{_named(lost)} {how}; {_rest(now)}")
+                print(f"{named(lost)} {how}; {_rest(now)}")
                 return ExitCode.FAILED
             if not set(leaving) & set(now.roster):
-                print(f"{_named(leaving)} {'has' if len(leaving) == 1 else 'have'} left; {_rest(now)}")
+                print(f"{named(leaving)} {'has' if len(leaving) == 1 else 'have'} left; {_rest(now)}")
                 return ExitCode.OK
             if now.exit_code is not None:
                 parser.error(f"the job has ended with exit code {now.exit_code}: {now.reason}")
         time.sleep(_LOOK_S)
     if is_accepted:
         has, leave = ("has", "it leaves") if len(leaving) == 1 else ("have", "they leave")
-        text = f"{_named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step"
+        text = f"{named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step"
     else:
         text = (
             f"the job has not answered within {wait_s:g} s; the request stays in {run_dir / status.REQUESTS}, and "
@@ -93,7 +95,8 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
     return ExitCode.UNFINISHED
 
 
-def _named(replicas: tuple[int, ...]) -> str:
+def named(replicas: tuple[int, ...]) -> str:
+    """Return replicas in words."""
     return f"replica{'s' if len(replicas) > 1 else ''} {' '.join(map(str, replicas))}"
 
 

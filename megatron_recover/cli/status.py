@@ -67,9 +67,10 @@ def _described(found: status.Status, run_dir: Path) -> str:
     if found.iteration is not None:
         done = f"iteration {found.iteration}" + (f" of {found.iterations}" if found.iterations is not None else "")
     forming = "".join(f", replica {replica} forms" for replica in found.forming)
+    wanted = "" if found.wanted in (None, found.replicas) else f", {found.wanted} wanted"
     lines.append(
         f"generation {found.generation}, {done}, {len(found.roster)} of {found.replicas} replicas "
-        f"({' '.join(map(str, found.roster)) or 'none'}), {found.losses} lost{forming}; {found.checkpoint}"
+        f"({' '.join(map(str, found.roster)) or 'none'}), {found.losses} lost{wanted}{forming}; {found.checkpoint}"
     )
     for node in found.nodes:
         replicas = f"replicas {' '.join(map(str, node.replicas))}" if node.replicas else "no replicas"

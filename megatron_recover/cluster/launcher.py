@@ -58,6 +58,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeLaunched,
     Roster,
     Say,
+    ScaleAnswer,
     StartReplica,
     TellKnown,
     TraceDone,
@@ -433,7 +434,7 @@ class Launcher:
                 self._look_at_coordinator()  # it is heard again
                 self._end.begin(exit_code, reason, at_once=at_once)
                 self._newcomers.end(self._roster)
-            case DrainAnswer():
+            case DrainAnswer() | ScaleAnswer():
                 self._requests.answered(message)
             case NodeGone() | TraceOffer() | TracePart() | TraceEnds() | TraceNext() | TraceDone() if (
                 self._gathering is not None

@@ -51,6 +51,7 @@ def flags(scenario: Scenario, data: Path) -> list[str]:
         f" --lr 1e-3 --lr-decay-style constant --seed {job.seed} --tensor-model-parallel-size {job.ranks // job.stages}"
         f" --pipeline-model-parallel-size {job.stages} --tokenizer-type NullTokenizer --vocab-size 257 --split 80,20,0"
         f" --log-interval 1 --eval-interval 1000000 --eval-iters 1 --recover-bucket-elements 8000"
+        f" --recover-heal off"  # as in the simulation: `refusals` allows no [repair]
         f" --paced-forward-s {scenario.compute.microbatch_s * scenario.compute.forward_share}"
         f" --paced-backward-s {scenario.compute.microbatch_s * (1 - scenario.compute.forward_share)}"
     )

@@ -9,37 +9,44 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from megatron_recover.cluster import status
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.recording import Recording
-from megatron_recover.control_plane.node_messages import DrainAnswer, DrainAsked, JobState
+from megatron_recover.control_plane.node_messages import DrainAnswer, DrainAsked, JobState, ScaleAnswer, ScaleAsked
 
 _LONGEST_NAME = 100
 """Characters of a target, and of who asks, that an answer or a reason repeats."""
 _LONGEST_ANSWER = 1000
 """Characters of an answer."""
+_REST = " ..."
+"""Text for the rest of an answer that is longer."""
 
 
 class Requests:
     """Keeps the state of a job on node 0, and has requests carried out."""
 
-    def __init__(self, job: Job, recording: Recording, send: Callable[[DrainAsked], None]) -> None:
+    def __init__(self, job: Job, recording: Recording, send: Callable[[DrainAsked | ScaleAsked], None]) -> None:
         """`send(message)` sends to the coordinator."""
         self._job, self._recording, self._send = job, recording, send
         self._answers: tuple[status.Answer, ...] = ()
         """Answers to the newest requests."""
-        self._known: dict[str, str | None] = {}
-        """Request -> why it is refused, empty if it is not; None while there is no answer. A new
-        recorder passes requests again, and none is carried out twice."""
+        self._known: dict[str, status.Answer | None] = {}
+        """Request -> its answer; None while there is none. A new recorder passes requests again,
+        and none is carried out twice."""
         self._early: list[status.Request] = []
         """Requests that came before the first state of the job."""
         self._state: JobState | None = None
         """Newest state of the job that the coordinator has sent."""
 
-    def answered(self, answer: DrainAnswer) -> None:
+    def answered(self, answer: DrainAnswer | ScaleAnswer) -> None:
         """Keep the coordinator's answer to a request."""
+        if isinstance(answer, ScaleAnswer):
+            self._answer(status.Answer(answer.id, answer.refused, answer.text, answer.leaving))
+            return
         refused = "; ".join(f"replica {replica} does not leave: {why}" for replica, why in answer.refused)
-        self._answer(answer.id, refused)
+        self._answer(status.Answer(answer.id, refused))
 
     def keep(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
         """Have the state of the job written, on node 0. None: the newest one."""
@@ -53,7 +60,7 @@ class Requests:
                 step=state.step, losses=len(account.lost_members), lost=tuple(sorted(account.lost_members)),
                 saved=account.saved, knows_saved=account.is_complete,
                 exit_code=exit_code, reason=reason,
-                answers=self._answers,
+                answers=self._answers, wanted=state.wanted,
                 nodes=tuple(status.NodeStatus(each.number, each.name, each.state, each.replicas) for each in state.nodes),
             ),
         )  # fmt: skip
@@ -80,21 +87,29 @@ class Requests:
 
     def _give(self, request: status.Request, state: JobState) -> None:
         target, by = request.drain[:_LONGEST_NAME], request.by[:_LONGEST_NAME]
+        if request.replicas is not None:
+            self._send(ScaleAsked(request.replicas, f"scale to {request.replicas} of {by}", request.id))
+            return
         replicas = status.targets(request.drain, self._job.num_replicas, state.nodes, state.roster)
         if replicas:
             self._send(DrainAsked(replicas, f"drain {target} of {by}", request.id))
         else:
-            self._answer(request.id, f"the job has no replica {target} and no node of that name with replicas")
+            why = f"the job has no replica {target} and no node of that name with replicas"
+            self._answer(status.Answer(request.id, why))
 
     def _repeat(self, request: str) -> None:
         """Give the answer to a request again, if newer answers have displaced it."""
-        refused = self._known[request]
-        if refused is not None and all(answer.id != request for answer in self._answers):
-            self._answer(request, refused)
+        known = self._known[request]
+        if known is not None and all(answer.id != request for answer in self._answers):
+            self._answer(known)
 
-    def _answer(self, request: str, refused: str) -> None:
-        if len(refused) > _LONGEST_ANSWER:
-            refused = f"{refused[:_LONGEST_ANSWER]} ..."
-        self._known[request] = refused
-        self._answers = (*self._answers, status.Answer(request, refused))[-status.ANSWERS :]
+    def _answer(self, answer: status.Answer) -> None:
+        answer = msgspec.structs.replace(answer, refused=_cut(answer.refused), text=_cut(answer.text))
+        self._known[answer.id] = answer
+        self._answers = (*self._answers, answer)[-status.ANSWERS :]
         self.keep(None)
+
+
+def _cut(text: str) -> str:
+    """Return a text that is not longer than an answer may be."""
+    return text if len(text) <= _LONGEST_ANSWER + len(_REST) else f"{text[:_LONGEST_ANSWER]}{_REST}"

@@ -1,10 +1,10 @@
 """The state of a job in a file of its run directory, and requests that others leave there for it.
 
 The recorder of node 0 writes `status.json` while the job runs, and reads the folder `requests`, in
-a thread of its own: no disk that stalls holds up anything else. So `status` and
-`drain` work from every host that sees the run directory, without the key and without a connection.
+a thread of its own: no disk that stalls holds up anything else. So `status`, `drain` and `scale`
+work from every host that sees the run directory, without the key and without a connection.
 
-Note [Who may ask]. Only the user of the job and root may ask it to give replicas back. Node 0 makes
+Note [Who may ask]. Only the user of the job and root may ask it for anything. Node 0 makes
 the folder of requests for its user alone, and follows only regular files of that user or of root.
 Others may write into a run directory (umask 002), and may have put anything at its name before or
 since. So the folder is opened anew for each look, never through a link, and its files are reached
@@ -61,6 +61,10 @@ class Answer(msgspec.Struct, frozen=True):
     id: str
     refused: str
     """Reason why the request is refused, in whole or in part; empty if it is not."""
+    text: str = ""
+    """The consequences in words; empty for `drain`."""
+    leaving: tuple[int, ...] = ()
+    """The members that leave for `scale`."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +74,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the state in seconds since the epoch, by the clock of node 0."""
     replicas: int
     """Number of replicas at the start."""
+    wanted: int | None = None
+    """Number of replicas that the job wants by now: `scale` sets it, and `drain` lowers it. None:
+    it is not known."""
     roster: tuple[int, ...]
     generation: int
     step: int
@@ -161,8 +168,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     """Name of the request, by which its answer is found."""
-    drain: str
+    drain: str = ""
     """Number of a replica or name of a node that is to be given back."""
+    replicas: int | None = None
+    """Number of replicas that the job is to have; None: the request is for `drain`."""
     by: str
     """User and host that ask."""
 
@@ -352,15 +361,16 @@ def opened(run_dir: Path, owner: int | None) -> Iterator[Folder]:
         os.close(descriptor)
 
 
-def ask(run_dir: Path, drain: str, by: str) -> str:
+def ask(run_dir: Path, drain: str, by: str, replicas: int | None = None) -> str:
     """Leave a request for the job in its run directory; return its id.
 
-    The job removes the file once it has answered. Raises OSError, and ValueError with the remedy if
-    the folder is a link, which the job does not follow.
+    `drain`, `by` and `replicas` are as in `Request`. The job removes the file once it has answered.
+    Raises OSError, and ValueError with the remedy if the folder is a link, which the job does not
+    follow.
     """
     folder, name = run_dir / REQUESTS, f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}"
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link, which the job does not follow: remove it, and ask again")
     with replacing(folder / f"{name}{_SUFFIX}") as file:
-        file.write(msgspec.json.encode(Request(id=name, drain=drain, by=by)))
+        file.write(msgspec.json.encode(Request(id=name, drain=drain, by=by, replicas=replicas)))
     return name

@@ -25,7 +25,7 @@ from megatron_recover.control_plane.node_messages import (
     StartReplica,
 )
 from megatron_recover.control_plane.wire import Message
-from megatron_recover.core import generations, policy, slots
+from megatron_recover.core import generations, leaving, policy, slots
 from megatron_recover.core.coordinator_state import CoordinatorState
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import Loss, LossKind
@@ -57,14 +57,16 @@ class Healing:
         deadlines: Deadlines,
         send: Callable[[int, Message], None],
         hosts: Callable[[ReplicaId, tuple[int, ...]], None],
+        wanted: Callable[[], int],
     ) -> None:
         """Watch over the replicas in `seats`, by rank, and the spare slots.
 
         - `send(node, message)` sends to the agent of a node, unless it is gone.
         - `hosts(replica, nodes)` notes the nodes that will have ranks of a newcomer.
+        - `wanted()` returns the number of replicas that the job wants (`core/scaling.py`).
         """
         self._settings, self._membership, self._loop, self._deadlines = settings, membership, loop, deadlines
-        self._send, self._note_hosts = send, hosts
+        self._send, self._note_hosts, self._wanted = send, hosts, wanted
         self._pasts = slots.seated(seats, spares)
         self._nodes: dict[ReplicaId, tuple[int, ...]] = {replica: _nodes(of) for replica, of in seats.items()}
         """Replica -> numbers of the nodes with ranks of it."""
@@ -81,6 +83,8 @@ class Healing:
         self._forming: dict[ReplicaId, _Forming] = {}
         self._since: dict[ReplicaId, int] = {}
         """Newcomer that is a proven member -> the number of committed steps at which it was."""
+        self._stays_free: set[ReplicaId] = set()
+        """Replicas that leave, and whose slots are used again, as more replicas were asked for."""
         self._proven: set[ReplicaId] = set()
         self._again_at_s = 0.0
         """Time of the loop's clock from which another plan may form more."""
@@ -109,8 +113,10 @@ class Healing:
         )  # fmt: skip
 
     def left(self, replica: ReplicaId) -> None:
-        """Note that a replica leaves as requested: its slots are not used again."""
-        self._pasts = slots.given_back(self._pasts, replica)
+        """Note that a replica leaves as requested: its slots are given back."""
+        self._pasts = slots.given_back(self._pasts, replica, now_s=self._loop.time())
+        if replica in self._stays_free:
+            self._pasts = slots.lent_again(self._pasts, {replica})
 
     def ended(self, replica: ReplicaId, node: int) -> None:
         """Note that a node has seen the end of all ranks of a lost replica there."""
@@ -147,6 +153,31 @@ class Healing:
                 self._proven.add(replica)
                 self._pasts = slots.proven(self._pasts, replica)
 
+    # --- Another number of replicas ---------------------------------------------------------------
+
+    def room(self) -> int:
+        """Return the number of replicas for which there are slots, now or later."""
+        return slots.room(self._pasts, self._staying(), self._settings).num_replicas
+
+    def rescale(self) -> None:
+        """Form what the wanted number lacks, also in slots that were given back, if needed."""
+        room = slots.room(self._pasts, self._staying(), self._settings)
+        again = room.given_back[: max(0, self._wanted() - room.own)]
+        self._stays_free |= {*again}
+        self._pasts = slots.lent_again(self._pasts, again)
+        self._again_at_s = 0.0
+        self.heal()
+
+    def drop(self, replica: ReplicaId, why: str) -> None:
+        """Give up a newcomer that is not wanted any more."""
+        self._membership.lost(Loss(replica, LossKind.PROCESS_ENDED, why))  # its slots are not to blame
+
+    def _staying(self) -> set[ReplicaId]:
+        """Return the replicas that live, or are formed, and do not leave."""
+        state = self._membership.state
+        living = {each.user for each in self._pasts if each.user is not None and each.is_taken}
+        return living - leaving.leavers(state.requests, state.roster, state.policy.min_replicas)
+
     # --- Forming ----------------------------------------------------------------------------------
 
     def heal(self) -> None:
@@ -155,8 +186,7 @@ class Healing:
         if not state.generation or _is_ending(state):
             return
         self._again_at_s = float("inf")
-        living = {each.user for each in self._pasts if each.is_taken and not each.is_given_back}
-        wanted = state.policy.num_replicas - len(state.left) - len(living)
+        wanted = self._wanted() - len(self._staying())
         if wanted < 1:
             self._membership.know_room(True)  # as far as one knows: of the next loss
             return

@@ -26,17 +26,19 @@ class JobReport:
         self._lost[number] = NodeState(number, name, "lost", replicas)
 
     def send(
-        self, progress: tuple[int, tuple[int, ...], int], replicas: Mapping[int, tuple[int, ...]], silent: frozenset[int]
-    ) -> None:
+        self, progress: tuple[int, tuple[int, ...], int], replicas: Mapping[int, tuple[int, ...]], silent: frozenset[int],
+        wanted: int | None = None,
+    ) -> None:  # fmt: skip
         """Send node 0 the state of the job, if node 0 is there and the state has changed.
 
         - `progress`: as in `CoordinatorDriver.progress`.
         - `replicas`: number of a node -> the replicas that have ranks there.
         - `silent`: numbers of the nodes that are silent.
+        - `wanted`: number of replicas that the job wants.
         """
         if (owner := self._agents.owner) is None:
             return
-        state = JobState(*progress, self._states(frozenset(progress[1]), replicas, silent))
+        state = JobState(*progress, self._states(frozenset(progress[1]), replicas, silent), wanted)
         if state != self._told:
             self._told = state
             self._loop.send(owner.link, state)

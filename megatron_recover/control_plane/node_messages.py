@@ -138,6 +138,15 @@ class DrainAsked(Value, frozen=True):
     """Name of the request, for its answer."""
 
 
+class ScaleAsked(Value, frozen=True):
+    """A request that the job has another number of replicas."""
+
+    num_replicas: int
+    reason: str
+    id: str = ""
+    """Name of the request, for its answer."""
+
+
 class KillAsked(Value, frozen=True):
     """A person requests that all nodes kill everything at once."""
 
@@ -305,6 +314,18 @@ class DrainAnswer(Value, frozen=True):
     """(replica, reason) of those that do not leave."""
 
 
+class ScaleAnswer(Value, frozen=True):
+    """The answer to `ScaleAsked`."""
+
+    id: str
+    refused: str
+    """Reason and remedy if the request is refused, else empty."""
+    text: str = ""
+    """The consequences in words."""
+    leaving: tuple[ReplicaId, ...] = ()
+    """The members that leave for it."""
+
+
 class AskPart(Value, frozen=True):
     """Report what the ranks of a replica on this node do; another node accuses the replica."""
 
@@ -349,6 +370,8 @@ class JobState(Value, frozen=True):
     step: int
     """Number of committed steps, evaluation and saves included."""
     nodes: tuple[NodeState, ...]
+    wanted: int | None = None
+    """Number of replicas that the job wants (`core/scaling.py`); None: that of its start."""
 
 
 class NodeGone(Value, frozen=True):
@@ -389,6 +412,7 @@ FromAgent = (
     | NodePart
     | EndAsked
     | DrainAsked
+    | ScaleAsked
     | KillAsked
     | FenceDone
     | SlotsReady
@@ -410,6 +434,7 @@ ToAgent = (
     | Say
     | DismissReplica
     | DrainAnswer
+    | ScaleAnswer
     | AskPart
     | TellKnown
     | JobEnds

@@ -55,6 +55,8 @@ from megatron_recover.control_plane.node_messages import (
     OtherJob,
     ReplicaGone,
     Roster,
+    Say,
+    ScaleAsked,
     SlotsReady,
     SlotsUnfit,
     TraceDone,
@@ -64,6 +66,7 @@ from megatron_recover.control_plane.node_messages import (
     TracePart,
 )
 from megatron_recover.control_plane.node_watch import NodeWatch
+from megatron_recover.control_plane.scaling import Scaling
 from megatron_recover.control_plane.traces import Traces
 from megatron_recover.control_plane.wire import Link, Message, encode
 from megatron_recover.core import condemning
@@ -112,6 +115,8 @@ class NodesDriver:
         """Number of a node -> the replicas that have ranks there."""
         self._healing: Healing | None = None
         """None: lost replicas are not replaced, or ranks are not started yet."""
+        self._scaling: Scaling | None = None
+        """None: ranks are not started yet."""
         self._hangs, self._report = Hangs(self._agents, loop), JobReport(self._agents, loop)
         self._fenced: dict[int, set[int]] = {}
         """Replica -> numbers of the nodes that have confirmed its fence."""
@@ -316,17 +321,22 @@ class NodesDriver:
         if is_of_several:  # not before: node 0 records since it has met the others
             places = (trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._start.nodes)
             self._record(trace.NodesMet(nodes=tuple(places)))
-        self._begin_to_heal(self._membership)
+        self._scaling = Scaling(self._membership, self._say)
+        self._begin_to_heal(self._membership, self._scaling)
         self._start.launch()
 
-    def _begin_to_heal(self, membership: CoordinatorDriver) -> None:
+    def _say(self, line: Say) -> None:
+        if (owner := self._agents.owner) is not None:
+            self._loop.send(owner.link, line)
+
+    def _begin_to_heal(self, membership: CoordinatorDriver, scaling: Scaling) -> None:
         """Replace lost replicas from now on, if the job wants that."""
         ready = {each.number: each.ready for each in self._agents.used if each.ready is not None}
         if (settings := ready[min(ready)].healing) is not None:
             self._healing = Healing(
                 settings, seats_of(ready), spares_of(ready), membership=membership, loop=self._loop, deadlines=self._deadlines,
                 send=lambda node, message: self._send_to((each for each in self._agents if each.number == node), message),
-                hosts=self._hosts_newcomer,
+                hosts=self._hosts_newcomer, wanted=scaling.wanted,
             )  # fmt: skip
 
     def _launched(self, agent: Agent) -> None:
@@ -360,6 +370,9 @@ class NodesDriver:
             case DrainAsked(replicas, reason, request) if self._membership is not None:
                 refused = self._membership.ask_leave(replicas, reason)
                 self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
+            case ScaleAsked() if self._scaling is not None:
+                self._loop.send(agent.link, self._scaling.scale(message, self._healing))
+                self._send_state()
             case KillAsked(exit_code, reason):
                 self.end(exit_code, self._named(agent, reason), at_once=True)
             case NodeFailed(exit_code, reason):
@@ -599,4 +612,5 @@ class NodesDriver:
 
     def _send_state(self) -> None:
         if self._membership is not None:
-            self._report.send(self._membership.progress, self._replicas, self._watch.silent)
+            wanted = None if self._scaling is None else self._scaling.wanted()
+            self._report.send(self._membership.progress, self._replicas, self._watch.silent, wanted)

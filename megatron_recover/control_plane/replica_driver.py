@@ -47,6 +47,7 @@ from megatron_recover.control_plane.wire import (
 from megatron_recover.core import replica as machine
 from megatron_recover.core.alike import combined
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.joining import state_digest
 from megatron_recover.core.membership_messages import (
     AddRequests,
     Diverged,
@@ -131,6 +132,8 @@ class ReplicaDriver:
         """Member that is to be asked to vouch for this newcomer, until the claim is sent."""
         self._asked: int | None = None
         """Member that was asked and has not answered."""
+        self._claims: list[Claim] = []
+        """Claims of newcomers that this member has not answered yet."""
         self._callers: dict[int, str] = {}
         """Addresses of the leaders of newcomers that have called, announced or not."""
         self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above, config.min_replicas)
@@ -335,10 +338,13 @@ class ReplicaDriver:
 
     def _from_peer(self, link: Link, message: Message) -> None:
         match message:
-            case Status() | Statuses() | Vote() | Votes() | Claim() | Admission() | HoldAsked() if (
+            case Status() | Statuses() | Vote() | Votes() | Admission() | HoldAsked() if (
                 message.replica == self._incoming[link]
             ):
                 self._feed(message)
+            case Claim() if message.replica == self._incoming[link]:
+                self._claims.append(message)
+                self._answer_claims()
             case JoinRefused():
                 self._events.refused(message, self._incoming[link])
                 self._feed(message)
@@ -376,6 +382,22 @@ class ReplicaDriver:
             self._refused(event)
         self._watch_for_a_stall()
         self._watch_the_hold(before)
+        if self._claims:
+            self._answer_claims()
+
+    def _answer_claims(self) -> None:
+        """Feed the machine each claim as soon as it knows its own digest of that state.
+
+        The ranks of this replica digest what they serve while it is read, and may take longer for
+        it. A claim of a step that is not computed any more is refused at once.
+        """
+        state = self._state
+        waits = state.phase is machine.ReplicaPhase.WORKING and not state.is_closed and state_digest(state) is None
+        for claim in self._claims:
+            if not (waits and state.work is not None and state.work.label == claim.label):
+                self._claims.remove(claim)
+                self._feed(claim)
+                return  # which has looked at the others
 
     def _link_to_neighbours_of(self, roster: tuple[int, ...]) -> None:
         """Drop links to leaders that are no neighbours in a roster that has this replica."""
@@ -490,6 +512,8 @@ class ReplicaDriver:
 
     def _send_to_peer(self, peer: int, bodies: Sequence[bytes]) -> None:
         link = self._outgoing.get(peer)
+        if link is None and peer not in self._peers and peer not in self._callers:
+            return  # a newcomer that has not said where it listens
         try:
             if link is None:
                 address = self._peers[peer].leader_address if peer in self._peers else self._callers[peer]
@@ -542,17 +566,16 @@ class ReplicaDriver:
             self._feed(machine.WaitExpired(self._state.generation, self._state.step))
 
     def _watch_the_hold(self, before: machine.ReplicaState) -> None:
-        """End a hold that has lasted `hold_s`. Record a hold that is over.
+        """End a hold that has kept `Close` back for `hold_s`. Record a hold that is over.
 
         `before` is the state before the newest input. A step is held once, so its label is enough
         to tell an old timer.
         """
         old, new = machine.held_label(before), machine.held_label(self._state)
-        if self._state.close_waits and not before.close_waits:
+        if self._state.close_waits and not before.close_waits:  # until now the hold has cost nothing
             self._kept_since = time.monotonic()
+            self._loop.after(self._deadlines.hold_s, lambda: self._feed(machine.HoldExpired(new)))
         if old and not new and before.hold is not None:
             kept_s = time.monotonic() - self._kept_since if self._kept_since is not None else 0.0
             self._kept_since = None
             self._events.held(before.hold, kept_s)
-        if new and not old:
-            self._loop.after(self._deadlines.hold_s, lambda: self._feed(machine.HoldExpired(new)))

@@ -22,7 +22,8 @@ Note [Hold]
       is refused, or the link to the newcomer broke), and if the coordinator is lost. `Close` then
       follows at once, if it is due; after `Promise`, if a generation ends the hold, so that no sum
       of the older generation begins.
-    - A step is held once. So the others wait for `hold_s` at most, which is shorter than any wait
+    - A step is held once, and the time counts from the moment at which `Close` would have been
+      ordered. So the others wait for `hold_s` at most, which is shorter than any wait
       that leads to blame or to a request.
 
     To the rest of the job a hold is a pass that lasts longer. So no rule of safety depends on it.
@@ -127,7 +128,7 @@ def on_hold_asked(state: ReplicaState, asked: HoldAsked) -> Step:
 
 
 def on_hold_expired(state: ReplicaState, expired: HoldExpired) -> Step:
-    """End the hold that has lasted `hold_s`, unless another one stands by now."""
+    """End the hold that keeps `Close` back since `hold_s`, unless another one stands by now."""
     return ended(state) if expired.label == held_label(state) else (state, ())
 
 

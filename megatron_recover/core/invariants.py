@@ -384,7 +384,8 @@ def _on_planned(history: History, fact: Planned) -> History:
                     raise InvariantViolation(4, f"replica {replica} reduces {detail}")
     fresh = {(replica, bucket, i) for item in plan.computes for bucket in item.into for i in item.microbatches}
     out = {member for member, since in history.leaving if since < plan.step}
-    if fresh and replica in out and len(set(plan.roster) - out) >= max(1, history.min_replicas):
+    stay = set(plan.roster) - out - set(_unproven(history, plan.generation))
+    if fresh and replica in out and len(stay) >= max(1, history.min_replicas):
         raise InvariantViolation(7, f"replica {replica} computes in step {plan.step}, and was to leave after an earlier step")
     # In an older generation it may be proven, which the newest announcement does not know yet.
     if fresh and plan.generation == len(history.rosters) and replica in history.newcomers:

@@ -86,7 +86,8 @@ def why_not_now(state: CoordinatorState, ready: NewcomerReady) -> str:
         return "a save is in progress" if state.saves else "training ends"
     if state.reason or state.trouble or state.fruitless or state.evidence.pairs:
         return "the members have trouble in this step"
-    if details(state.requests, RequestKind.EXIT) or leaving.asked(state.requests, state.roster):
+    leavers = leaving.leavers(state.requests, state.roster, state.policy.min_replicas)
+    if details(state.requests, RequestKind.EXIT) or leavers:
         return "the job, or a member, was asked to end"
     return ""
 

@@ -13,7 +13,8 @@ Caller's contract (docs/design/protocol.md has all of it)
 * `ToCoordinator`: send to the coordinator.
 * Feed `WaitExpired(generation, step)` when `waiting_for(state)` was not empty for `stall_s` without
   a change of `state.phase`, `state.generation` or `state.step`. Messages do not extend that time.
-* Feed `HoldExpired(label)` when `held_label(state)` was `label` for `hold_s`.
+* Feed `HoldExpired(label)` when `state.close_waits` has lasted for `hold_s`; `label` is
+  `held_label(state)`.
 * `Decided`, `Voted`, `Committed` and the messages themselves are the source of the trace.
 """
 

@@ -225,7 +225,7 @@ class AskHold(Value, frozen=True):
 
 
 class HoldExpired(Value, frozen=True):
-    """A hold of the running step has lasted `hold_s`; ignored unless it is that of `label`."""
+    """A hold has kept `Close` back for `hold_s`. Ignored unless the step that runs is `label`."""
 
     label: str
 

@@ -87,7 +87,7 @@ class Past(Value, frozen=True):
     is_lost: bool = False
     """True if its node is lost."""
     is_given_back: bool = False
-    """True if its replica has left the job as requested."""
+    """True if its replica has left the job as requested: healing does not use the slot."""
 
     @property
     def is_taken(self) -> bool:
@@ -191,9 +191,28 @@ def gone(pasts: Pasts, replica: ReplicaId) -> Pasts:
     return _each(pasts, replica, lambda past: replace(past, is_gone=True))
 
 
-def given_back(pasts: Pasts, replica: ReplicaId) -> Pasts:
-    """Return the slots after `replica` has left the job as requested: they are not used again."""
-    return _each(pasts, replica, lambda past: replace(past, is_given_back=True))
+def given_back(pasts: Pasts, replica: ReplicaId, *, now_s: float) -> Pasts:
+    """Return the slots after `replica` has left the job as requested.
+
+    They are not used again before `lent_again`, also not after the loss of another replica.
+    """
+    return _each(pasts, replica, lambda past: replace(past, lost_at_s=now_s, is_given_back=True))
+
+
+def lent_again(pasts: Pasts, replicas: Collection[ReplicaId]) -> Pasts:
+    """Return the slots after newcomers may be formed where `replicas` have left the job."""
+    return tuple(replace(each, is_given_back=False) if each.user in replicas else each for each in pasts)
+
+
+def node_joined(pasts: Pasts, node: int, num_slots: int) -> Pasts:
+    """Return the slots after a node has come to the running job: all of its slots are spares.
+
+    A node has a number of its own, also one that was lost and comes back: processes of its former
+    replicas may live for a while. Raises ValueError if a node of the job has this number.
+    """
+    if any(each.slot.node == node for each in pasts):
+        raise ValueError(f"node {node} is a node of the job already")
+    return _sorted([*pasts, *(Past(Slot(node, slot)) for slot in range(num_slots))])
 
 
 def node_lost(pasts: Pasts, node: int) -> Pasts:
@@ -217,6 +236,47 @@ def _set_aside(past: Past, settings: Settings, now_s: float) -> Past:
 
 def _sorted(pasts: Iterable[Past]) -> Pasts:
     return tuple(sorted(pasts, key=lambda each: each.slot))
+
+
+# --- The room -------------------------------------------------------------------------------------
+
+
+class Room(Value, frozen=True):
+    """The number of replicas for which there are slots, now or later."""
+
+    own: int
+    """In slots that healing uses: those of replicas that stay or were lost, and spares."""
+    given_back: tuple[ReplicaId, ...]
+    """The replicas that have left, or leave now, in each of whose places one more fits."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Return how many there are in all."""
+        return self.own + len(self.given_back)
+
+
+def room(pasts: Pasts, staying: Collection[ReplicaId], settings: Settings) -> Room:
+    """Return for how many replicas there are slots. `staying`: those that live and do not leave.
+
+    Slots of lost nodes, and slots that are never used again, are none. A slot that is set aside for
+    a time is one.
+    """
+    mine = {each.user for each in pasts if each.is_taken and each.user in staying}
+    usable = [each for each in pasts if not (each.is_lost or each.num_set_aside > settings.budget) and each.user not in mine]
+    back: dict[ReplicaId, int] = {}
+    num_free = 0
+    for each in usable:
+        if each.user is not None and (each.is_given_back or each.is_taken):
+            back[each.user] = back.get(each.user, 0) + 1
+        else:
+            num_free += 1
+    whole = sorted((replica for replica, num in back.items() if num == settings.num_ranks), key=lambda one: _leaves(pasts, one))
+    return Room(len(mine) + num_free // settings.num_ranks, tuple(whole))
+
+
+def _leaves(pasts: Pasts, replica: ReplicaId) -> tuple[bool, ReplicaId]:
+    """Return a key by which replicas that have left come before those that still live."""
+    return any(each.user == replica and each.is_taken for each in pasts), replica
 
 
 # --- The plan -------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ def test_help_of_every_verb_imports_no_torch(verb: str) -> None:
         (["chekc", "runs/a"], "did you mean check?"),
         (
             ["fly"],
-            "verbs are run, doctor, plan, demo, check, report, top, status, drain, simulate, explain, data, sbatch, verdict",
+            "verbs are run, doctor, plan, demo, check, report, top, status, drain, scale, simulate, explain, data, sbatch, "
+            "verdict",
         ),
         (["check"], "RUN_DIR"),
         (["check", "/nowhere"], "give the --run-dir of a run"),

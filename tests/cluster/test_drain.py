@@ -78,7 +78,8 @@ def test_a_replica_is_given_back_and_the_last_ones_are_not(
     assert status.main([str(run_dir)]) == 0
     told = capsys.readouterr().out
     newest = max(label_of(event.label).iteration for event in outcome.of(trace.Committed))
-    assert "ended with exit code 15" in told and f", iteration {newest}, 2 of 3 replicas (1 2), 0 lost; " in told, told
+    assert "ended with exit code 15" in told, told
+    assert f", iteration {newest}, 2 of 3 replicas (1 2), 0 lost, 2 wanted; " in told, told
     assert "no checkpoint: --save was not set" in told
     assert "no job trains in" in refusal(["1", str(run_dir)], capsys)
     assert not list((run_dir / REQUESTS).iterdir())

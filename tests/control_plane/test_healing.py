@@ -13,6 +13,7 @@ from megatron_recover.control_plane.node_messages import (
     FenceDone,
     FenceReplica,
     FormReplica,
+    JobState,
     Launch,
     NodeBeat,
     NodeLaunched,
@@ -20,6 +21,8 @@ from megatron_recover.control_plane.node_messages import (
     ReplicaGone,
     Roster,
     Say,
+    ScaleAnswer,
+    ScaleAsked,
     Seat,
     SlotsReady,
     SlotsUnfit,
@@ -252,3 +255,129 @@ def test_a_replica_that_is_lost_before_generation_1_is_replaced_after_it(start: 
     town, [agent] = start(one_node(0, 1, 2), lost=(1,))
     town.until(lambda: agent.of(FormReplica))
     assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
+
+
+# --- Another number of replicas ------------------------------------------------------------------------------------------
+
+
+def scale(town: Town, agent: Agent, number: int) -> ScaleAnswer:
+    """What the job answers."""
+    known = len(agent.of(ScaleAnswer))
+    agent.say(ScaleAsked(number, f"scale to {number}", "i"))
+    town.until(lambda: len(agent.of(ScaleAnswer)) > known)
+    return agent.of(ScaleAnswer)[-1]
+
+
+def leave(town: Town, agent: Agent, replica: int) -> None:
+    """Have a replica that was asked to leave report that it may, and end."""
+    generation = town.announced(0)[-1].new.generation
+    town.loop.send(town.links[replica], ReplicaLeaving(replica, generation))
+    town.until(lambda: replica not in town.announced(0)[-1].new.roster)
+    agent.say(FenceDone(replica))
+
+
+def test_a_job_grows_into_its_spares_and_shrinks_by_the_highest_ids(start: Start) -> None:
+    seats, _ = one_node(0, 1)
+    town, [agent] = start((seats, (4, 5, 6)))
+    assert scale(town, agent, 3) == ScaleAnswer("i", "", "1 replica is formed while the others train")
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(2, ((0, 4), (1, 5)))]
+    town.run(0.2, agent)
+    assert agent.of(JobState)[-1].wanted == 3 and len(agent.of(Roster)) == 1, "members are not concerned"
+    answer = scale(town, agent, 1)
+    assert (answer.leaving, answer.text) == ((1,), "replica 1 leaves after a common step; replica 2 is not formed any more")
+    town.until(lambda: FenceReplica(2) in agent.received)
+    agent.say(FenceDone(2))
+    leave(town, agent, 1)
+    town.run(0.3, agent)
+    assert agent.of(JobState)[-1].wanted == 1 and len(agent.of(FormReplica)) == 1, "nobody is formed again"
+    assert "scale to 3: 1 replica is formed while the others train" in said(agent)
+
+
+def test_what_was_given_back_is_used_again_when_more_are_asked_for_and_for_nothing_else(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2))
+    agent.say(DrainAsked((1,), "drain"))
+    town.run(0.1, agent)
+    leave(town, agent, 1)
+    town.run(0.2, agent)
+    assert agent.of(JobState)[-1].wanted == 2 and not agent.of(FormReplica)
+    assert scale(town, agent, 4).refused.startswith("there are slots for 3 replicas; ")
+    scale(town, agent, 3)
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
+    [told] = town.of(trace.Forming)
+    assert told.reason == "in the slots of replica 1 (node 0: slots 2 and 3)"
+
+
+def test_spares_are_used_before_what_was_given_back(start: Start) -> None:
+    seats, _ = one_node(0, 1, 2)
+    town, [agent] = start((seats, (6, 7)))
+    agent.say(DrainAsked((1,), "drain"))
+    town.run(0.1, agent)
+    leave(town, agent, 1)
+    scale(town, agent, 3)
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 6), (1, 7)))]
+    scale(town, agent, 4)
+    town.until(lambda: len(agent.of(FormReplica)) == 2)
+    assert agent.of(FormReplica)[1] == FormReplica(4, ((0, 2), (1, 3)))
+
+
+def test_slots_of_a_replica_that_is_about_to_leave_are_used_again_once_its_processes_have_ended(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2))
+    agent.say(DrainAsked((2,), "drain"))
+    town.run(0.1, agent)
+    assert not scale(town, agent, 3).refused
+    town.run(0.2, agent)
+    assert not agent.of(FormReplica), "it lives"
+    town.loop.send(town.links[2], ReplicaLeaving(2, 1))
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    town.run(0.2, agent)
+    assert not agent.of(FormReplica), "its processes may live"
+    agent.say(FenceDone(2))
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 4), (1, 5)))]
+
+
+def test_a_refused_number_changes_nothing(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1))
+    membership = town.nodes._membership
+    assert membership is not None
+    before, events, states = membership.state, len(town.events), agent.of(JobState)
+    for number, why in ((0, "0 replicas cannot train"), (3, "there are slots for 2 replicas"), (10**9, "there are slots")):
+        assert why in scale(town, agent, number).refused
+    town.run(0.2, agent)
+    assert (membership.state, len(town.events), agent.of(JobState)) == (before, events, states)
+    assert not agent.of(Say) and not agent.of(FormReplica)
+    assert [len(town.announced(replica)) for replica in (0, 1)] == [1, 1]
+
+
+def test_a_job_without_healing_shrinks_and_does_not_grow(start: Start) -> None:
+    seats, _ = one_node(0, 1)
+    town, [agent] = start((seats, (4, 5)), settings=None)
+    assert "--recover-heal off" in scale(town, agent, 3).refused
+    assert scale(town, agent, 1).leaving == (1,)
+    leave(town, agent, 1)
+    town.run(0.2, agent)
+    assert scale(town, agent, 2).refused.startswith("no replica can be formed in this job")
+
+
+def test_a_replica_that_is_lost_before_it_leaves_is_not_replaced(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2))
+    scale(town, agent, 2)
+    lose(town, agent, 2)
+    agent.say(FenceDone(2))
+    town.run(0.3, agent)
+    assert not agent.of(FormReplica)
+
+
+def test_newcomers_that_are_given_up_for_a_smaller_number_do_not_speak_against_their_slots(start: Start) -> None:
+    seats, _ = one_node(0, 1)
+    town, [agent] = start((seats, (4, 5)))
+    for replica in (2, 3, 4):
+        scale(town, agent, 3)
+        town.run(0.2, agent)
+        assert FormReplica(replica, ((0, 4), (1, 5))) in agent.received, said(agent)
+        scale(town, agent, 2)
+        town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
+        agent.say(FenceDone(replica))

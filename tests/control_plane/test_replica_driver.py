@@ -533,6 +533,40 @@ def test_a_hold_that_came_with_a_claim_ends_with_the_reason_for_it(lead: Lead, e
     assert not event.is_asked and event.seconds > 0
 
 
+@pytest.mark.parametrize("digest", [5, 6])
+def test_a_claim_waits_until_this_member_knows_its_own_digest(lead: Lead, digest: int) -> None:
+    leading = lead().heard()
+    begun(leading)
+
+    def refused() -> list[int]:
+        return [each.newcomer for each in leading.other.received if isinstance(each, JoinRefused)]
+
+    for claim in (Claim(2, "train 1", combined([5])), Claim(3, "train 7", 5)):
+        link = call(leading.address, Party(Role.LEADER, claim.replica), Party(Role.LEADER, 0))
+        leading.other.loop.watch(link, lambda link, message: None, leading.other._lost)
+        leading.other.loop.send(link, PeerHello(claim.replica, leading.other.address))
+        leading.other.loop.send(link, claim)
+    leading.other.wait(refused)
+    assert refused() == [3] and not leading.coordinator.received
+    leading.member.digested("train 1", digest)
+    if digest == 5:
+        leading.coordinator.wait(lambda: leading.coordinator.received)
+        [told] = leading.coordinator.received
+        assert isinstance(told, NewcomerReady) and told.claim.replica == 2
+    else:
+        leading.other.wait(lambda: refused() == [3, 2])
+    leading.coordinator.received.clear()
+
+
+def test_who_claims_and_does_not_say_where_it_listens_gets_no_answer_and_costs_nothing(lead: Lead) -> None:
+    leading = lead().heard()
+    begun(leading)
+    leading.speak(Claim(2, "train 7", 5), replica=2)
+    for _ in range(20):
+        leading.other.loop.run_once(0.01)
+    assert leading.member._failure is None
+
+
 def hold_for_long(leading: Leading) -> None:
     """No hold ends by itself."""
     one = leading.member._leader

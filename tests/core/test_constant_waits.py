@@ -27,6 +27,7 @@ INTERVALS = {
     "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
     "cli/drain.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
     "cli/drain.py WAIT_S": "the default of --wait: a person reads that the replica has not left yet",
+    "cli/scale.py _LOOK_S": "between two looks at the state of the job, while the user's --wait runs",
     "host/reachable.py _ASK_S": "between two questions for a name, while `join_s` or UNKNOWN_S runs",
     "host/reachable.py UNKNOWN_S": "before there is a run: a name that has no entry yet is refused, and the node starts again",
     "cluster/joining.py _TURN_S": "between two looks at whether all nodes have met, while --rdzv-conf's wait runs",

@@ -178,6 +178,12 @@ def test_a_newcomer_may_join_once_a_member_that_was_asked_to_leave_has_left() ->
     assert feed(state, ready(generation=2))[1] == [Arm("gather 2", "gather_s")]
 
 
+def test_a_newcomer_may_join_where_a_member_that_was_asked_to_leave_is_needed() -> None:
+    state, _ = feed(formed(), LeaveAsked((2,), "drain"), died(0), died(1))
+    assert state.roster == (2,)
+    assert feed(state, ready(generation=3, member=2))[1] == [Arm("gather 3", "gather_s")]
+
+
 def test_between_two_joins_a_step_is_committed() -> None:
     state, _ = feed(joined(), TurnedAway(0, 2, (3,), "late"))
     _, [refused] = feed(state, ready(generation=2))

@@ -206,7 +206,39 @@ def test_a_slot_that_fails_its_check_is_set_aside_at_once() -> None:
 
 
 def test_the_slots_of_a_replica_that_has_left_are_given_back() -> None:
-    assert plan(slots.gone(slots.given_back(THREE, 1), 1), 1) == ""
+    assert plan(slots.gone(slots.given_back(THREE, 1, now_s=100.0), 1), 1) == ""
+
+
+def test_a_node_that_joins_replaces_what_a_lost_one_had_and_gives_room_for_more() -> None:
+    pasts = slots.seated({0: seat(0, 0), 1: seat(1, 0)})
+    lost = slots.node_lost(killed(pasts, 1), 1)
+    assert slots.room(lost, {0}, SETTINGS).num_replicas == 1
+    joined = slots.node_joined(lost, 2, 5)
+    assert plan(joined, 1).splitlines()[0] == "2.0 2.1 in healthy and spare slots (node 2: slots 0 and 1)"
+    assert slots.room(joined, {0}, SETTINGS).num_replicas == 3
+    assert plan(slots.node_joined(pasts, 2, 2), 0) == "", "it waits while nobody is missing"
+    for known in (0, 1, 2):
+        with pytest.raises(ValueError, match=f"node {known} is a node of the job already"):
+            slots.node_joined(joined, known, 1)
+    assert "node 2 is lost" in plan(slots.node_lost(joined, 2), 1), "nor does a number come back"
+
+
+def test_slots_that_were_given_back_are_used_again_once_more_replicas_are_wanted_and_every_former_process_has_ended() -> None:
+    pasts = slots.lent_again(slots.given_back(THREE, 1, now_s=100.0), {1})
+    assert plan(pasts, 1).startswith("not 0.2 a process of replica 1 may live [110.0]\n")
+    assert plan(slots.gone(pasts, 1), 1) == "0.2 0.3 for 1 in the slots of replica 1 (node 0: slots 2 and 3)"
+
+
+def test_the_room_of_a_job_is_what_stays_and_what_is_free_apart_from_what_was_given_back() -> None:
+    pasts = slots.seated({0: seat(0, 0), 1: seat(0, 2), 2: seat(1, 0), 3: seat(1, 2)}, spares=seat(1, 4, 3))
+    pasts = slots.given_back(pasts, 3, now_s=100.0)
+    assert slots.room(pasts, {0, 2}, SETTINGS) == slots.Room(3, (3, 1)), "replica 1 leaves, and has not left"
+    assert slots.room(killed(pasts, 0), {1, 2}, SETTINGS) == slots.Room(4, (3,)), "what is lost is free"
+    assert slots.room(slots.node_lost(pasts, 1), {0, 1}, SETTINGS) == slots.Room(2, ())
+    broken = replace(SETTINGS, budget=0)
+    pasts = slots.unfit(pasts, seat(1, 4), "no disk", broken, now_s=100.0)
+    assert slots.room(pasts, {0, 1, 2}, broken).own == 3, "one spare is left"
+    assert slots.room(pasts, {0, 1, 2}, SETTINGS).own == 4, "the others are tried again later"
 
 
 def test_without_a_budget_the_second_break_is_the_last() -> None:

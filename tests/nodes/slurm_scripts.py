@@ -36,7 +36,7 @@ _FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     " --micro-batch-size 1 --global-batch-size 6 --train-iters 1000000 --lr 1e-3 --eval-interval 10000000 --eval-iters 1"
     " --tokenizer-type NullTokenizer --vocab-size 257 --mock-data --split 90,5,5 --log-interval 100"
-    " --recover-deadline-s 300"
+    " --recover-deadline-s 300 --recover-heal off"
 )
 _THEIRS = ("/tmp/torchinductor_", "wandb-artifacts", "wandb-media")
 """What torch keeps, and what wandb removes at its exit, which a killed process has not."""

@@ -1,6 +1,6 @@
 """A campaign: real jobs with random shapes and random faults, one after another until so many faults have struck, each judged.
 
-    python -m tests.system.campaign --faults 300 --seed 1 [--out docs/evidence/campaign.md]
+    python -m tests.system.campaign --faults 300 --seed 1 [--only joins] [--out docs/evidence/campaign.md]
 
 Run k has seed SEED + k, which decides its job and its faults (`tests.system.scenarios`); `--faults 1 --seed S` repeats one. It
 passes if it ends before its deadline and keeps what is promised for its kind (`tests.system.judging`). Prints one line a run
@@ -38,15 +38,20 @@ from tests.disk import Disk
 from tests.nodes import nodes
 from tests.nodes.nodes import Network
 from tests.nodes.real import run_on_nodes
+from tests.system import comebacks
+from tests.system.evidence import Evidence
 from tests.system.jobs import ROOT, Job, Outcome, run_job, text_data
-from tests.system.judging import EXPECTATIONS, Evidence, ends_with_named_codes, judge
-from tests.system.scenarios import DEADLINE_S as JOB_DEADLINE_S
-from tests.system.scenarios import KINDS, Scenario, scenario
+from tests.system.judging import EXPECTATIONS, ends_with_named_codes, judge
+from tests.system.kills import Killer
+from tests.system.plans import DEADLINE_S as JOB_DEADLINE_S
+from tests.system.plans import Scenario
+from tests.system.scenarios import KINDS, scenario
 from tests.system.strikes import NODE_TIMEOUT_S, ON_DISK, STRIKE, Nemesis, orders
 
 DEADLINE_S = 300.0
 MAX_FAILED = 10
 """A campaign with so many failures has found what there is to find."""
+GROUPS = {"joins": tuple(comebacks.KINDS), "losses": tuple(kind for kind in KINDS if kind not in comebacks.KINDS)}
 COLUMNS = (
     "| seed | job | faults that struck (replica.rank at step: what) | replicas | lost | redone | in the running pass | wasted "
     "| worst recovery (ms) | seconds | verdict |\n|---|---|---|---|---|---|---|---|---|---|---|"
@@ -68,13 +73,13 @@ DOCUMENT = """\
 | point | {by_point} |
 
 The command above writes this file (`tests/system/campaign.py`). Each seed decides these things
-(`tests/system/scenarios.py`):
+(`tests/system/scenarios.py`; `comebacks.py` where what is lost comes back):
 
 - a job: R replicas of TP x PP ranks and L lanes, VP virtual stages, M microbatches a step,
   determinism, Megatron's flags, the slots of its nodes if it has several;
 - the kind of the run;
 - the faults: at points inside ranks, some of them at once or inside the recovery from another
-  fault, and strikes from outside.
+  fault, what a rank does to another one as it passes a point, and strikes and kills from outside.
 
 A fault that the run did not reach is not listed. A slow rank is listed and not counted.
 `--recover-deadline-s` is {job_deadline_s:g}. So a standstill that no agent detects is noticed after {stall_s:g} s, and a
@@ -109,8 +114,9 @@ class Row:
         plan, outcome = evidence.plan, evidence.outcome
         self.seed, self.plan, self.seconds, self.verdict = seed, plan, seconds, verdict
         self.faults = evidence.faults()
-        self._others = plan.others if evidence.has_struck else ""
-        self.num_struck = sum(event["kind"] != "slow" for event in self.faults) + bool(self._others)
+        others = [plan.others] if evidence.has_struck and plan.others else []
+        self._others = [*others, *evidence.acts(), *(f"{who}: kill from outside" for who in evidence.killed)]
+        self.num_struck = sum(event["kind"] != "slow" for event in self.faults) + len(self._others)
         """A slow rank fails at nothing: it does not count."""
         self._summary = outcome.summary if (outcome.run_dir / "summary.json").is_file() else {}
 
@@ -124,7 +130,7 @@ class Row:
             f"{event['replica']}.{event['rank']} at {event['step']}: {event['kind']} in {event['point']}"
             for event in self.faults
         ]
-        faults += [self._others] if self._others else []
+        faults += self._others
         phases = [[each[f"{phase}_s"] or 0.0 for phase in get_args(Phase)] for each in self._summary.get("recoveries", ())]
         names = ("lost", "redone", "redone_in_schedule", "wasted")
         left = self._summary.get("replicas_end", "?")
@@ -182,8 +188,9 @@ class Campaign:
                 place, run = network.shared, functools.partial(run_on_nodes, network, plan.slots, NODE_TIMEOUT_S)
             copies, save, run_dir = place / "copies", place / "save" if plan.saves else None, place / "run"
             copies.mkdir()
-            environment, faults = plan.environment(), plan.faults
+            environment, faults = plan.environment(), (*plan.faults, *plan.never())
             if plan.strike is not None:
+                assert plan.spared is not None
                 told = orders(plan.strike, copies, plan.spared)
                 environment[STRIKE] = msgspec.json.encode(told).decode()
                 faults += tuple(told.never())
@@ -192,6 +199,7 @@ class Campaign:
                     run_dir = disk.place / "run"
                 where = disk if network is None else network[plan.strike.node]
                 nemesis = stack.enter_context(Nemesis(plan.strike, copies, where))
+            killer = stack.enter_context(Killer(plan.kills, run_dir, plan.spared)) if plan.kills is not None else None
             text = chaos.render(faults, f"seed {seed}") if faults else ""
             try:
                 outcome = run(
@@ -213,7 +221,8 @@ class Campaign:
         struck = {} if nemesis is None else {
             "has_struck": nemesis.has_struck, "struck_at": nemesis.struck_at, "unfenced": nemesis.unfenced, "copies": copies
         }  # fmt: skip
-        return Evidence(plan, outcome, reference, save=save, resume=resume, **struck)
+        killed = () if killer is None else tuple(killer.killed)
+        return Evidence(plan, outcome, reference, save=save, resume=resume, killed=killed, **struck)
 
     @functools.cached_property
     def _cage(self) -> nodes.Cage:
@@ -298,6 +307,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=300, help="go on until so many have struck (default: 300)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow")
     parser.add_argument("--out", type=pathlib.Path, help="write the record to this file, after every run")
+    parser.add_argument("--only", choices=[*GROUPS], help="only seeds of kinds in which what is lost comes back, or stays away")
     parser.add_argument("--kinds", help="only seeds of kinds that have this word in their names, such as `node` or `cut`")
     parser.add_argument("--keep", type=pathlib.Path, help="keep the folders of failed runs here (default: a temporary folder)")
     arguments = parser.parse_args()
@@ -305,9 +315,10 @@ def main() -> int:
         parser.error(f"--faults is {arguments.faults}; give at least 1")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         parser.error(f"--out: there is no folder {arguments.out.parent}; make it, or give another place")
-    wanted = [kind for kind in KINDS if (arguments.kinds or "") in kind]
+    kinds_of = GROUPS.get(arguments.only, tuple(KINDS))
+    wanted = [kind for kind in kinds_of if (arguments.kinds or "") in kind]
     if not wanted:
-        parser.error(f"--kinds: no kind has {arguments.kinds} in its name; there are {', '.join(KINDS)}")
+        parser.error(f"--kinds: no kind has {arguments.kinds} in its name; there are {', '.join(kinds_of)}")
     kinds = [kind for kind in wanted if not why_not(kind)]
     if not kinds:
         parser.error(f"no kind can be had here: {why_not(wanted[0])}")
@@ -315,7 +326,8 @@ def main() -> int:
         print(f"left out: {', '.join(left_out)}")
     keep = arguments.keep or pathlib.Path(tempfile.gettempdir()) / "megatron-recover-failed"
     name = arguments.out.name if arguments.out is not None else "campaign.md"
-    command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed} OUT=docs/evidence/{name}"
+    only = f" ONLY={arguments.only}" if arguments.only else ""
+    command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed}{only} OUT=docs/evidence/{name}"
     rows: list[Row] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a campaign that is told to end takes its run with it
     print(COLUMNS, flush=True)

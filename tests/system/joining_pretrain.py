@@ -1,7 +1,7 @@
 """`scripts/pretrain_gpt.py` in which replicas have time to come back, and things happen at fault points of any rank.
 
 As long as members are missing, a step takes `Orders.step_s`, which the ranks spend asleep, a part before each forward. With the
-full roster they compute as fast as they can.
+full roster it takes `Orders.full_step_s`: they compute as fast as they can.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from megatron_recover.faults import Fault, FaultInjector, FaultPoint, Passages
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 ORDERS = "JOINING_ORDERS"
+ACTS = "acts"
+"""File in the run directory with a line for each act that ends or asks for something, written before it is done."""
+_RECORDED = ("kill", "term", "drain")
 
 
 class Act(msgspec.Struct, frozen=True):
@@ -39,6 +42,9 @@ class Orders(msgspec.Struct, frozen=True):
 
     microbatches: int
     step_s: float = 0.75
+    full_step_s: float = 0.0
+    full: int = 0
+    """Number of members from which on the roster is full; 0: that at the start."""
     acts: tuple[Act, ...] = ()
     newcomers_raise: bool = False
     newcomers_get: tuple[str, ...] = ()
@@ -74,8 +80,8 @@ def _take_time(script: Any, context: RankContext, orders: Orders) -> None:
 
     def forward(*args: Any, **others: Any) -> Any:
         num_members = len(drivers[0].roster) if drivers else 0
-        if 0 < num_members < context.num_replicas:
-            time.sleep(orders.step_s * num_members / orders.microbatches)
+        step_s = orders.step_s if num_members < (orders.full or context.num_replicas) else orders.full_step_s
+        time.sleep(step_s * num_members / orders.microbatches)
         return forward_step(*args, **others)
 
     RankDriver.__init__, script.forward_step = remember, forward  # type: ignore[method-assign]
@@ -92,10 +98,17 @@ def _act(context: RankContext, acts: tuple[Act, ...]) -> None:
         if (due := passages.take(point, **where)) is not None:
             for act in mine:
                 if act.at == due:
+                    _record(context, act)
                     _do(context, *act.do.split())
         pass_point(self, point, **where)
 
     FaultInjector.at = at  # type: ignore[method-assign]
+
+
+def _record(context: RankContext, act: Act) -> None:
+    if act.do.split()[0] in _RECORDED:
+        with open(pathlib.Path(context.run_dir) / ACTS, "a") as file:
+            file.write(f"{act.at.replica}.{act.at.rank} in {act.at.point.value}: {act.do}\n")
 
 
 def _do(context: RankContext, what: str, *arguments: str) -> None:

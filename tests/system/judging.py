@@ -13,85 +13,23 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.hybrid_clock import milliseconds
 from megatron_recover.faults import FaultKind
 from megatron_recover.observe.verify import check as verify
 from tests.nodes.history import Applied, History, Named
-from tests.system.jobs import Outcome, check
+from tests.system import comeback_judging as back
+from tests.system.evidence import Event, Evidence, Expectation, in_short
+from tests.system.jobs import check
 from tests.system.placing import placement
-from tests.system.scenarios import DEADLINE_S, STEPS, Scenario
+from tests.system.plans import DEADLINE_S, STEPS, Scenario
 from tests.system.strikes import StrikeKind
 
-Event = dict[str, Any]
 _UNJUDGED = re.compile(r"not judged are steps ([^;\n]*)")
 TRACKER = "latest_checkpointed_iteration.txt"
 _SLACK_STEPS = 2
 """A gap also touches the steps that were under way with it, and replicas may be a step apart."""
-
-
-@dataclass
-class Evidence:
-    """A run that has ended, and what it is compared with."""
-
-    plan: Scenario
-    outcome: Outcome
-    reference: pathlib.Path | None
-    """The failure-free run that an exact one has to end like; None: the run is `fast`, and is compared with nothing."""
-    copies: pathlib.Path | None = None
-    """Where its ranks have kept their events for themselves (`struck_pretrain.py`)."""
-    save: pathlib.Path | None = None
-    has_struck: bool = True
-    """Whether what was to come from outside has come."""
-    struck_at: float = 0.0
-    """When, on the monotonic clock of the machine."""
-    unfenced: str = ""
-    """Ranks that are left on a node that was removed and has returned."""
-    resume: Callable[[], Outcome] | None = None
-    """Goes on from the newest checkpoint, without any fault."""
-    verdicts: dict[pathlib.Path | None, tuple[int, str]] = field(default_factory=dict)
-    """Of `check`, by what it was to compare with."""
-
-    def check(self, *, alone: bool = False) -> tuple[int, str]:
-        """The exit code and the words of `check` against the reference, or of `check` alone."""
-        against = None if alone else self.reference
-        if against not in self.verdicts:
-            self.verdicts[against] = check(self.outcome.run_dir, against)
-        return self.verdicts[against]
-
-    def kept(self) -> dict[tuple[int, int], list[Event]]:
-        """All events of each rank, as it has kept them itself."""
-        found = {}
-        for file in sorted(self.copies.glob("events.*") if self.copies is not None else ()):
-            _, replica, rank = file.name.split(".")
-            lines = file.read_bytes().split(b"\n")[:-1]  # one that was killed may have left half a line
-            found[int(replica), int(rank)] = [json.loads(line) for line in lines]
-        return found
-
-    def faults(self) -> list[Event]:
-        """Those that struck inside ranks."""
-        kept = [event for events in self.kept().values() for event in events if event["event"] == "fault"]
-        return kept if self.copies is not None else self.outcome.events("fault")
-
-    def losses(self) -> set[tuple[int, str]]:
-        """Who was removed, and why."""
-        return {
-            (loss["replica"], loss["kind"]) for event in self.outcome.events("generation") for loss in event["losses"]
-        }  # fmt: skip
-
-
-Expectation = Callable[[Evidence], str]
-"""What is wrong, in words; empty: nothing."""
-
-
-def in_short(report: str) -> str:
-    """What `check` found wrong, or else its last line."""
-    lines = report.splitlines()
-    wrong = [line.strip() for line in lines if "BROKEN" in line or line.startswith("PROBLEM")]
-    return "; ".join(wrong or lines[-1:])
 
 
 def judge(evidence: Evidence) -> str:
@@ -309,7 +247,7 @@ def names_only_what_was_agreed(evidence: Evidence) -> str:
 
 def is_proven_as_far_as_it_went(evidence: Evidence) -> str:
     """`check` finds no broken invariant. A run that ended early is not compared with its reference."""
-    code, report = evidence.check(alone=evidence.plan.job.replicas == 2)
+    code, report = evidence.check(alone=evidence.outcome.exit_code != 0)
     return in_short(report) if code else ""
 
 
@@ -499,6 +437,7 @@ WITHOUT_NODE = (
     *ON_NODES, makes_all_steps, counts_well, loses_only_the_dead, loses_the_node, breaks_nothing,
     is_proven_with_what_ranks_kept, ends_with_the_parameters_of_the_reference, names_its_last,
 )  # fmt: skip
+COMEBACK = (*ORDINARY, *back.ALWAYS)
 EXPECTATIONS: Mapping[str, tuple[Expectation, ...]] = {
     "faults in steps": ORDINARY,
     "death at the start": ORDINARY,
@@ -521,5 +460,19 @@ EXPECTATIONS: Mapping[str, tuple[Expectation, ...]] = {
     "short cut": (*ON_NODES, *ORDINARY, loses_only_the_dead, names_its_last),
     "long cut": (*WITHOUT_NODE, ends_its_ranks_on_return),
     "miscount": (ends_well, makes_all_steps, counts_anew_once, is_proven, loses_only_the_dead),
+    "comeback": COMEBACK,
+    "comeback of two at once": COMEBACK,
+    "death before admission": COMEBACK,
+    "death in a first step": COMEBACK,
+    "death beside a newcomer": COMEBACK,
+    "death after admission": COMEBACK,
+    "all replaced": (*COMEBACK, back.replaces_all),
+    "spare slots": (*COMEBACK, back.sets_slots_aside),
+    "drain beside a newcomer": (*COMEBACK, back.gives_back_what_is_drained),
+    "comeback between saves": (*COMEBACK, names_its_last),
+    "end beside a newcomer": (
+        back.ends_as_asked, counts_well, is_proven_as_far_as_it_went, *back.AT_ANY_END, goes_on_like_the_reference,
+    ),
+    "kills at any time": COMEBACK,
 }  # fmt: skip
 """What is promised, in the order in which it is looked at."""

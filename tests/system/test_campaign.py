@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from megatron_recover.cluster import chaos
-from megatron_recover.faults import NEWCOMER_ONLY, FaultKind, FaultPoint
-from tests.system import campaign, jobs
+from megatron_recover.core import slots
+from megatron_recover.core.membership_messages import LossKind
+from megatron_recover.core.placement import Slot
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from tests.system import campaign, comebacks, jobs, kills, scenarios
+from tests.system.joining_pretrain import ORDERS, Orders
 from tests.system.judging import EXPECTATIONS
 from tests.system.placing import placement
-from tests.system.scenarios import (
+from tests.system.plans import (
     CHARGED,
-    KINDS,
+    JOINING,
     MAX_PROCESSES,
     MISCOUNTING,
     NARROW,
@@ -30,15 +37,17 @@ from tests.system.scenarios import (
     SILENT,
     STRUCK,
     UNEVEN,
-    scenario,
+    Scenario,
 )  # fmt: skip
+from tests.system.scenarios import KINDS
 from tests.system.strikes import StrikeKind
 
-SEEDS = range(1, 201)
+SEEDS = range(1, 1001)
+scenario = functools.cache(scenarios.scenario)
 
 
 def test_scenarios_are_a_function_of_their_seed() -> None:
-    assert [scenario(seed) for seed in SEEDS] == [scenario(seed) for seed in SEEDS]
+    assert [scenarios.scenario(seed) for seed in SEEDS] == [scenario(seed) for seed in SEEDS]
     assert len({str(scenario(seed)) for seed in SEEDS}) > 50
 
 
@@ -49,9 +58,15 @@ def test_every_scenario_is_one_that_a_job_can_take() -> None:
         assert plan.job.replicas * num_ranks <= MAX_PROCESSES
         target = chaos.Target(
             num_replicas=plan.job.replicas, num_ranks=num_ranks, num_microbatches=plan.job.microbatches,
-            num_steps=plan.job.steps,
+            num_steps=plan.job.steps, heals=plan.heals,
         )  # fmt: skip
-        assert chaos.parse(chaos.render(plan.faults, ""), target) == plan.faults
+        faults = (*plan.faults, *plan.never())
+        assert chaos.parse(chaos.render(faults, ""), target) == faults
+
+
+def test_every_scenario_leaves_somebody() -> None:
+    """Where what is lost stays away."""
+    for plan in (plan for seed in SEEDS if not (plan := scenario(seed)).heals):
         hit = Counter(fault.replica for fault in plan.faults if fault.kind is not FaultKind.SLOW)
         assert hit or plan.others, "nothing happens"
         assert max(hit.values(), default=0) <= 1 and len(hit) < plan.job.replicas, "nobody is left for certain"
@@ -72,13 +87,13 @@ def test_scenarios_share_the_references_that_they_can() -> None:
 def test_everything_comes_up() -> None:
     plans = [scenario(seed) for seed in SEEDS]
     faults = [fault for plan in plans for fault in plan.faults]
-    assert {fault.point for fault in faults} == {*FaultPoint} - NEWCOMER_ONLY
+    assert {fault.point for fault in faults} == {*FaultPoint}
     assert {fault.kind for fault in faults} == set(FaultKind)
     assert {(fault.point, fault.kind) for fault in faults} >= {
         (point, FaultKind.FREEZE) for point in (FaultPoint.REDUCE, FaultPoint.PROMISE, FaultPoint.IN_VOTE)
     }
     assert {plan.kind for plan in plans} == set(KINDS) == set(EXPECTATIONS), "the judge knows what is promised for each kind"
-    assert {plan.script for plan in plans} == {PLAIN, PATIENT, UNEVEN, STRUCK, SILENT, MISCOUNTING}
+    assert {plan.script for plan in plans} == {PLAIN, PATIENT, UNEVEN, STRUCK, SILENT, MISCOUNTING, JOINING}
     strikes = [plan.strike for plan in plans if plan.strike is not None]
     assert {strike.kind for strike in strikes} == set(StrikeKind)
     full = {(strike.seconds is None, plan.job.module == NARROW) for plan in plans
@@ -100,6 +115,127 @@ def test_everything_comes_up() -> None:
         OVERLAP, "--bf16", "--use-distributed-optimizer", "--calculate-per-token-loss",
         "--num-layers-per-virtual-pipeline-stage",
     }  # fmt: skip
+
+
+# --- Kinds in which what is lost comes back ---------------------------------------------------------------------------------
+
+HEALING = [plan for seed in SEEDS if (plan := scenario(seed)).heals]
+
+
+def of_kind(kind: str) -> list[Scenario]:
+    found = [plan for plan in HEALING if plan.kind == kind]
+    assert found
+    return found
+
+
+def newcomers(plan: Scenario) -> list[Fault]:
+    return [fault for fault in plan.faults if fault.replica >= plan.job.replicas]
+
+
+def test_whatever_heals_is_of_a_kind_of_its_own() -> None:
+    assert {plan.kind for plan in HEALING} == set(comebacks.KINDS)
+    for plan in HEALING:
+        assert plan.script == JOINING and plan.job.steps == comebacks.STEPS and plan.reference().heal == "off"
+        orders = msgspec.json.decode(plan.environment()[ORDERS], type=Orders)
+        assert orders.acts == plan.acts and orders.microbatches == plan.job.microbatches * plan.job.lanes
+        passes = plan.job.microbatches / max(1, plan.job.replicas - 1)
+        in_all_s = comebacks.STEPS * plan.step_s * (passes + plan.job.pp - 1) / passes
+        assert 20 < in_all_s < 40, "there is time for several joins, and the campaign does not wait for ever"
+    assert len({plan.reference() for plan in HEALING}) < 0.4 * len(HEALING)
+    assert not any(scenario(seed).job.heal != "off" for seed in SEEDS if scenario(seed).kind not in comebacks.KINDS)
+
+
+def test_whoever_heals_has_a_member_with_the_state_at_any_time() -> None:
+    """Without acts nobody but one member of the start is hit at most; who acts is a member when the last of the start dies."""
+    for plan in HEALING:
+        faults = [fault.replica for fault in plan.faults if fault.replica < plan.job.replicas]
+        killed = [int(act.do.split()[1]) for act in plan.acts if act.do.startswith(("kill", "drain"))]
+        assert len({*faults, *killed}) == len(faults) + len(killed), "each once"
+        assert faults or plan.kills is not None
+        if len(faults) + len(killed) < plan.job.replicas:
+            continue
+        assert plan.kind == "all replaced" and plan.spared is None
+        points = [(act.at.replica, act.at.point, act.at.occurrence >= 2) for act in plan.acts]
+        assert points == [(plan.job.replicas + number, FaultPoint.AFTER_VOTE, True) for number in range(len(points))]
+    assert all(plan.spared is not None for plan in HEALING if plan.kills is not None)
+
+
+def test_newcomers_die_in_every_phase() -> None:
+    kills = FaultKind.KILL, FaultKind.STOP
+    outside = {(fault.point, fault.kind) for plan in of_kind("death before admission") for fault in newcomers(plan)}
+    assert outside == {(point, kind) for point in comebacks.OUTSIDE for kind in kills}
+    assert max(len(newcomers(plan)) for plan in of_kind("death before admission")) == 3
+    inside = {fault.point for plan in of_kind("death in a first step") for fault in newcomers(plan)}
+    assert inside == {*comebacks.INSIDE} and FaultPoint.ADMITTED in inside
+    for plan in of_kind("death after admission"):
+        [fault] = newcomers(plan)
+        assert fault.occurrence > 1, "its first step is committed"
+        assert all(act.at.occurrence < fault.occurrence for act in plan.acts), "it acts before it dies"
+    assert {bool(plan.acts) for plan in of_kind("death after admission")} == {True, False}
+
+
+def test_others_die_while_a_newcomer_is_on_its_way() -> None:
+    plans = of_kind("death beside a newcomer")
+    points = {act.at.point for plan in plans for act in plan.acts}
+    assert points >= {FaultPoint.FORM, FaultPoint.STATE_READ, FaultPoint.CLAIM, FaultPoint.ADMITTED, FaultPoint.AFTER_VOTE}
+    assert all(plan.job.replicas >= 3 for plan in plans), "one is left that has the state"
+    for plan in of_kind("comeback of two at once"):
+        first, second, *_ = plan.faults
+        assert (first.point, first.step, first.occurrence) == (second.point, second.step, second.occurrence)
+        assert plan.job.replicas >= 3
+
+
+def test_spare_slots_are_used_up_or_not() -> None:
+    """By hand: slots 0 and 1 of the lost replica, spare slot 2; rank 0 breaks in 0, 0 and then, with the spare one, in 1."""
+    found = {(plan.job.pp, len(newcomers(plan)), plan.missing) for plan in of_kind("spare slots")}
+    assert found == {(1, 2, 0), (1, 4, 1), (2, 2, 0), (2, 3, 1)}
+    for pp, num_broken, missing in sorted(found):
+        settings = slots.Settings(backoff_s=600.0, budget=3, patience_s=10.0, num_ranks=pp)
+        places = [Slot(0, number) for number in range(pp + 1)]
+        pasts = slots.gone(slots.seated({1: places[:pp]}, places[pp:]), 1)
+        pasts = slots.lost(pasts, 1, LossKind.PROCESS_ENDED, "", settings, now_s=0.0)
+        for number in range(num_broken):
+            [newcomer] = slots.plan(pasts, wanted=1, settings=settings, now_s=1.0).newcomers
+            pasts = slots.taken(pasts, 2 + number, newcomer.slots)
+            pasts = slots.lost(pasts, 2 + number, LossKind.SUSPECTED, "raised", settings, now_s=1.0, rank=0)
+            pasts = slots.gone(pasts, 2 + number)
+        assert len(slots.plan(pasts, wanted=1, settings=settings, now_s=1.0).newcomers) == 1 - missing
+
+
+def test_requests_come_while_a_newcomer_forms() -> None:
+    assert {plan.missing for plan in of_kind("drain beside a newcomer")} == {1}
+    assert all(plan.acts[0].do.startswith("drain") for plan in of_kind("drain beside a newcomer"))
+    assert all(plan.acts[0].do == "term" and plan.saves for plan in of_kind("end beside a newcomer"))
+    for plan in of_kind("comeback between saves"):
+        assert plan.saves and plan.job.save_interval == 4 and plan.job.eval_interval == 3 and plan.job.steps % 4 == 0
+
+
+def test_kills_at_any_time_are_those_of_the_seed_and_spare_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill_all() -> list[str]:
+        (tmp_path / "events.jsonl").write_text('{"event":"applied"}\n')
+        with kills.Killer(kills.Kills(number=3, after_s=(0.0, 0.01), seed=5), tmp_path, spared=1) as killer:
+            until = time.monotonic() + 20
+            while len(killer.killed) < 3 and time.monotonic() < until:
+                time.sleep(0.01)
+        return killer.killed
+
+    class Process:
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+
+        def kill(self) -> None:
+            ended.add(self.pid)
+
+    for replica in range(4):
+        (tmp_path / f"pid.{replica}.0").write_text(str(replica))
+    (tmp_path / "pid.4.0").write_text("")  # not written yet
+    ended: set[int] = set()
+    monkeypatch.setattr(kills.psutil, "Process", Process)
+    monkeypatch.setattr(kills, "is_rank", lambda process: process.pid not in ended)
+    first = kill_all()
+    assert sorted(first) == ["0.0", "2.0", "3.0"] and ended == {0, 2, 3}
+    ended.clear()
+    assert kill_all() == first
 
 
 @pytest.fixture

@@ -13,10 +13,12 @@ import pytest
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.hybrid_clock import COUNTER_BITS
 from megatron_recover.faults import Fault, FaultPoint
-from tests.system import judging
+from tests.system import evidence, judging
+from tests.system.evidence import Evidence
 from tests.system.jobs import Job, Outcome
-from tests.system.judging import Evidence, judge
-from tests.system.scenarios import KINDS, Drift, Miscount, Scenario
+from tests.system.judging import judge
+from tests.system.plans import Drift, Miscount, Scenario
+from tests.system.scenarios import KINDS
 from tests.system.strikes import Strike, StrikeKind
 
 AT = Fault(replica=0, rank=0, point=FaultPoint.OPTIMIZER, step=1)
@@ -82,6 +84,7 @@ class Made:
             return self.reports.get(name, (0, "all holds"))
 
         monkeypatch.setattr(judging, "check", check)
+        monkeypatch.setattr(evidence, "check", check)
         proven = SimpleNamespace(violations=[], problems=self.mistakes, not_judged=())
         monkeypatch.setattr(judging.verify, "check", lambda run_dir, against: proven)
         monkeypatch.setattr(judging, "_whole", lambda evidence: run)

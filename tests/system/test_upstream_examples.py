@@ -150,7 +150,7 @@ def test_a_line_of_upstreams_examples_runs_with_one_word_changed_survives_a_kill
     (tmp_path / "save").rename(tmp_path / "save-of-torchrun")  # upstream's lines resume what is in --save
     faults = tmp_path / "faults.toml"
     faults.write_text(chaos_text("1 0 backward step=2 microbatch=5"))
-    ours = f"{launch} --run-dir run --chaos {faults}", f"{command} --recover-rebalance off"
+    ours = f"{launch} --run-dir run --chaos {faults}", f"{command} --recover-rebalance off --recover-heal off"
     output = upstream.run("megatron_recover run", *ours, cwd=tmp_path)
     assert "1 of 2 replicas left" in output
     found = upstream.figures(output)

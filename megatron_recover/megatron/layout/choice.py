@@ -4,8 +4,8 @@ Pure functions of `Sizes`, the numbers of GPUs, and the layouts that the other f
 
 Note [Choice]
     Of the layouts that fit, the one whose replicas have the fewest GPUs is chosen: a death takes a
-    whole replica, and a lost replica is not replaced within the run. Among equal ones, the one with
-    the least communication inside a replica: a smaller tensor-parallel size first, since its
+    whole replica, until it is back or for the rest of the run. Among equal ones, the one with the
+    least communication inside a replica: a smaller tensor-parallel size first, since its
     collectives are in every layer, then fewer pipeline stages, then fewer expert-parallel ranks.
     What is left are lanes, which communicate once a step.
 """

@@ -62,6 +62,8 @@ class LeaversHoldNothing(Rule):
         self._dealt: dict[int, int] = {}
         """Replica -> newest step in which it was dealt a microbatch."""
         self._committed = -1
+        self._newcomers: dict[int, frozenset[int]] = {}
+        """Generation -> its newcomers, which do not count as who stays."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {trace.Committed: self._commits, trace.Plan: self._plans, trace.Generation: self._announced}
@@ -77,11 +79,14 @@ class LeaversHoldNothing(Rule):
             return
         self._dealt[event.replica] = event.step
         leaving = {replica for replica, since in self._asked.items() if since < event.step}
-        if event.replica in leaving and len({*event.roster} - leaving) >= self._least:
+        stay = {*event.roster} - leaving - self._newcomers.get(event.generation, frozenset())
+        if event.replica in leaving and len(stay) >= self._least:
             asked = f"the record of step {self._asked[event.replica]} asked it to leave"
             yield line, f"replica {event.replica} computes in step {event.step}, though {asked}"
 
     def _announced(self, line: Line, event: trace.Generation, step: None) -> Findings:
+        if event.newcomers:
+            self._newcomers[event.generation] = frozenset(event.newcomers)
         for replica in event.left if not self.gaps.touched else ():
             who = f"replica {replica} leaves in generation {event.generation}"
             if replica not in self._asked:

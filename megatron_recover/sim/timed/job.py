@@ -281,7 +281,7 @@ class TimedJob:
         self.hold_s = min(1.0, 0.2 * stall_s)
         """Seconds for which a member holds a step for newcomers at most."""
         self._holds: dict[ReplicaId, str] = {}
-        """Label of the step that each member holds now."""
+        """Label of the step of which each member keeps `Close` back now."""
         self._deals = Deals()
         self._num_computing = 0
         """Number of members of the newest generation in which a plan dealt microbatches."""
@@ -448,14 +448,14 @@ class TimedJob:
     def watch(self, one: TimedReplica) -> None:
         """Feed `WaitExpired` to a leader that waits `stall_s` for statuses or for votes (INV-8).
 
-        Also end a hold after `hold_s`.
+        Also end a hold that has kept `Close` back for `hold_s`.
         """
         waiting = (one.state.phase, one.state.generation, one.state.step)
         if self._waits.get(one.number) != waiting:
             self._waits[one.number] = waiting
             if one.state.phase in (replica.ReplicaPhase.EXCHANGING, replica.ReplicaPhase.VOTED):
                 self.clock.after(self.stall_s, self._stalled, one, waiting)
-        label = replica.held_label(one.state)
+        label = replica.held_label(one.state) if one.state.close_waits else ""
         if label and self._holds.get(one.number) != label:
             self.clock.after(self.hold_s, self._hold_over, one, label)
         self._holds[one.number] = label

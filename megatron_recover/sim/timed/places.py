@@ -103,7 +103,7 @@ class Places:
 
 
 class Restarts:
-    """Which replicas a job has after each restart, if a restart takes in all healthy nodes."""
+    """The replicas of a job after each restart, if a restart takes in all healthy nodes."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Begin with all replicas of a scenario that has a `[repair]` table, and its spares."""

@@ -1,0 +1,47 @@
+"""The driver of the wanted number of replicas, in the coordinator: it has a job grow and shrink.
+
+`core/scaling.py` decides. Members that are too many leave as after `drain`; what is missing is
+formed as after a loss (`control_plane/healing.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
+from megatron_recover.control_plane.healing import Healing
+from megatron_recover.control_plane.node_messages import Say, ScaleAnswer, ScaleAsked
+from megatron_recover.core import scaling
+
+
+class Scaling:
+    """Keeps the wanted number of replicas of one job. Everything runs in the loop's thread."""
+
+    def __init__(self, membership: CoordinatorDriver, say: Callable[[Say], None]) -> None:
+        """Want the number of the start. `say(line)` sends a line for people to node 0."""
+        self._membership, self._say = membership, say
+        self._grown = 0
+        """The argument `grown` of `scaling.wanted`."""
+
+    def wanted(self) -> int:
+        """Return the number of replicas that the job wants."""
+        return scaling.wanted(self._membership.state, self._grown)
+
+    def scale(self, asked: ScaleAsked, healing: Healing | None) -> ScaleAnswer:
+        """Carry out a request, or refuse it, which changes nothing; return the answer.
+
+        `healing`: None if this job forms no newcomers.
+        """
+        room = None if healing is None else healing.room()
+        change = scaling.scaled(self._membership.state, asked.num_replicas, grown=self._grown, room=room)
+        if change.refused:
+            return ScaleAnswer(asked.id, change.refused)
+        self._grown = change.grown
+        self._say(Say(f"{asked.reason}: {change.text}"))
+        if change.leaving:
+            self._membership.ask_leave(change.leaving, asked.reason)
+        if healing is not None:
+            for replica in change.dropped:
+                healing.drop(replica, asked.reason)
+            healing.rescale()
+        return ScaleAnswer(asked.id, "", change.text, change.leaving)
