@@ -34,8 +34,8 @@ from benchmarks.joining import Pace, Watched, shaped, strike, without_newcomer
 from tests.system.jobs import Job, text_data
 
 KILLS, BOUND_KILLS, SETTLED_STEPS, USUAL_STEPS = 8, 3, 2, 12
-"""Kills of a job with a pace, and without; steps with all members before each; steps of survivors in each job without
-newcomers."""
+"""Kills of a job with a pace, and without; steps with all members before each; steps of survivors
+in each job without newcomers."""
 ALONE, SOCKETS = 3, 5
 """Runs of a job of one replica, and of the bare socket."""
 MICROBATCHES = 6
@@ -142,9 +142,8 @@ def _survivors(observed: Observed, how: str, *, has_goals: bool) -> Iterator[Row
     pauses = [100 * each.in_pass for each in observed.entering]
     goal = "< 10" if has_goals else ""
     yield row(f"survivors' pause between microbatches at admission, {how}", pauses, "% of a step", baseline=alike, goal=goal)
-    yield row(
-        f"survivors' pause between microbatches at admission, worst, {how}", pauses, "% of a step", baseline=alike, goal=goal, value=max(pauses)
-    )  # fmt: skip
+    worst = f"survivors' pause between microbatches at admission, worst, {how}"
+    yield row(worst, pauses, "% of a step", baseline=alike, goal=goal, value=max(pauses))
     yield row(f"hold of the pass at admission, {how}", [100 * each.hold for each in observed.entering], "% of a step")
     yield row(f"hold of the pass at admission, {how}", [1e3 * each.hold_s for each in observed.entering], "ms")
 

@@ -13,13 +13,13 @@ Note [Rule]
     1. A member that missed its own deadline (a pair with itself, from an overdue save) is named
        before all others; of several, the one with the most counterparts, then the highest id.
     2. In a chain of waits only the last member is at fault. So a pair counts if both ends accuse
-       each other, or if the accused accuses nobody that could be why it kept the accuser waiting:
+       each other, or if the accused accuses nobody who explains why it kept the accuser waiting:
 
-       - in the same generation, if the accused reported anything of it. Who was held up in one
-         attempt may be at fault in the next.
-       - that is not waited for with a vote only, if the accuser waits for data. A member votes when
-         its sums and copies are over, so it does not hold up those of others. Its wait for the
-         votes of others explains only that its own messages and theirs do not come.
+       - Only a wait in the same generation explains it: a member that is held up in one attempt may
+         be at fault in the next. If the accused has reported nothing of that generation, those of
+         all generations do.
+       - A wait for votes explains only another wait for votes. A member votes when its own sums and
+         copies are over, so what it then waits for does not hold up those of others.
 
        If no pair is of either kind, all pairs count.
     3. The candidates are the members of all smallest sets, or of one small set if these are large.
@@ -54,7 +54,7 @@ _EXACT_SIZE = 4
 
 
 class Report(NamedTuple):
-    """The report of a member about one generation: that it was stuck, and whom it accuses."""
+    """A report of a member that it was stuck in one generation, and of those that it accuses."""
 
     accuser: ReplicaId
     generation: Generation
@@ -196,7 +196,7 @@ def _counted(evidence: Evidence, pairs: Collection[Pair]) -> Collection[Pair]:
 
 
 class _Said(NamedTuple):
-    """The members that a member accuses, in one generation or in all."""
+    """The members that one member accuses, in one generation or in all."""
 
     named: set[ReplicaId]
     held_up_by: set[ReplicaId]

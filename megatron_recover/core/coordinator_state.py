@@ -85,7 +85,7 @@ class CoordinatorState(Value, frozen=True):
     evidence_from: Generation = 0
     """The first generation whose late reports still count as evidence."""
     waits: tuple[Report, ...] = ()
-    """The members that each member waited for at the end of the previous generation, by member."""
+    """Reports of the members that waited at the end of the previous generation, by member."""
     excused: bool = False
     """True if a save, work or a loss explains all waits of the previous generation. Such waits are
     no evidence."""

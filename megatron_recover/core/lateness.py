@@ -69,7 +69,7 @@ import functools
 from msgspec.structs import replace
 
 from megatron_recover.core import generations, grants, newcomers
-from megatron_recover.core.blame import Report, culprit, on_its_nodes, with_missed_deadline, with_report
+from megatron_recover.core.blame import Report, culprit, on_its_nodes, own_deadlines, with_missed_deadline, with_report
 from megatron_recover.core.coordinator_state import Arm, AtWork, CoordinatorState, OpenSave, Progressed, TimerFired, Waits
 from megatron_recover.core.excuses import (
     after_progress,
@@ -247,7 +247,7 @@ def _same_roster(state: CoordinatorState) -> Step:
     if state.joins and not at_work and generations.members(state) != state.roster:
         return newcomers.without_unproven(state)
     state = replace(state, fruitless=state.fruitless + 1)
-    if at_work and not state.evidence.overdue:
+    if at_work and not own_deadlines(state.evidence).overdue:
         state, effects = generations.announce(state, (), state.reason)
         state, excuses = excuse(state, at_work)
         return state, effects + excuses

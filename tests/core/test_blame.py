@@ -269,7 +269,7 @@ def test_who_says_nothing_of_an_attempt_is_held_up_as_in_the_others() -> None:
 
 
 def in_a_tree(card_of: int, sources: Iterable[int]) -> Evidence:
-    """A tree of 4: the root 0 waits for the vote of `card_of`, which needs a copy; the other two wait for what the root passes on."""
+    """A tree of 4: the root 0 waits for the vote of `card_of`, which needs a copy; the others wait for the root."""
     evidence = Evidence()
     for generation, source in enumerate(sources, 1):
         evidence = told(evidence, card_of, [source], generation)

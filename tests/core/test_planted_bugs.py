@@ -338,8 +338,9 @@ def test_blaming_who_reports_without_a_name_is_caught(monkeypatch: pytest.Monkey
     """The others wait for what the owner of the card does not send, and can name it; its own waits have no name."""
     original = lateness.with_report
 
-    def itself(evidence: blame.Evidence, accuser: int, accused: Any) -> blame.Evidence:
-        return original(evidence, accuser, accused or (accuser,))
+    def itself(evidence: blame.Evidence, accuser: int, accused: Any, generation: int, **kind: Any) -> blame.Evidence:
+        told = original(evidence, accuser, accused, generation, **kind)
+        return told if accused else blame.with_missed_deadline(told, accuser)
 
     monkeypatch.setattr(lateness, "with_report", itself)
     caught(explore(microbatches=1, steps=1, broken=link(0, 1, "both")), 9)

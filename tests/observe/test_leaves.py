@@ -61,6 +61,20 @@ def test_a_replica_that_was_dealt_something_does_not_leave_in_that_step(tmp_path
     assert "replica 2 left after train 1, asked by drain: 2 microbatches lost" in describe(verdict)
 
 
+@pytest.mark.parametrize(("newcomers", "is_broken"), [((), True), ((1,), True), ((0, 1), False)])
+def test_newcomers_in_their_first_step_do_not_count_as_who_stays(newcomers: tuple[int, ...], is_broken: bool) -> None:
+    run = traces.Run()
+    run.ask_to_leave(2)
+    dealt = run.deal(range(6))
+    run.plan(dealt, traces.BUCKETS)
+    events = [
+        msgspec.structs.replace(event, newcomers=newcomers) if isinstance(event, trace.Generation) else event
+        for event in run.events
+    ]
+    computes = ("INV-7", "replica 2 computes in step 1, though the record of step 0 asked it to leave")
+    assert (computes in broken(events)) == is_broken
+
+
 def test_a_replica_does_not_leave_unasked() -> None:
     events = [
         msgspec.structs.replace(event, requests=()) if isinstance(event, trace.Committed) else event

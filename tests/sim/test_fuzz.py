@@ -48,6 +48,15 @@ def test_a_seed_always_gives_the_same_job() -> None:
     assert list(verdicts(range(20, 40))) == list(verdicts(range(20, 40)))
 
 
+@pytest.mark.parametrize("seed", [13350, 27708])
+def test_the_owner_of_a_bad_card_is_named_whoever_waits_for_whom(seed: int) -> None:
+    """Of the first, a member that needed a copy held all others up; of the second, the root of a tree has most accusers."""
+    job = RandomJob(seed)
+    verdict = run(job, seed)
+    assert verdict.problem is None and sum("card of" in fault for fault in verdict.faults) == 1
+    assert {loss.replica for loss in job.coordinator.state.losses} == {card[0] for card in job.bad_cards}
+
+
 # --- Planted bugs --------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, generations, invariants, replica
+from megatron_recover.core.blame import Evidence, with_report
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import (
     AddRequests,
@@ -200,7 +201,7 @@ class Space:
         decision = self.decisions.get(key)
         if decision is None:
             state, effects = coordinator.step(self.coordinators[world.coordinator], message)
-            decision = self.decisions[key] = self.coordinators.number(state), effects
+            decision = self.decisions[key] = self.coordinators.number(self.undated(state)), effects
         if decision[0] != world.coordinator:
             before, after = self.coordinators[world.coordinator], self.coordinators[decision[0]]
             world = judged(self.scenario, world._replace(coordinator=decision[0]), before, after, message)
@@ -309,8 +310,18 @@ class Space:
 
         The coordinator then decides nothing by these waits, because the time for that never passes.
         """
-        drops = isinstance(report, Entered) and not self.takes_time
-        return replace(report, waited_for=(), for_votes=False) if drops else report
+        is_void = isinstance(report, Entered) and not self.takes_time
+        return replace(report, waited_for=(), for_votes=False) if is_void else report
+
+    def undated(self, state: coordinator.CoordinatorState) -> coordinator.CoordinatorState:
+        """Return the state with all evidence as of one generation, if nothing depends on it.
+
+        That is so where operations take no time to fail: see `blameless`.
+        """
+        evidence = Evidence(overdue=state.evidence.overdue)
+        for report in () if self.takes_time else state.evidence.reports:
+            evidence = with_report(evidence, report.accuser, report.accused, 0)
+        return state if self.takes_time else replace(state, evidence=evidence)
 
     @property
     def takes_time(self) -> bool:
