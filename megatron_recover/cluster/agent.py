@@ -111,6 +111,10 @@ class Agent:
         self._pages: dict[tuple[int, int], PageReader] = {}
         self._asked: deque[tuple[int, int]] = deque()
         """Ranks (replica, rank) whose start was requested and not answered, in order."""
+        self._answered: tuple[int, int] | None = None
+        """The rank whose start was answered last."""
+        self._unwatched: set[tuple[int, int]] = set()
+        """Ranks that run and cannot be watched, for want of a descriptor; until they have ended."""
         self._fenced: set[int] = set()
         """Replicas of which nothing may live."""
         self._decode = msgspec.json.Decoder(messages.Reply).decode
@@ -169,14 +173,20 @@ class Agent:
         finally:
             page.release()
         until = time.monotonic() + self._deadlines.fork_s
-        while not isinstance(reply := self._receive(deadline_s=_LOOK_S), messages.Started):
+        while not (
+            isinstance(reply := self._receive(deadline_s=_LOOK_S), messages.Started) and self._answered == (replica, rank)
+        ):
             if reply is None and (self.wake_server() or time.monotonic() < until):
                 continue
             if reply is None:
                 raise NodeLost(
                     f"the fork server did not start a rank within {figure(self._deadlines.fork_s)} s; see {self._output.log}"
                 )
+            if isinstance(reply, messages.Started):
+                continue  # late, of a rank that was given up: it is known now, and killed if it is fenced
             if isinstance(reply, messages.NotStarted):
+                if self._answered != (replica, rank):
+                    continue
                 remedy = _REMEDIES.get(reply.errno, f"see {self._output.log}")
                 raise NodeLost(f"the fork server could not start a rank ({os.strerror(reply.errno)}); {remedy}")
             self._pending.append(reply)
@@ -229,7 +239,10 @@ class Agent:
         while self._pending:
             reply = self._pending.popleft()
             if isinstance(reply, messages.Exited):
-                process = self._processes[reply.replica, reply.rank]
+                self._unwatched.discard((reply.replica, reply.rank))
+                process = self._processes.get((reply.replica, reply.rank))
+                if process is None:  # one that could not be watched, and so was never a rank of the job
+                    continue
                 process.confirm()
                 if not process.reported:
                     process.reported = True
@@ -326,7 +339,7 @@ class Agent:
 
         What else was in their process groups has got SIGKILL.
         """
-        if any(asked == replica for asked, _ in self._asked):
+        if any(each == replica for each, _ in (*self._asked, *self._unwatched)):
             return False
         ranks = [each for each in self._processes.values() if each.replica == replica]
         return all(each.confirmed or (each.replica, each.rank) in but for each in ranks)
@@ -338,7 +351,7 @@ class Agent:
     def lives(self, replica: int, rank: int) -> bool:
         """Return whether a process of a rank may live; not if none was ever started."""
         process = self._processes.get((replica, rank))
-        return (replica, rank) in self._asked or (process is not None and not process.confirmed)
+        return (replica, rank) in (*self._asked, *self._unwatched) or (process is not None and not process.confirmed)
 
     def former_groups(self, ranks: Iterable[tuple[int, int]]) -> tuple[tuple[int, float], ...]:
         """Return the process groups of ranks that have ended, and when: seconds since boot."""
@@ -414,13 +427,15 @@ class Agent:
             )
         reply: messages.Reply = self._decode(packet)
         if isinstance(reply, messages.Started | messages.NotStarted):
-            self._asked.popleft()
+            self._answered = self._asked.popleft()
         if isinstance(reply, messages.Started):
+            self._unwatched.add((reply.replica, reply.rank))
             if not descriptors:  # the kernel drops descriptors that exceed the process's limit
                 raise NodeLost(_NO_DESCRIPTOR)
             with descriptors_needed():
                 process = WatchedProcess(reply.replica, reply.rank, reply.pid, descriptors[0])
             self._processes[reply.replica, reply.rank] = process
+            self._unwatched.discard((reply.replica, reply.rank))
             if reply.replica in self._fenced:
                 process.kill()
         return reply

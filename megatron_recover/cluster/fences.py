@@ -37,6 +37,8 @@ class Fences:
         self._job, self._seats, self._node, self._recording = job, seats, node, recording
         self._loop, self._deadlines, self._send = loop, deadlines, send
         self._fencing: set[int] = set()
+        self._late: set[int] = set()
+        """Replicas that were dismissed and have not ended in time."""
         self.set_aside: set[tuple[int, int]] = set()
         """Killed ranks (replica, rank) that do not end."""
         self.gone: set[int] = set()
@@ -87,7 +89,8 @@ class Fences:
                 if replica not in self._told_gone:
                     self._told_gone.add(replica)
                     self._send(FenceDone(replica))
-            elif self._loop.time() > end_by and replica not in self._fencing:
+            elif self._loop.time() > end_by and replica not in self._late:
+                self._late.add(replica)
                 self.fence(replica)
 
     def follow(self) -> None:

@@ -200,7 +200,9 @@ class Healing:
         self._tell_left_out(plan)
         if plan.again_at_s is not None:
             self._again_at_s = plan.again_at_s
-        self._membership.know_room(bool(plan.newcomers) or plan.again_at_s is not None)
+        # The slots of one that forms are room: they are free again if it is lost.
+        has_room = bool(plan.newcomers or self._membership.state.forming) or plan.again_at_s is not None
+        self._membership.know_room(has_room)
 
     def form(self, replica: ReplicaId) -> None:
         """Begin to form a newcomer, to which the machine has given this id."""

@@ -370,7 +370,7 @@ class NodesDriver:
             case DrainAsked(replicas, reason, request) if self._membership is not None:
                 refused = self._membership.ask_leave(replicas, reason)
                 self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
-            case ScaleAsked() if self._scaling is not None:
+            case ScaleAsked() if self._scaling is not None and not self.has_ended:
                 self._loop.send(agent.link, self._scaling.scale(message, self._healing))
                 self._send_state()
             case KillAsked(exit_code, reason):

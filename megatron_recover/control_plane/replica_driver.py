@@ -47,7 +47,7 @@ from megatron_recover.control_plane.wire import (
 from megatron_recover.core import replica as machine
 from megatron_recover.core.alike import combined
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.core.joining import state_digest
+from megatron_recover.core.joining import older, state_digest
 from megatron_recover.core.membership_messages import (
     AddRequests,
     Diverged,
@@ -76,7 +76,7 @@ from megatron_recover.core.rank_messages import (
 from megatron_recover.core.replica_state import Admission, HoldAsked
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import Claim, Status, Statuses, Vote, Votes
-from megatron_recover.deadlines import Deadlines
+from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -298,7 +298,7 @@ class ReplicaDriver:
                 self._naming.received(message, self._state.generation)
             case Announcement(new=new):
                 self._peers |= {peer.replica: peer for peer in message.peers}
-                self._link_to_neighbours_of(new.roster)
+                self._link_to_neighbours_of(new.roster, new.joins)
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
             case AddRequests() | JoinRefused():
@@ -359,6 +359,7 @@ class ReplicaDriver:
 
     def _link_lost(self, peer: int, why: str) -> None:
         """Feed the machine that a link to a leader broke. A claim on it counts as refused."""
+        self._claims = [each for each in self._claims if each.replica != peer]
         self._feed(machine.LinkLost(peer, why))
         claim = self._state.claim
         if peer == self._asked and claim is not None and self._state.phase is machine.ReplicaPhase.JOINING:
@@ -374,7 +375,7 @@ class ReplicaDriver:
         for effect in effects:
             self._carry_out(effect)
         if len(self._state.roster) < len(before.roster) and self._state.generation == before.generation:
-            self._link_to_neighbours_of(self._state.roster)  # newcomers are turned away
+            self._link_to_neighbours_of(self._state.roster, self._state.joins, before.roster)  # newcomers are turned away
         if isinstance(event, StateDigested):
             self._claim_when_complete()
         if isinstance(event, JoinRefused) and before.claim is not None and self._state.claim is None:
@@ -399,18 +400,35 @@ class ReplicaDriver:
                 self._feed(claim)
                 return  # which has looked at the others
 
-    def _link_to_neighbours_of(self, roster: tuple[int, ...]) -> None:
-        """Drop links to leaders that are no neighbours in a roster that has this replica."""
-        if self._context.replica in roster:
-            self._neighbours = neighbours(roster, self._context.replica, self._config.tree_above)
-            for peer in self._outgoing.keys() - set(self._neighbours):
-                self._loop.drop(self._outgoing.pop(peer))
+    def _link_to_neighbours_of(
+        self, roster: tuple[int, ...], joins: tuple[Claim, ...], before: tuple[int, ...] | None = None
+    ) -> None:
+        """Drop links to leaders that are no neighbours in a roster that has this replica.
+
+        Statuses are exchanged by the older members alone, so their neighbours count, too. Links to
+        replicas outside this roster and the one `before` are kept: newcomers wait for answers.
+        """
+        me, members = self._context.replica, older(roster, joins)
+        if me not in roster:
+            return
+        near = neighbours(members, me, self._config.tree_above) if me in members else members[:1]
+        self._neighbours = tuple(sorted({*neighbours(roster, me, self._config.tree_above), *near}))
+        known = {*roster, *(self._state.roster if before is None else before)}
+        for peer in (self._outgoing.keys() & known) - set(self._neighbours):
+            self._loop.drop(self._outgoing.pop(peer))
 
     def _claim_when_complete(self) -> None:
         if (member := self._to_ask) is None or len(self._state.served) < self._context.num_ranks:
             return
         self._to_ask, self._asked = None, member
         self._feed(machine.SendClaim(member))
+        if (claim := self._state.claim) is not None:
+            self._loop.after(self._deadlines.stall_s, lambda: self._unanswered(claim))
+
+    def _unanswered(self, claim: Claim) -> None:
+        """Give a claim up that nobody answers: the message or the member that was asked is lost."""
+        if self._state.claim is claim and self._state.phase is machine.ReplicaPhase.JOINING:
+            self._feed(JoinRefused(claim.replica, claim.label, f"no answer came within {figure(self._deadlines.stall_s)} s"))
 
     def _carry_out(self, effect: machine.Effect) -> None:
         match effect:

@@ -153,7 +153,8 @@ def on_proven(state: CoordinatorState, told: NewcomersProven) -> Step:
     proven = {*told.newcomers} & {claim.replica for claim in state.joins}
     joins = tuple(claim for claim in state.joins if claim.replica not in proven)
     entered = tuple(sorted({*state.entered, *proven}))  # or they could not have voted in it
-    return replace(state, joins=joins, entered=entered, num_setbacks=state.num_setbacks if joins else 0), ()
+    after = replace(state, joins=joins, entered=entered, num_setbacks=state.num_setbacks if joins else 0)
+    return generations.end_wait_for_newcomers(state, after)
 
 
 def without_unproven(state: CoordinatorState) -> Step:

@@ -398,7 +398,9 @@ class _Training:
                 carried=carried, cursor=cursor, seed=seed, train_step=originals["train_step"], faults=self._faults,
             ),
         )  # fmt: skip
-        boundary = Boundary(driver, checkpoints, originals["exit"], get_args, progress.passed)
+        # A newcomer counts from the start of the run, or nobody would ask for the end in time.
+        began = self._context.started_at if self._context.newcomer else None
+        boundary = Boundary(driver, checkpoints, originals["exit"], get_args, progress.passed, began)
         boundary.take_over(args)
         self._installation.install(
             {

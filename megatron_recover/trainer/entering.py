@@ -61,7 +61,8 @@ class Entering:
     ) -> None:
         """Prepare to fill `state`, all of whose tensors exist.
 
-        - `install(scalars)` installs the scalars that were read beside the tensors.
+        - `install(scalars)` installs the scalars that were read beside the tensors. All ranks call
+          it together.
         - `gather(value)` returns the values of all ranks of this replica, in their order.
         - `clock()` returns seconds.
         """
@@ -120,23 +121,26 @@ class Entering:
     def _try(self, label: str, members: Sequence[int]) -> JoinRefused | None:
         """Read the state of `label` on all ranks, and ask to join; return the refusal, if any."""
         addresses = dict(self._driver.sources())
-        fault, self._num_tries = "", self._num_tries + 1
+        chosen = [addresses[each] for each in members if each in addresses]
+        read: Read | None = None
+        why, self._num_tries = "" if chosen else "other members serve it by now", self._num_tries + 1
         try:
-            read = self._reader.read(label, [addresses[each] for each in members if each in addresses], self._state)
+            read = self._reader.read(label, chosen, self._state) if chosen else None
         except StateVoid as void:
-            fault = str(void)
-        else:
-            self._newest = read
-            self._install(read.scalars)
-            digest = self._state.digest()
-            self._record(
-                StateRead, label=label, digest=f"{digest:016x}", num_bytes=read.num_bytes, seconds=round(read.seconds, 6),
-                num_sources=sum(count > 0 for count in read.bytes_by_source.values()), num_tries=self._num_tries,
-            )  # fmt: skip
-            self._num_tries = 0
-            self._driver.digested(label, digest)
-        if faults := [each for each in self._gather(fault) if each]:
-            return JoinRefused(self._driver.replica, label, faults[0], is_fault=True)
+            why = str(void)
+        # First: what is installed may have to be gathered over the lanes, by all ranks together.
+        if reasons := [each for each in self._gather((why, bool(chosen))) if each[0]]:
+            return JoinRefused(self._driver.replica, label, reasons[0][0], is_fault=all(slow for _, slow in reasons))
+        assert read is not None
+        self._newest = read
+        self._install(read.scalars)
+        digest = self._state.digest()
+        self._record(
+            StateRead, label=label, digest=f"{digest:016x}", num_bytes=read.num_bytes, seconds=round(read.seconds, 6),
+            num_sources=sum(count > 0 for count in read.bytes_by_source.values()), num_tries=self._num_tries,
+        )  # fmt: skip
+        self._num_tries = 0
+        self._driver.digested(label, digest)
         return self._at_rank_0(lambda: self._ask(members[0]))
 
     def _ask(self, member: int) -> JoinRefused | None:

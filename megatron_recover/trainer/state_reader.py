@@ -211,6 +211,8 @@ class _Reading:
             void = self._void or "; ".join(f"{address}: {reason}" for address, reason in self._lost.items())
             if not is_complete:  # those at fault are known; the others need an instant, and are used again
                 self._changed.wait_for(lambda: not self._running, self._deadlines.beat_s)
+            # Copies in this process's memory: what comes next may write the same tensors.
+            self._changed.wait_for(lambda: not self._num_writing)
             self._void = self._void or "over"
             about, num_bytes = self._about, list(self._num_bytes)
         if not is_complete or about is None:
@@ -320,6 +322,7 @@ class _Reading:
         except BaseException as error:
             with self._changed:
                 self._void = self._void or f"this rank cannot store it: {error}"
+                self._num_writing -= 1
                 self._changed.notify_all()
             raise
         with self._changed:

@@ -72,7 +72,7 @@ class StateServer:
         self._opened: _Opened | None = None
 
     def open(self, label: str, state: State) -> None:
-        """Serve `state` as that of `label` from now on; read its scalars now.
+        """Serve `state` as that of `label` from now on. Its scalars must not change before `close`.
 
         Do nothing if the window of this label is open. A label that was closed is not served again.
         Raises RuntimeError if the rank's `StateWindow` is closed.
@@ -110,7 +110,6 @@ class _Opened:
         self.label, self.reads = label, reads
         self._digested, self._digesting = digested, digesting
         self._state: State | None = state
-        self._scalars, self._compared = state.scalars(), state.compared()
         self._lock = threading.Lock()
         """Guards the fields below. The training thread never takes it."""
         self._found: _Found | None = None
@@ -122,14 +121,15 @@ class _Opened:
         self._state = self._found = None
 
     def about(self) -> bytes:
-        return encoded(self._scalars)
+        return encoded(self._find().scalars)
 
     def described(self) -> Description:
         found = self._find()
         return Description(self.label, found.layout, found.bytes.num_bytes)
 
     def parts(self) -> list[str]:
-        return [*(tensor.layout for tensor in self._find().tensors), *sorted(self._compared)]
+        found = self._find()
+        return [*(tensor.layout for tensor in found.tensors), *sorted(found.compared)]
 
     def begun(self) -> None:
         found = self._find()
@@ -157,7 +157,10 @@ class _Opened:
         return True
 
     def _find(self) -> _Found:
-        """Return the tensors of the state; find them first, inside the window.
+        """Return the tensors and scalars of the state; find them first, inside the window.
+
+        A thread of the server does this, and only for a reader: the walk over all state would cost
+        the training thread some milliseconds in each step.
 
         Raises `Void` if the window closed before they were found.
         """
@@ -166,7 +169,7 @@ class _Opened:
             if found is None and state is not None:
                 try:
                     with self.reads.enqueuing():
-                        found = _Found(state.tensors(), self._compared)
+                        found = _Found(state.tensors(), state.scalars(), state.compared())
                 except RuntimeError:  # a dictionary or a tensor that changed meanwhile
                     if self.reads.is_open:
                         raise
@@ -187,18 +190,18 @@ class _Opened:
                 return
             with self.reads.enqueuing():
                 sums += checksums([tensor.data for tensor in group])
-        digest = digest_of(found.tensors, self._compared, sums)
+        digest = digest_of(found.tensors, found.compared, sums)
         if self.reads.is_open:
             self._digested(self.label, digest)
 
 
 class _Found:
-    """The tensors of a state, as they were found in one window."""
+    """The tensors and scalars of a state, as they were found in one window."""
 
-    def __init__(self, tensors: list[StateTensor], scalars: dict[str, Scalar]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: list[StateTensor], scalars: dict[str, Scalar], compared: dict[str, Scalar]) -> None:
+        self.tensors, self.scalars, self.compared = tensors, scalars, compared
         self.bytes = StateBytes([tensor.data for tensor in tensors])
-        self.layout = layout_digest_of(tensors, scalars)
+        self.layout = layout_digest_of(tensors, compared)
         self.is_on_gpu = any(device.type != "cpu" for device in self.bytes.devices)
 
     def groups(self) -> Iterator[list[StateTensor]]:

@@ -116,7 +116,8 @@ class OutsideReads:
                     self._streams[self._device] = torch.cuda.Stream(self._device)
                 self._stream = stream = self._streams[self._device]
                 stream.wait_event(self._opened)
-        with torch.cuda.stream(stream):
+        # A new thread's device is GPU 0, where the end of `stream` alone would make a context.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
 
     def wait(self) -> None:

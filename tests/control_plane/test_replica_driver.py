@@ -558,6 +558,37 @@ def test_a_claim_waits_until_this_member_knows_its_own_digest(lead: Lead, digest
     leading.coordinator.received.clear()
 
 
+def test_an_announcement_keeps_the_link_to_a_newcomer_and_those_of_both_rosters(lead: Lead) -> None:
+    leading = lead(tree_above=2, roster=(0, 1)).heard()
+    one = leading.member._leader
+    assert one is not None
+    begun(leading)
+    link = call(leading.address, Party(Role.LEADER, 7), Party(Role.LEADER, 0))
+    leading.other.loop.watch(link, lambda link, message: None, leading.other._lost)
+    leading.other.loop.send(link, PeerHello(7, leading.other.address))
+    leading.other.loop.send(link, Claim(7, "train 9", 5))
+    leading.other.wait(lambda: any(isinstance(each, JoinRefused) for each in leading.other.received))
+    assert set(one._outgoing) == {1, 7}
+    one._link_to_neighbours_of((0, 1, 9), (Claim(9, "train 1", 5),))
+    assert set(one._outgoing) == {1, 7}, "neither one that forms nor a neighbour among the older members"
+    one._link_to_neighbours_of((0, 9), (), before=(0, 1))
+    assert set(one._outgoing) == {7}
+
+
+def test_a_claim_that_nobody_answers_is_given_up(lead: Lead) -> None:
+    leading = lead(stall_s=0.2).heard()
+    one, refused = leading.member._leader, []
+    assert one is not None
+    one._refused = refused.append
+    one._state = replace(one._state, phase=ReplicaPhase.JOINING, claim=Claim(0, "train 1", 5))
+    claim = one._state.claim
+    one._loop.post(lambda: one._unanswered(replace(claim)))
+    one._loop.post(lambda: one._unanswered(claim))
+    leading.other.wait(lambda: refused)
+    [answer] = refused
+    assert "no answer came within" in answer.reason and not answer.is_fault and one._state.claim is None
+
+
 def test_who_claims_and_does_not_say_where_it_listens_gets_no_answer_and_costs_nothing(lead: Lead) -> None:
     leading = lead().heard()
     begun(leading)

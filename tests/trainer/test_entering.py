@@ -192,6 +192,8 @@ def test_tries_are_used_up_by_slowness_of_any_rank_and_by_inequality() -> None:
     assert "train 1: unequal; train 2: the window closed; train 3: late" in said and "MiB in 0.50 s" in said
     assert "a step takes" in said
     assert job.asked == [("train 1", 4), ("train 3", 4)], "nobody claims what one rank has not read"
+    labels = [scalars["label"] for _, scalars in job.installed]
+    assert sorted(labels) == ["train 1"] * 2 + ["train 3"] * 2, "what is installed may be gathered over all ranks"
     assert job.holds == [("train 3", 4)], "only on the last try, before the step begins"
     assert {event.num_tries for event in ranks.events if event.rank == 1} == {1, 2}
 
@@ -205,6 +207,19 @@ def test_a_member_that_offers_nothing_is_passed_over_and_others_are_waited_for()
     job = Job(Ranks(1), [None])
     job.silent = {"four", "five"}
     assert job.ranks.run(job.enter) == [1], "as soon as there are other members"
+
+
+def test_members_that_serve_it_no_more_are_no_fault_of_the_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(1)
+    job = Job(ranks, [None])
+    others, asked = [((6, "six:0"),)], []
+
+    def sources(self: FakeDriver, known: Any = ()) -> Any:
+        asked.append(None)
+        return others.pop() if len(asked) == 2 else tuple((member, f"{address}:0") for member, address in MEMBERS)
+
+    monkeypatch.setattr(FakeDriver, "sources", sources)
+    assert ranks.run(job.enter) == [2] and [label for _, label, _ in job.reads] == ["train 2"]
 
 
 def test_the_end_of_the_job_ends_all_ranks() -> None:

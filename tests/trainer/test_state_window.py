@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -49,6 +52,14 @@ def test_the_list_of_reads_does_not_grow_while_a_window_stays_open() -> None:
 def test_on_a_gpu_reads_come_behind_the_opening_and_the_next_step_behind_the_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    on_devices: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        on_devices.append(of)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)  # a thread of its own begins on GPU 0
     with pretended() as gpu:
         window, state = StateWindow(), StateBytes([gpu.tensor(torch.arange(6.0))])
         unread = window.expose()
@@ -58,6 +69,7 @@ def test_on_a_gpu_reads_come_behind_the_opening_and_the_next_step_behind_the_rea
         with reads.enqueuing():
             state.copy_out(8, 24, buffer)
         assert reads.is_open and buffer[:16].view(torch.float32).tolist() == [2, 3, 4, 5]
+        assert on_devices == [torch.device("cuda", 0)]
         window.close()
         assert gpu.num_waits == 0, "the training thread waits for nothing"
         assert gpu.order == [

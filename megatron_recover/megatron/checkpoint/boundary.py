@@ -32,13 +32,17 @@ class Boundary:
         original: Callable[..., bool],
         get_args: Callable[[], Namespace],
         passed: Callable[[Any], None] = lambda operations: None,
+        began: float | None = None,
     ) -> None:
-        """Store the collaborators. `passed(operations)` gets Megatron's count of them."""
+        """Store the collaborators. `passed(operations)` gets Megatron's count of them.
+
+        `began`: the `time.monotonic()` from which `--exit-duration-in-mins` counts; None: now.
+        """
         self._passed = passed
         self._driver, self._checkpoints, self._original, self._get_args = driver, checkpoints, original, get_args
         self._received: list[str] = []
         self._minutes: float | None = None
-        self._began = time.monotonic()
+        self._began = time.monotonic() if began is None else began
 
     def take_over(self, args: Namespace) -> None:
         """Handle SIGTERM, `--exit-signal` and `--exit-duration-in-mins` here, in place of Megatron.

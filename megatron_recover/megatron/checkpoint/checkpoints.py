@@ -162,7 +162,7 @@ class Checkpoints:
         """Return what a newcomer needs of this object: the newest save that all have agreed on."""
 
         def put(iteration: int | None) -> None:
-            self._agreed = iteration
+            self._agreed = self._owed = iteration  # its writer may be lost before it has named it
 
         return {"agreed_save": Carried(lambda: self._agreed, put)}
 
@@ -314,7 +314,9 @@ class Checkpoints:
             if {SAVED, UNSAVED} & self._saver.requests:
                 return
             if self._saver.is_writer():
-                if (self._failed != iteration and self._unnamed is None) or self._may_try_again(since):
+                if not self._skipped[0]:  # a newcomer that nobody has asked to save this
+                    self._saver.request(UNSAVED)
+                elif (self._failed != iteration and self._unnamed is None) or self._may_try_again(since):
                     if self._unnamed is None:
                         args, kwargs = self._skipped
                         self._write(iteration, *args, **kwargs)
