@@ -483,6 +483,9 @@ def test_a_source_with_another_layout_is_left_out_with_the_first_difference() ->
         got = reader.read("train 1", addresses(servers), mine)
         assert all(each.eq(1).all() for each in mine.named.values())
         assert not got.bytes_by_source[servers[1].address]
+        for other in (Tensors({"0": torch.ones(3)}), Tensors({"0": torch.ones(3).double()}, {"value": 1.0})):
+            with pytest.raises(StateVoid, match="its layout differs"):
+                reader.read("train 1", [servers[1].address], other)
 
 
 class Scripted:
