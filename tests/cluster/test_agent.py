@@ -46,6 +46,8 @@ class Served:
         self.agent._control, self.server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.agent._output, self.agent._processes = create(tmp_path / "log"), {}
         self.agent._asked, self.agent._fenced = deque([(1, 2)]), set()
+        self.agent._answered, self.agent._unwatched, self.agent._pending = None, set(), deque()
+        self.agent._pages, self.agent._deadlines = {}, Deadlines.of()
         self.agent._decode = msgspec.json.Decoder(messages.Reply).decode
 
 
@@ -75,9 +77,29 @@ def test_a_launcher_without_a_descriptor_for_a_rank_says_so(tmp_path: Path, num_
     with descriptors_left(num_left), pytest.raises(NodeLost, match="ulimit -n"):
         served.agent._receive(deadline_s=5.0)
     assert served.agent._processes == {}
+    assert served.agent.lives(1, 2) and not served.agent.is_fenced(1), "its slot is not free"
+    served.server.send(msgspec.json.encode(messages.Exited(replica=1, rank=2, status=0)))
+    assert served.agent.poll() == [] and not served.agent.lives(1, 2) and served.agent.is_fenced(1)
     for each in (served.server, served.agent._control):
         each.close()
     os.close(pidfd)
+
+
+def test_a_late_answer_about_another_rank_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that took too long was given up; then another rank is started, and both are answered."""
+    served, pid = Served(tmp_path), os.getpid()
+    monkeypatch.setattr(served.agent, "_request", lambda spawn, descriptors: None)
+    for rank in (2, 0):
+        pidfd = os.pidfd_open(pid)
+        started = messages.Started(replica=1 if rank else 4, rank=rank, pid=pid)
+        socket.send_fds(served.server, [msgspec.json.encode(started)], [pidfd])
+        os.close(pidfd)
+    served.agent.spawn(4, 0, argv=(), environment={}, output=served.agent._output)
+    assert set(served.agent._processes) == {(1, 2), (4, 0)} and served.agent.pid(4, 0) == pid
+    for process in served.agent._processes.values():
+        process.close()
+    for each in (served.server, served.agent._control):
+        each.close()
 
 
 def test_the_recorder_inherits_all_descriptors_that_the_system_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
