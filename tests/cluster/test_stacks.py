@@ -137,7 +137,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Asked]]:
         agent, deadlines=Deadlines.of(60.0), log_of=lambda *rank: Path("rank.log"), record=lambda event: None,
         says=lambda line: None, at_work=lambda replicas: None, clock=lambda: 100.0,
     )  # type: ignore[arg-type]  # fmt: skip
-    monkeypatch.setattr(detector, "step", lambda state, look: (state, (*HUNG, Condemned(HUNG[1], FAILING))))
+    found = (*HUNG, Condemned(HUNG[1], FAILING))
+    monkeypatch.setattr(detector, "step", lambda state, look: (state, () if look.are_newcomers else found))
     assert made.look(1, (0, 1)) == []
     yield made, agent
 
