@@ -134,8 +134,9 @@ class Checkpoints:
         """Newest iteration that this replica could not save; None after a save here."""
         self._written: int | None = None
         """Newest iteration that this replica saved."""
-        self._skipped: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        """Megatron's arguments (positional, keywords) for the owed save."""
+        self._skipped: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """Megatron's arguments (positional, keywords) for the newest save; None before the first,
+        which may be owed by a newcomer."""
         self._writing: int | None = None
         """Iteration that this replica is saving; None if it saves none."""
         self._background: BackgroundSave | None = None
@@ -314,7 +315,7 @@ class Checkpoints:
             if {SAVED, UNSAVED} & self._saver.requests:
                 return
             if self._saver.is_writer():
-                if not self._skipped[0]:  # a newcomer that nobody has asked to save this
+                if self._skipped is None:  # a newcomer that Megatron has not asked to save anything
                     self._saver.request(UNSAVED)
                 elif (self._failed != iteration and self._unnamed is None) or self._may_try_again(since):
                     if self._unnamed is None:
