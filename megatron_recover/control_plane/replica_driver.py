@@ -482,21 +482,19 @@ class ReplicaDriver:
         """Send each rank the order to promise, with the addresses of new members."""
         fresh = [peer for peer in order.roster if peer not in self._introduced_peers]
         self._introduced_peers.update(fresh)
+        self._tell_each_rank(lambda rank: Enter(order, tuple((peer, self._peers[peer].data_addresses[rank]) for peer in fresh)))
+
+    def _tell_each_rank(self, message_to: Callable[[int], Message]) -> None:
+        """Send each rank of this replica a message of its own."""
         for rank in range(self._context.num_ranks):
-            message = Enter(order, tuple((peer, self._peers[peer].data_addresses[rank]) for peer in fresh))
             if rank == self._context.rank:
-                self._deliver(message)
+                self._deliver(message_to(rank))
             elif rank in self._ranks:
-                self._loop.send(self._ranks[rank], message)
+                self._loop.send(self._ranks[rank], message_to(rank))
 
     def _order_to_read(self, sources: Sequence[Source]) -> None:
         """Tell each rank of this newcomer where to read state."""
-        for rank in range(self._context.num_ranks):
-            message = ReadFrom(tuple((each.replica, each.state_addresses[rank]) for each in sources))
-            if rank == self._context.rank:
-                self._deliver(message)
-            elif rank in self._ranks:
-                self._loop.send(self._ranks[rank], message)
+        self._tell_each_rank(lambda rank: ReadFrom(tuple((each.replica, each.state_addresses[rank]) for each in sources)))
 
     def _record_vote(self, vote: Vote) -> None:
         if self._faults is not None:
