@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.pool import Pool
 from types import FrameType
@@ -55,3 +55,12 @@ def workers(number: int, tasks_each: int | None = None) -> Iterator[Pool]:
             yield pool
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def of_seeds[T](judge: Callable[[int], T], seeds: Iterable[int], jobs: int) -> Iterator[T]:
+    """Yield what `judge(seed)` returns for all seeds, in their order, from `jobs` processes."""
+    if jobs == 1:
+        yield from map(judge, seeds)
+        return
+    with workers(jobs) as pool:
+        yield from pool.imap(judge, seeds, chunksize=50)

@@ -21,13 +21,13 @@ from megatron_recover.observe.history import History
 from megatron_recover.observe.verify.check import Violation, violations
 from megatron_recover.sim.timed import fuzz
 from megatron_recover.sim.timed.traced import TracedJob
-from megatron_recover.sim.workers import ended_by_ctrl_c, workers
+from megatron_recover.sim.workers import ended_by_ctrl_c, of_seeds
 
 COMMAND = "python -m scripts.study.judged_fuzz"
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """What both judges say of the job of a seed."""
+    """The verdicts of both judges on the job of a seed."""
 
     verdict: fuzz.SeedVerdict
     violations: tuple[Violation, ...] = ()
@@ -68,11 +68,7 @@ def judge_seed(seed: int) -> Judged:
 
 def judged(seeds: Iterable[int], jobs: int = 1) -> Iterator[Judged]:
     """Yield what the judges say of all seeds, which run in `jobs` processes."""
-    if jobs == 1:
-        yield from map(judge_seed, seeds)
-        return
-    with workers(jobs) as pool:
-        yield from pool.imap(judge_seed, seeds, chunksize=50)
+    yield from of_seeds(judge_seed, seeds, jobs)
 
 
 @ended_by_ctrl_c()

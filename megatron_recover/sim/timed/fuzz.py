@@ -39,7 +39,7 @@ from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, Ti
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.models import JobTable
 from megatron_recover.sim.timed.rank import TimedRank
-from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
+from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, of_seeds
 
 COMMAND = "python -m megatron_recover.sim.timed.fuzz"
 CALM_S = 2_000.0
@@ -636,11 +636,7 @@ def fuzz(seed: int) -> SeedVerdict:
 
 def verdicts(seeds: Iterable[int], jobs: int = 1) -> Iterator[SeedVerdict]:
     """Yield the verdicts on the jobs of all seeds, which run in `jobs` processes."""
-    if jobs == 1:
-        yield from map(fuzz, seeds)
-        return
-    with workers(jobs) as pool:
-        yield from pool.imap(fuzz, seeds, chunksize=50)
+    yield from of_seeds(fuzz, seeds, jobs)
 
 
 def replay_line(seed: int, seeds: int = 1, jobs: int = 1) -> str:
