@@ -160,7 +160,7 @@ def idle_s(events: Events, step: Step) -> float:
 
 
 class Usual(NamedTuple):
-    """What the same members take for a step without a newcomer. Seconds."""
+    """The time of a step of the same members without a newcomer, in seconds."""
 
     step_s: float
     idle_s: float
@@ -174,7 +174,7 @@ def usual(events: Events, found: Collection[Step]) -> Usual:
 
 
 class Cost(NamedTuple):
-    """What a newcomer costs the members in one step, as fractions of their usual step."""
+    """The costs of a newcomer for the members in one step, as fractions of their usual step."""
 
     step: float
     """The step without the hold, over a usual one."""

@@ -33,7 +33,7 @@ LAST_S = 240.0
 
 
 class Struck(NamedTuple):
-    """What one newcomer has cost the members."""
+    """The costs of one newcomer for the members."""
 
     cost: Cost
     detection: float = 0.0

@@ -39,7 +39,7 @@ JOB = Job(replicas=REPLICAS, microbatches=MICROBATCHES, heal="in-place", rebalan
 
 
 class Setting(NamedTuple):
-    """How a job is struck. Seconds."""
+    """The kills of a job, in seconds."""
 
     name: str
     job: Job
@@ -55,7 +55,7 @@ KILLS = Setting("a kill every 15 s", shaped(JOB), Pace(0.2, 0.3), 600.0, (15.0, 
 
 
 class Work(NamedTuple):
-    """What one job has done in its time."""
+    """The useful work of one job in its time."""
 
     rate: float
     """Useful microbatches a second."""
