@@ -236,8 +236,13 @@ class Narrator:
                 yield from self._leaders.began(event.member, text)
             case trace.LeaderSilent():
                 self._leaders.is_over(event.member)
+            case trace.NodeJoined():
+                number = "1 slot is" if event.slots == 1 else f"{event.slots} slots are"
+                yield f"node {event.name} has come late, as node {event.node}: its {number} spare"
             case trace.NodeLost():
                 self._nodes.is_over(event.node)
+                if not event.replicas:
+                    yield f"node {event.node} ({event.name}) is lost, which had no ranks: {event.detail}"
             case trace.NodeSilent() if not self._of_several:
                 pass  # the launcher tells of a standstill of its own
             case trace.NodeSilent(phase="began"):

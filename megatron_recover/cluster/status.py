@@ -51,7 +51,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
     number: int
     name: str
-    state: Literal["here", "silent", "lost", "idle"]
+    state: Literal["here", "silent", "lost", "spare", "idle"]
     replicas: tuple[int, ...]
 
 

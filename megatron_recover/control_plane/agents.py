@@ -20,7 +20,11 @@ class Agent:
         self.ready: NodeReady | None = None
         self.is_launched = False
         self.is_lost = False
-        """True once the node's replicas were removed. The agent may live."""
+        """True once the node's replicas were removed, or it was turned away. The agent may live."""
+        self.is_late = False
+        """True if the node got its number after the start of the job."""
+        self.is_spare = False
+        """True once newcomers may be formed on such a node."""
         self.at_work: tuple[int, ...] = ()
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_recover.control_plane.node_messages import NodeHello
+
+_SECOND_COORDINATOR = (
+    "it started a coordinator of its own; give --node-rank 0, or is_host of --rdzv-conf, to one node only, the one "
+    "whose address the endpoint is"
+)
 
 
 def mistake_of(newcomer: NodeHello, others: Sequence[NodeHello], *, owner: int) -> str:
@@ -20,11 +25,24 @@ def mistake_of(newcomer: NodeHello, others: Sequence[NodeHello], *, owner: int) 
     if same is not None:
         return f"--node-rank {rank} is also that of {same.name}; give each node its own"
     if newcomer.run_dir and newcomer.identity != owner:
-        return (
-            "it started a coordinator of its own; give --node-rank 0, or is_host of --rdzv-conf, to one node only, the one "
-            "whose address the endpoint is"
-        )
+        return _SECOND_COORDINATOR
     return _difference(newcomer, others[0]) if others else ""
+
+
+def mistake_of_late(late: NodeHello, first: NodeHello, sizes: Collection[int]) -> str:
+    """Return why a node that comes after the start cannot be a spare, with the remedy; or "".
+
+    - `first`: the hello of node 0.
+    - `sizes`: the numbers of slots of the nodes that met at the start.
+
+    Its `--node-rank` decides nothing: a node that was lost comes back under a new number.
+    """
+    if late.run_dir:
+        return _SECOND_COORDINATOR
+    if late.slots not in sizes:
+        there = " or ".join(map(str, sorted({*sizes})))
+        return f"--nproc-per-node is {late.slots} on {late.name}, and {there} on the nodes of the job; use the same on all nodes"
+    return _difference(late, first)
 
 
 def _difference(mine: NodeHello, theirs: NodeHello) -> str:

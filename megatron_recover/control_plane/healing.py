@@ -130,6 +130,17 @@ class Healing:
         for replica in {each.user for each in self._pasts if each.user is not None and each.lost_at_s is not None}:
             self._look_at_ends(replica)
 
+    @property
+    def settings(self) -> slots.Settings:
+        """Return the settings, which are the same on all nodes."""
+        return self._settings
+
+    def node_joined(self, node: int, num_slots: int) -> None:
+        """Use the slots of a node that came after the start: all of them are spares."""
+        self._pasts = slots.node_joined(self._pasts, node, num_slots)
+        self._again_at_s = 0.0
+        self._loop.post(self.heal)
+
     def _look_at_ends(self, replica: ReplicaId) -> None:
         """Free the slots of a replica whose ends all nodes have seen that are there."""
         if {*self._nodes.get(replica, ())} - self._lost_nodes <= self._confirmed.get(replica, set()):

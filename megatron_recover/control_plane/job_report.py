@@ -7,8 +7,9 @@ nodes, also of those that were lost. It is sent only if it has changed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
-from megatron_recover.control_plane.agents import Agents
+from megatron_recover.control_plane.agents import Agent, Agents
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import JobState, NodeState
 
@@ -53,9 +54,24 @@ class JobReport:
         states, idle = dict(self._lost), list[NodeState]()
         for agent in self._agents:
             number, name = agent.number, agent.hello.name
-            if number < 0:  # several nodes may have this number
-                idle.append(NodeState(number, name, "idle", ()))
-            elif number not in states:
+            if number not in states and not agent.is_lost:  # else it was turned away
                 members = tuple(replica for replica in replicas.get(number, ()) if replica in roster)
-                states[number] = NodeState(number, name, "silent" if number in silent else "here", members)
+                word = _word(agent, is_silent=number in silent, has_members=bool(members))
+                state = NodeState(number, name, word, members)
+                if number < 0:  # several nodes may have this number
+                    idle.append(state)
+                else:
+                    states[number] = state
         return (*(states[number] for number in sorted(states)), *idle)
+
+
+def _word(agent: Agent, *, is_silent: bool, has_members: bool) -> Literal["here", "silent", "spare", "idle"]:
+    """Return the word for the state of a node that is not lost."""
+    if agent.number < 0:
+        return "idle"
+    if is_silent:
+        return "silent"
+    if has_members or not agent.is_late:
+        return "here"
+    return "spare" if agent.is_spare else "idle"
+

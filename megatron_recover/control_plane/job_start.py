@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from megatron_recover.control_plane.agents import Agent, Agents
-from megatron_recover.control_plane.fitting import mistake_of, numbered
+from megatron_recover.control_plane.fitting import mistake_of, mistake_of_late, numbered
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     Idle,
@@ -78,7 +78,11 @@ class JobStart:
         self._end, self._refuse, self._all_ready = end, refuse, all_ready
         self._end_of_too_few = end_of_too_few
         self.nodes: tuple[NodePlace, ...] = ()
-        """The nodes that the job uses; empty until they have met."""
+        """The nodes that have a number, by number; empty until they have met."""
+        self._num_met = 0
+        """Number of the nodes that met at the start, the first of `nodes`."""
+        self._first: NodeHello | None = None
+        """The hello of node 0, which may be gone later; None until the nodes have met."""
         self._job = secrets.randbits(63)
         """A random number that tells this job from other starts at the same endpoint."""
         self._is_over = False
@@ -109,8 +113,8 @@ class JobStart:
         return hello.job not in (0, self._job)
 
     def have_idle(self, agent: Agent) -> None:
-        """Tell an agent that the job does not use its node."""
-        self._loop.send(agent.link, Idle(f"the job runs on {len(self.nodes)} nodes already, and uses no more", self._job))
+        """Tell an agent that the job does not use its node, as far as is known by now."""
+        self._loop.send(agent.link, Idle(f"the job runs on {self._num_met} nodes already", self._job))
 
     def _last_call(self) -> None:
         if len(self._agents) >= self._settings.least:
@@ -135,11 +139,29 @@ class JobStart:
         for agent in self._agents.used:
             self._watch.watch(agent.number, agent.hello.name)
         self.nodes = tuple(NodePlace(each.number, each.hello.name, each.hello.slots) for each in self._agents.used)
+        self._num_met, self._first = len(self.nodes), owner.hello
         for agent in self._agents.used:
-            self._loop.send(agent.link, Met(self.nodes, agent.number, owner.hello.run_dir, owner.hello.run_id, self._job))
+            self._send_met(agent, owner.hello)
         for agent in self._agents.idle:
             self.have_idle(agent)
 
+    def _send_met(self, agent: Agent, first: NodeHello) -> None:
+        num_late = len(self.nodes) - self._num_met
+        self._loop.send(agent.link, Met(self.nodes, agent.number, first.run_dir, first.run_id, self._job, num_late))
+
+    # --- After the start --------------------------------------------------------------------------
+
+    def mistake_of_late(self, hello: NodeHello) -> str:
+        """Return why a node that comes after the start cannot be a spare; empty if it can."""
+        assert self._first is not None
+        return mistake_of_late(hello, self._first, [node.slots for node in self.nodes[: self._num_met]])
+
+    def meet_late(self, agent: Agent) -> None:
+        """Give a node that comes after the start a number that no node has had, and send `Met`."""
+        assert self._first is not None
+        agent.number, agent.is_late = len(self.nodes), True
+        self.nodes = (*self.nodes, NodePlace(agent.number, agent.hello.name, agent.hello.slots))
+        self._send_met(agent, self._first)
     # --- Preparing --------------------------------------------------------------------------------
 
     def share(self, agent: Agent, newest: NodeShares) -> None:

@@ -229,14 +229,27 @@ class NodePlace(Value, frozen=True):
 
 
 class Met(Value, frozen=True):
-    """The nodes of the job are complete."""
+    """The nodes of the job are complete; or the receiver, which came later, is to be a spare."""
 
     nodes: tuple[NodePlace, ...]
+    """All nodes that have a number, also those that were lost since, by number."""
     you: int
     run_dir: str
     run_id: str
     job: int = 0
     """A random number by which this job is known from other starts."""
+    num_late: int = 0
+    """Number of nodes that came after the start: they are the last of `nodes`."""
+
+    @property
+    def at_start(self) -> tuple[NodePlace, ...]:
+        """Return the nodes that met at the start: replicas were placed on these alone."""
+        return self.nodes[: len(self.nodes) - self.num_late]
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the receiver came after the start: all of its slots are spares."""
+        return self.you >= len(self.at_start)
 
 
 class NodesShared(Value, frozen=True):
@@ -357,7 +370,9 @@ class NodeState(Value, frozen=True):
 
     number: int
     name: str
-    state: Literal["here", "silent", "lost", "idle"]
+    state: Literal["here", "silent", "lost", "spare", "idle"]
+    """`spare`: it came after the start, and newcomers may be formed on it. `idle`: it is not used;
+    it may be about to become a spare."""
     replicas: tuple[ReplicaId, ...]
     """The replicas with ranks there: all at the start for a lost node, else those of the roster."""
 
@@ -382,7 +397,7 @@ class NodeGone(Value, frozen=True):
 
 
 class Idle(Value, frozen=True):
-    """The job does not use this node. The node waits for the end of the job."""
+    """The job does not use this node. The node waits for the end of the job, or for `Met`."""
 
     reason: str
     job: int = 0

@@ -39,8 +39,10 @@ silence: it may be busy with a slow disk."""
 class _Node:
     """One living node, as the coordinator hears it."""
 
-    def __init__(self, name: str, now: float) -> None:
+    def __init__(self, name: str, now: float, *, is_unused: bool) -> None:
         self.name, self.heard_at = name, now
+        self.is_unused = is_unused
+        """True if it came after the start and has had no rank: it counts in no majority."""
         self.is_silent = False
         self.reset = ""
         """Description of the reset of its link; empty: it was not reset."""
@@ -90,9 +92,21 @@ class NodeWatch:
         """Return the numbers of the nodes that are watched and heard."""
         return frozenset(self._nodes) - self.silent
 
-    def watch(self, number: int, name: str) -> None:
-        """Watch a node that was heard just now."""
-        self._nodes[number] = _Node(name, self._loop.time())
+    def watch(self, number: int, name: str, *, is_unused: bool = False) -> None:
+        """Watch a node that was heard just now.
+
+        `is_unused`: it came after the start, and counts in no majority before `use`.
+        """
+        self._nodes[number] = _Node(name, self._loop.time(), is_unused=is_unused)
+
+    def use(self, number: int) -> None:
+        """Note that a node is to have ranks: it counts like any other from now on."""
+        if (node := self._nodes.get(number)) is not None:
+            node.is_unused = False
+
+    def is_unused(self, number: int) -> bool:
+        """Return whether a node came after the start and has had no rank."""
+        return number in self._nodes and self._nodes[number].is_unused
 
     def forget(self, number: int) -> None:
         """Watch a node no longer: it is lost or has left."""
@@ -134,7 +148,8 @@ class NodeWatch:
             return
         since = self._loop.time() - _TOGETHER_BEATS * self._deadlines.beat_s
         self._removed_at = [at for at in self._removed_at if at > since]
-        num_nodes, num_reset = len(self._nodes) + len(self._removed_at), len(reset) + len(self._removed_at)
+        num_used = sum(not node.is_unused for node in self._nodes.values())
+        num_nodes, num_reset = num_used + len(self._removed_at), len(reset) + len(self._removed_at)
         silent_s = self._silent_s()
         silent_s |= {number: math.inf for number in reset if number in silent_s}
         if 2 * num_reset > num_nodes and not self._is_over:
@@ -157,31 +172,38 @@ class NodeWatch:
         return SEEN_BEATS * self._deadlines.beat_s
 
     def _silent_s(self) -> dict[int, float]:
-        """Return the silence of each node, but not of this one if the link to its agent was reset.
+        """Return the silence of each node that counts.
 
-        Nothing is between them, so that agent has ended.
+        This node does not if the link to its agent was reset: nothing is between them, so that
+        agent has ended.
         """
         now = self._loop.time()
         return {
             number: now - node.heard_at
             for number, node in self._nodes.items()
-            if not (number == node_silence.OWN and node.reset)
+            if not (node.is_unused or (number == node_silence.OWN and node.reset))
         }
+
+    def _spare_s(self) -> dict[int, float]:
+        """Return the silence of each node that came after the start and has had no rank."""
+        now = self._loop.time()
+        return {number: now - node.heard_at for number, node in self._nodes.items() if node.is_unused}
 
     def _look(self) -> None:
         self._loop.after(self._deadlines.beat_s / _LOOKS_A_BEAT, self._look)
-        silent_s, seen_s = self._silent_s(), self._seen_s
+        silent_s, spare_s, seen_s = self._silent_s(), self._spare_s(), self._seen_s
+        all_s = silent_s | spare_s
         if self._is_over:
-            for number, seconds in silent_s.items():
+            for number, seconds in all_s.items():
                 self._nodes[number].is_silent |= seconds >= self._limit_s + self._deadlines.traces_s
             return
-        for number, seconds in silent_s.items():
+        for number, seconds in all_s.items():
             if seconds >= seen_s and not self._nodes[number].is_silent:
                 self._nodes[number].is_silent = True
                 self._tell(number, "began", seconds)
                 self._changed()
-        for number in node_silence.to_remove(silent_s, seen_s=seen_s, limit_s=self._patience_s):
-            self._remove(number, f"nothing was heard of it for {silent_s[number]:.1f} s")
+        for number in node_silence.to_remove(silent_s, spare_s, seen_s=seen_s, limit_s=self._patience_s):
+            self._remove(number, f"nothing was heard of it for {all_s[number]:.1f} s")
         if node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=self._patience_s):
             num_heard = sum(seconds < seen_s for seconds in silent_s.values())
             self._cut_off(f"{num_heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost")

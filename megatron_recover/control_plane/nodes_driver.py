@@ -7,7 +7,7 @@ agents and leaders connect there. The stages of a job:
 2. *Preparing* (`job_start.py`). The nodes examine each other (`NodeShares`). Each node imports,
    makes its dry run and sends `NodeReady`. All get `Launch`.
 3. *Running.* Agents report what happens to their ranks, carry out fences, and form newcomers
-   (`healing.py`).
+   (`healing.py`). Nodes that come now become spares (`late_nodes.py`).
 4. *Over.* All agents get `JobEnds`, and hang up.
 
 A node that cannot take part (`NodeFailed`) ends the job on all nodes before it runs. Later its
@@ -32,6 +32,7 @@ from megatron_recover.control_plane.hangs import Hangs
 from megatron_recover.control_plane.healing import Healing, seats_of, spares_of
 from megatron_recover.control_plane.job_report import JobReport
 from megatron_recover.control_plane.job_start import JobStart, NodesSettings
+from megatron_recover.control_plane.late_nodes import LateNodes
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     DismissReplica,
@@ -115,6 +116,8 @@ class NodesDriver:
         """Number of a node -> the replicas that have ranks there."""
         self._healing: Healing | None = None
         """None: lost replicas are not replaced, or ranks are not started yet."""
+        self._late: LateNodes | None = None
+        """None in the same cases: nodes that come after the start idle."""
         self._scaling: Scaling | None = None
         """None: ranks are not started yet."""
         self._hangs, self._report = Hangs(self._agents, loop), JobReport(self._agents, loop)
@@ -263,6 +266,8 @@ class NodesDriver:
             self._loop.send(link, self._end)
         else:
             self._start.have_idle(agent)
+            if self._late is not None:
+                self._late.take()
 
     def _answer_only(self, link: Link, answer: Message) -> None:
         """Answer an agent that has no part in this job, and wait for nothing from it."""
@@ -299,7 +304,7 @@ class NodesDriver:
         """Take the new link of an agent whose node was removed, and have it fence its ranks."""
         agent.number, agent.is_lost = number, True
         self._add(agent)
-        for replica in self._replicas[number]:
+        for replica in self._replicas.get(number, ()):
             self._loop.send(agent.link, FenceReplica(replica))
         if self._end is not None:
             self._loop.send(agent.link, self._end)
@@ -337,6 +342,10 @@ class NodesDriver:
                 settings, seats_of(ready), spares_of(ready), membership=membership, loop=self._loop, deadlines=self._deadlines,
                 send=lambda node, message: self._send_to((each for each in self._agents if each.number == node), message),
                 hosts=self._hosts_newcomer, wanted=scaling.wanted,
+            )  # fmt: skip
+            self._late = LateNodes(
+                self._start, self._agents, self._healing, loop=self._loop, watch=self._watch, record=self._record,
+                say=self._say,
             )  # fmt: skip
 
     def _launched(self, agent: Agent) -> None:
@@ -381,6 +390,8 @@ class NodesDriver:
                 self._traces.carry(agent.number, message)
             case _ if agent.is_lost or self._stage is Stage.OVER or agent.number < 0:
                 pass  # sent before the agent knew
+            case NodeReady() if self._late is not None:
+                self._late.is_ready(agent, message)
             case NodeShares() | NodeReady() if self._stage is not Stage.PREPARING:
                 pass
             case NodeShares():
@@ -486,7 +497,10 @@ class NodesDriver:
     def _announced(self, new: NewGeneration) -> None:
         self._watch.allow()
         newcomers = tuple(claim.replica for claim in new.joins)
-        self._send_to(self._agents, Roster(new.generation, new.roster, new.losses, new.reason, new.left, newcomers))
+        roster = Roster(new.generation, new.roster, new.losses, new.reason, new.left, newcomers)
+        self._send_to(self._agents, roster)
+        if self._late is not None:
+            self._late.announced(roster)
         self._hangs.judge(condemning.Rostered(new.roster))
         self._send_state()
         self._loop.post(self._heal)  # the machine is in the middle of a step
@@ -504,6 +518,7 @@ class NodesDriver:
         self._hosts[replica] = nodes
         for number in nodes:
             self._replicas[number] = (*self._replicas.get(number, ()), replica)
+            self._watch.use(number)
         self._hangs.host(replica, nodes)
 
     def _fence(self, replica: int) -> None:
@@ -531,8 +546,11 @@ class NodesDriver:
         self._agent_gone(agent, why)
 
     def _link_ended(self, agent: Agent, why: str) -> None:
-        """Handle the end of a link. Only the agent itself can have closed it."""
-        is_proof = agent.link.was_closed or len(self._start.nodes) == 1
+        """Handle the end of a link. Only the agent itself can have closed it.
+
+        A late node without ranks is lost however its link ends: that costs nothing.
+        """
+        is_proof = agent.link.was_closed or len(self._start.nodes) == 1 or self._watch.is_unused(agent.number)
         if self._stage is Stage.RUNNING and agent in self._agents and agent.number >= 0 and not (is_proof or agent.is_lost):
             self._watch.was_reset(agent.number, why)
         else:
@@ -600,7 +618,8 @@ class NodesDriver:
         text = f"node {name}: {detail}" if len(self._start.nodes) > 1 else detail
         if self._healing is not None:
             self._healing.node_lost(agent.number)
-        self._membership.node_lost(replicas, text)
+        if replicas:
+            self._membership.node_lost(replicas, text)
         self._look_at_launch()
 
     def _tell_state(self) -> None:

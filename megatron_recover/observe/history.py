@@ -122,6 +122,7 @@ class History:
         self.node_troubles: list[str] = []
         """A sentence on each node whose trace is absent, cut short or damaged."""
         if isinstance(file, MergedTrace):
+            file.leave_out({event.node for _, event in self.of(trace.NodeLost) if not event.replicas})
             self._bound_gaps(file)
             self.node_troubles += [
                 f"the trace of node {node}{f' ({names[node]})' if node in names else ''} {trouble}"
@@ -262,6 +263,7 @@ class History:
         ranks = range(started.layout.num_ranks if started else 0)
         all_places = ((replica, rank) for replica in self.replicas for rank in ranks)
         gaps = self._by_type[trace.Gap]
+        gaps[:] = [(line, gap) for line, gap in gaps if not merged.is_left_out(gap)]
         gaps += [(0, gap) for gap in merged.lay_on_unread(all_places)]
         for index, (line, gap) in enumerate(gaps):
             assert isinstance(gap, trace.Gap)

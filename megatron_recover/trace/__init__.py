@@ -36,7 +36,7 @@ from megatron_recover.trace.newcomer import (
 from megatron_recover.trace.standstill import (
     CoordinatorLost, CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting, WaitingRank,
 )
-from megatron_recover.trace.node import CoordinatorLeft, NodeLost, NodePlace, NodeSilent, NodesMet
+from megatron_recover.trace.node import CoordinatorLeft, NodeJoined, NodeLost, NodePlace, NodeSilent, NodesMet
 from megatron_recover.trace.failure import Failure, Fault, Fenced, MAX_REASON, Phase, Recovery, SetAside, Thawed, reason_of
 from megatron_recover.trace.event import Event
 from megatron_recover.trace.catalog import LEFT_OUT, LEVELS, NAMES, AnyEvent, name_of

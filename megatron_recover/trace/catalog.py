@@ -16,7 +16,7 @@ from megatron_recover.trace.newcomer import (
     StateRead,
     TurnedAway,
 )
-from megatron_recover.trace.node import CoordinatorLeft, NodeLost, NodeSilent, NodesMet
+from megatron_recover.trace.node import CoordinatorLeft, NodeJoined, NodeLost, NodeSilent, NodesMet
 from megatron_recover.trace.run import (
     Checkpoint,
     ClockRefused,
@@ -66,7 +66,7 @@ AnyEvent = (
     | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
     | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
     | Fault | Thawed | Failure | Fenced | SetAside | Recovery
-    | NodesMet | NodeSilent | NodeLost | CoordinatorLeft
+    | NodesMet | NodeJoined | NodeSilent | NodeLost | CoordinatorLeft
     | RankSilent | RankMoved | LeaderSilent | CoordinatorSilent | CoordinatorLost | Waiting | Strangers
 )  # fmt: skip
 """Every event of a log."""

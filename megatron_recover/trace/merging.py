@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -67,6 +67,8 @@ class _Node:
         self.number, self._folder = number, folder
         self.trouble = ""
         """The damage of the trace; empty if it is whole."""
+        self.is_left_out = False
+        """True if it is known that nothing of its ranks can be missing: it has had none."""
         self.base = 0
         self.leads_s = float("-inf")
         """Seconds by which the clock that is furthest ahead exceeds `t` (Note [Common time])."""
@@ -169,6 +171,16 @@ class MergedTrace:
         """Return what is wrong with the traces of some nodes. Known after `first_pass`."""
         return {node.number: node.trouble for node in self._nodes if node.trouble}
 
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """Expect nothing of nodes that were lost and have had no rank. Called after `first_pass`."""
+        for node in self._nodes:
+            if node.number in numbers and not node.places:
+                node.is_left_out, node.trouble, node.gaps = True, "", []
+
+    def is_left_out(self, gap: Gap) -> bool:
+        """Return whether a gap is one of the agent of a node that is left out."""
+        return gap.replica < 0 and any(node.is_left_out and gap.rank == -node.number for node in self._nodes)
+
     def lay_on_unread(self, places: Iterable[tuple[int, int]]) -> list[Gap]:
         """Note which ranks (replica, rank) the run has; return the gaps of ranks without events.
 
@@ -179,6 +191,8 @@ class MergedTrace:
         silent = set(places).difference(*(node.places for node in self._nodes))
         found: list[Gap] = []
         for node in self._nodes:
+            if node.is_left_out:
+                continue
             if not node.is_readable:
                 node.lacks(silent, 0.0)
                 found += node.gaps

@@ -1,4 +1,4 @@
-"""The events of nodes: which take part, which fall silent, and which are lost."""
+"""The events of nodes: which take part, which come later, fall silent, and are lost."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ class NodesMet(Event, frozen=True, kw_only=True):
     nodes: tuple[NodePlace, ...]
 
 
+class NodeJoined(Event, frozen=True, kw_only=True):
+    """Coordinator: a node that came after the start is ready. All of its slots are spares."""
+
+    node: int
+    name: str
+    slots: int
+
+
 class NodeSilent(Event, frozen=True, kw_only=True):
     """Coordinator: nothing is heard of a node's agent, or it is heard again."""
 
@@ -38,7 +46,10 @@ class CoordinatorLeft(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """Coordinator: a node is removed with all replicas that have ranks on it."""
+    """Coordinator: a node is removed with all replicas that have ranks on it.
+
+    Without replicas it has never had a rank, and no event of it is missing.
+    """
 
     node: int
     name: str
