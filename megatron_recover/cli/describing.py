@@ -78,6 +78,8 @@ def _job_of_several(
     arguments: argparse.Namespace, line: launch_line.Choice, words: Sequence[str], flags: Sequence[str], request: EndRequest
 ) -> tuple[Job, str, Joined]:
     """Meet the other nodes, and return what `job_of` does. A mistake of this node ends all."""
+    if arguments.is_again:
+        line = several_nodes.again(line)
     try:
         rank_start = _judged(arguments, line, words[-1], flags)
         wanted = several_nodes.prepare(arguments, line, words, flags)
@@ -148,6 +150,7 @@ def _described(
         ports=line.nodes.ports,
         node=0 if joined is None or joined.met is None else joined.met.you,
         nodes=() if joined is None or joined.met is None else joined.met.nodes,
+        is_late=joined is not None and joined.met is not None and joined.met.is_late,
         node_s=line.nodes.node_s if line.nodes.is_of_several else None,
         layout=judged.layout, config=judged.config,
         streams=line.streams, signals=line.signals, shutdown_s=line.shutdown_s, numa_binding=line.numa_binding,
@@ -202,10 +205,10 @@ def _refuse_stopped(flags: Sequence[str], *, is_chained: bool) -> None:
 
 
 def _slots(line: launch_line.Choice, joined: Joined | None) -> list[int] | None:
-    """Return the number of processes of each node; None: not given."""
+    """Return the number of processes of each node of the start; None: not given."""
     if joined is None or joined.met is None:
         return None if line.num_processes is None else [line.num_processes]
-    return [node.slots for node in joined.met.nodes]
+    return [node.slots for node in joined.met.at_start]
 
 
 def _folders(line: launch_line.Choice, wanted: Path | None, joined: Joined | None) -> tuple[Path | None, Path]:

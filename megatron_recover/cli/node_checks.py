@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -35,19 +36,21 @@ def refusals(job: Job, joined: Joined | None) -> list[str]:
     """Return a line for each reason why the nodes of a job cannot run it.
 
     Print these lines, and those of what may go wrong, on stderr. With other nodes, all are examined
-    together: all return the same then, and node 0 alone prints what may go wrong. What `run` has
-    judged by itself is left out: interpreter, packages, Megatron, its run directory. Raises
-    `NotMet` if the job ends before.
+    together: all return the same then, and node 0 alone prints what may go wrong. A node that came
+    after the start is examined alone. What `run` has judged by itself is left out: interpreter,
+    packages, Megatron, its run directory. Raises `NotMet` if the job ends before.
     """
     is_of_several = len(job.nodes) > 1 and not is_loopback(job.address)  # else all nodes are on this machine
+    num_ranks = job.num_slots_here if job.is_late else job.num_ranks_here + job.num_spares
     need = Need(
-        num_ranks=job.num_ranks_here + job.num_spares, num_nodes=len(job.nodes) if is_of_several else 1, on_gpus=has_gpu(),
+        num_ranks=num_ranks, num_nodes=len(job.nodes) if is_of_several else 1, on_gpus=has_gpu(),
         ranks_per_gpu=job.config.ranks_per_gpu, folders=folders_of(job.argv, but=[Check.RUN_DIR]),
         has_later_ranks=any(0 not in job.slots(replica) for replica in job.replicas_here),
         address=job.address if len(job.nodes) > 1 else None, environment=inherited_environment(),
     )  # fmt: skip
-    if joined is None or len(job.nodes) < 2:
-        found = [(0, each) for each in examine(need) if each.level != "ok"]
+    if joined is None or len(job.nodes) < 2 or job.is_late:
+        with contextlib.nullcontext() if joined is None else joined.membership.kept():
+            found = [(0, each) for each in examine(need) if each.level != "ok"]
         told = between.lines(found, [host_name()])
         refused = between.lines([each for each in found if each[1].level == "fail"], [host_name()])
     else:

@@ -60,18 +60,25 @@ def main(argv: list[str]) -> int:
     parser = run_flags.parser()
     ours, command = split(argv, parser)
     try:
-        return _main(parser, ours, command)
+        code = _main(parser, ours, command)
+        while code is None:
+            code = _main(parser, ours, command, is_again=True)
+        return code
     except SystemExit as end:
         if "--chained" in ours and parser.refusal:
             _leave_mark(command, int(end.code or 0), parser.refusal, None)
         raise
 
 
-def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> int:
-    """Run a job as `main` does; exit with 2 if the command line is refused."""
+def _main(parser: run_flags.RunParser, ours: list[str], command: list[str], *, is_again: bool = False) -> int | None:
+    """Run a job as `main` does; exit with 2 if the command line is refused.
+
+    Returns None if this node was lost and is to meet the others of its job anew (`is_again`).
+    """
     if found := misplaced(ours, [*FLAGS, *recover_flags()]):
         parser.error("\n".join(found))
     arguments = parser.parse_args(ours)
+    arguments.is_again = is_again
     raise_descriptor_limit()  # before nodes meet: the coordinator has two connections for each node, or more
     existed = run_dirs.exists(arguments.run_dir)
     wanted, job, chaos_text, joined = _described(parser, arguments, command)
@@ -105,7 +112,8 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str]) -> i
         is_refused = exit_code == ExitCode.BAD_INPUT
         if exit_code in ending.STOPS and job.node == 0 and (arguments.chained or not is_refused):
             _leave_mark(command, exit_code, launcher.reason, None if is_refused else job.run_dir)
-        return _ended(launcher, job, exit_code, existed=existed, quiet=arguments.quiet)
+        code = _ended(launcher, job, exit_code, existed=existed, quiet=arguments.quiet)
+        return None if launcher.starts_anew else code
 
 
 def _without_room(job: Job, error: OSError, *, existed: bool) -> int:

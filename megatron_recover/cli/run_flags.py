@@ -57,6 +57,7 @@ def parser() -> RunParser:
         epilog="A replica is TP x PP x CP x lanes processes. --global-batch-size is that of the "
         "whole job. Exit codes: docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
     )
+    made.set_defaults(is_again=False)  # True: this node was lost, and meets the others of its job anew
     add_flags(made)
     return made
 

@@ -32,6 +32,11 @@ from megatron_recover.megatron.launch.preflight import Undecided
 from megatron_recover.observe.files import LOGS
 
 
+_AGAIN_S = 60
+"""Longest wait in seconds for the coordinator of a job that goes on, of which this node was lost.
+The job may end meanwhile."""
+
+
 class Wanted(NamedTuple):
     """The contribution of a node to the meeting with others."""
 
@@ -56,6 +61,11 @@ def prepare(arguments: argparse.Namespace, line: Choice, words: Sequence[str], f
         keys.key_of_several(line.nodes.key_file), line.num_processes, undecided.config.deadlines,
         tuple(_alike(arguments, line, words, flags)),
     )  # fmt: skip
+
+
+def again(line: Choice) -> Choice:
+    """Return the launch line for a node that was lost and meets the others of its job anew."""
+    return msgspec.structs.replace(line, nodes=msgspec.structs.replace(line.nodes, join_s=min(line.nodes.join_s, _AGAIN_S)))
 
 
 def join(arguments: argparse.Namespace, line: Choice, wanted: Wanted, request: EndRequest) -> tuple[Joined, str]:
@@ -151,8 +161,11 @@ def notes(job: Job, wanted: Path | None = None) -> Iterator[str]:
         return
     if job.node and wanted is not None and wanted.resolve() != (whole := job.run_dir.parent.parent).resolve():
         yield f"--run-dir {wanted} changes nothing here: the run directory is that of node 0, {whole}"
-    here = f"node {job.node} of {len(job.nodes)} runs {job.num_ranks_here} ranks"
-    yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
+    if job.is_late:
+        yield f"this node came after the start of the job, as node {job.node}: its {job.num_slots_here} slots are to be spares"
+    else:
+        here = f"node {job.node} of {len(job.nodes)} runs {job.num_ranks_here} ranks"
+        yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
     has_ranks = any(slot.node == 0 for slots in job.placement.replicas for slot in slots)
     yield about_the_coordinator(job.nodes[0].name, saves=job.save is not None, has_ranks=has_ranks)
     if (

@@ -8,7 +8,7 @@ is given up once no rank of this node is left either. Node 0 then waits for the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.job import Job
@@ -30,12 +30,12 @@ class CoordinatorLoss:
 
     def __init__(
         self, job: Job, recording: Recording, fences: Fences, *, loop: Loop, deadlines: Deadlines,
-        end: Callable[[int, str], None], hosts: Callable[[], Iterable[int]], num_signals: Callable[[], int],
+        end: Callable[[int, str], None], hosts: Callable[[], Mapping[int, str]], num_signals: Callable[[], int],
     ) -> None:  # fmt: skip
         """`end(exit_code, reason)` ends the run on this node.
 
-        `hosts()` returns the numbers of the nodes with ranks of replicas that live, as far as the
-        coordinator has told node 0. `num_signals()` returns how many signals have come.
+        `hosts()` returns number and name of the nodes with ranks of replicas that live, as far as
+        the coordinator has told node 0. `num_signals()` returns how many signals have come.
         """
         self._job, self._recording, self._fences = job, recording, fences
         self._loop, self._deadlines, self._end = loop, deadlines, end
@@ -135,7 +135,8 @@ class CoordinatorLoss:
         The wait ends this run as they end, or by a signal.
         """
         if self._others is None:
-            others = [number for number in self._hosts() if number] if has_begun and not self._job.node else []
+            hosts = self._hosts() if has_begun and not self._job.node else {}
+            others = {number: name for number, name in hosts.items() if number}
             if not others:
                 return False
             self.knows_end = False

@@ -8,16 +8,18 @@ written by threads of this module, never by the thread of the launcher.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron_recover.cluster.job import Job
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     NodeGone,
+    NodeState,
     TraceDone,
     TraceEnds,
     TraceNext,
@@ -49,6 +51,9 @@ class Collector:
         self._job, self._loop, self._deadlines, self._send = job, loop, deadlines, send
         self._news: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._awaited = {node.number for node in job.nodes if node.number}
+        self._names = {node.number: node.name for node in job.nodes}
+        self._late: set[int] = set()
+        """Nodes that came after the start, and have been spares."""
         self._missing: dict[int, str] = {}
         """Node -> why its trace is missing or has no end."""
         self._gatherers: dict[int, Gatherer] = {}
@@ -62,6 +67,19 @@ class Collector:
     def handle(self, message: Message) -> None:
         """Take a message about the trace of another node."""
         self._news.put(message)
+
+    def note(self, nodes: Iterable[NodeState]) -> None:
+        """Wait also for the traces of nodes that came after the start. Call it before `finish`.
+
+        One that is lost and has had no rank is not awaited.
+        """
+        for node in nodes:
+            if node.number not in self._names and node.state == "spare":
+                self._names[node.number] = node.name
+                self._late.add(node.number)
+                self._awaited.add(node.number)
+            elif node.number in self._late and node.state == "lost" and not node.replicas:
+                self._awaited.discard(node.number)
 
     def finish(self, is_hurried: Callable[[], bool]) -> list[str]:
         """Return when all traces have their end, or wait no longer; return a line for each other.
@@ -83,14 +101,17 @@ class Collector:
         if is_hurried():
             late = "a signal ended the wait for it"
         missing = dict.fromkeys(self._awaited.copy(), late) | self._missing
-        names = {node.number: node.name for node in self._job.nodes}
         return [
-            f"the trace of node {node} ({names[node]}) is missing or has no end: {missing[node]}" for node in sorted(missing)
+            f"the trace of node {node} ({self._names[node]}) is missing or has no end: {missing[node]}"
+            for node in sorted(missing)
         ]
 
     # --- The thread -------------------------------------------------------------------------------
 
     def _collect(self) -> None:
+        for node in self._late & self._awaited:  # `run.json` lists those of the start only; a reader sees the folder
+            with contextlib.suppress(OSError):
+                folder_of(self._job.run_dir, node).mkdir(parents=True, exist_ok=True)
         while not self._is_over and (self._awaited or not self._news.empty()):
             try:
                 message = self._news.get(timeout=_LOOK_S)

@@ -88,7 +88,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement | None = None
     """The slot of every rank. None: all ranks are on this node."""
     nodes: tuple[NodePlace, ...] = ()
-    """All nodes of the job, if there are several."""
+    """All nodes of the job, if there may be several, as this node met them."""
+    is_late: bool = False
+    """True if this node came after the start: it has no rank of the start, and all of its slots are
+    spares."""
     address: str = HOST
     """Address at which the processes of this node listen."""
     ports: Ports | None = None
@@ -125,6 +128,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def spares(self) -> tuple[int, ...]:
         """Return the slots of this node that have no rank at the start, ascending."""
+        if self.is_late:
+            return tuple(range(self.nodes[self.node].slots))
         if self.placement is None:
             num_ranks = self.num_replicas * self.num_ranks
             return tuple(range(num_ranks, num_ranks + self.num_spares))
@@ -138,6 +143,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def replicas_here(self) -> tuple[int, ...]:
         """Return the replicas that have ranks on this node, ascending."""
         return tuple(replica for replica in range(self.num_replicas) if self.slots(replica))
+
+    @property
+    def num_slots_here(self) -> int:
+        """Return the number of slots of this node."""
+        return self.num_ranks_here + len(self.spares)
 
     @property
     def ranks_here(self) -> list[tuple[int, int]]:

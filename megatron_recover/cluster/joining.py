@@ -363,7 +363,7 @@ class _Heard:
                 self.end, self.too_few = NotMet(exit_code, reason), message.too_few
             case Idle(reason=reason):
                 self.is_idle = True
-                _say(self._if_idle or f"{reason}: this node waits for the end of the job")
+                _say(self._if_idle or f"{reason}: this node waits for the end of the job, or until it can be a spare")
             case GivesUp(reason):
                 self.gives_up = reason
 

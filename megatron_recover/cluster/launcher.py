@@ -59,6 +59,7 @@ from megatron_recover.control_plane.node_messages import (
     Roster,
     Say,
     ScaleAnswer,
+    StartAnew,
     StartReplica,
     TellKnown,
     TraceDone,
@@ -69,7 +70,7 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.control_plane.wire import Message
 from megatron_recover.core import policy
-from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.exit_code import GOES_ON_ELSEWHERE, ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.descriptor_limit import raise_descriptor_limit
 from megatron_recover.host.reachable import interface_of, interfaces
@@ -117,7 +118,7 @@ class Launcher:
         self._sealed_key = keys.sealed(self._key)
         with descriptors_needed():
             self._clock_memory = (
-                node_clock.create(job.num_ranks_here + len(job.spares)) if joined is None else joined.clock_memory
+                node_clock.create(job.num_slots_here) if joined is None else joined.clock_memory
             )
         self._clock = NodeClock(self._clock_memory) if joined is None else joined.clock
         self._started_at = time.monotonic()
@@ -154,6 +155,7 @@ class Launcher:
         self._newcomers: Newcomers
         self._requests: Requests
         self._loss: CoordinatorLoss
+        self._starts_anew = False
         self._why_lost = ""
         """Reason why the coordinator has given up; empty: it has not."""
 
@@ -244,6 +246,11 @@ class Launcher:
     def _promise(self) -> str:
         """Return what becomes of a signal in training, for the user who sent it."""
         return "this node ends, and the job goes on" if self._fences.is_out_of_job else self._loss.promise()
+
+    @property
+    def starts_anew(self) -> bool:
+        """Return whether this node is to meet the others anew: it was lost, and nobody ends it."""
+        return self._starts_anew and not (self._end.is_requested or self._end.is_hurried())
 
     @property
     def reason(self) -> str:
@@ -434,6 +441,9 @@ class Launcher:
                 self._look_at_coordinator()  # it is heard again
                 self._end.begin(exit_code, reason, at_once=at_once)
                 self._newcomers.end(self._roster)
+            case StartAnew():
+                self._starts_anew = not self._end.has_come
+                self._end.begin(ExitCode.OK, f"this node was lost, and meets the others anew; {GOES_ON_ELSEWHERE}")
             case DrainAnswer() | ScaleAnswer():
                 self._requests.answered(message)
             case NodeGone() | TraceOffer() | TracePart() | TraceEnds() | TraceNext() | TraceDone() if (
@@ -442,6 +452,8 @@ class Launcher:
                 self._gathering.handle(message)
             case JobState():
                 self._requests.keep(message)
+                if isinstance(self._gathering, Collector):
+                    self._gathering.note(message.nodes)
             case GivesUp(reason):
                 self._why_lost = reason
             case _:

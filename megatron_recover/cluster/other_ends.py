@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,9 +49,9 @@ class JobEnd(NamedTuple):
 class OtherEnds:
     """Waits for the ends of other nodes. The launcher's thread uses it; one of its own reads."""
 
-    def __init__(self, job: Job, nodes: Iterable[int], *, loop: Loop, deadlines: Deadlines) -> None:
-        """Begin to wait for `nodes`, which have ranks of replicas that live."""
-        self._names: Mapping[int, str] = {number: job.nodes[number].name for number in sorted(nodes)}
+    def __init__(self, job: Job, nodes: Mapping[int, str], *, loop: Loop, deadlines: Deadlines) -> None:
+        """Begin to wait for `nodes` (number -> name), which have ranks of replicas that live."""
+        self._names: Mapping[int, str] = dict(sorted(nodes.items()))
         self._run_dir, self._loop, self._patience_s = job.run_dir, loop, deadlines.deadline_s
         self._heard_at = dict.fromkeys(self._names, loop.time())
         """Node -> time of the loop's clock when its files were last seen to have changed."""

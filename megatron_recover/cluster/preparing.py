@@ -48,7 +48,8 @@ class Preparation:
         job = self._job
         modules = ", ".join(name for name in job.preload if ":" not in name) or "nothing"
         how = "once for" if job.rank_start == "fork" else "in each of"
-        self._recording.says(f"importing {modules} {how} {job.num_ranks_here} ranks")
+        who = f"{job.num_slots_here} spare slots" if job.is_late else f"{job.num_ranks_here} ranks"
+        self._recording.says(f"importing {modules} {how} {who}")
         said_at, said = self._loop.time(), ""
 
         def are_imported() -> bool:
@@ -89,9 +90,10 @@ class Preparation:
         return True
 
     def _is_allowed(self) -> bool:
-        """Report this node ready; return whether all nodes are."""
+        """Report this node ready; return whether all nodes are. A late node waits for no other."""
         self._membership.send(self._starting.listen())
-        late = f"not all nodes were ready {self._deadline_s:.0f} s after this one"
+        whose = "the coordinator did not answer" if self._job.is_late else "not all nodes were ready"
+        late = f"{whose} {self._deadline_s:.0f} s after this one"
         return self._until(lambda: self._starting.is_allowed, lambda: late) is not None
 
     def _until[Answer](self, answer: Callable[[], Answer], late: Callable[[], str]) -> Answer | None:

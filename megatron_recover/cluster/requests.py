@@ -65,12 +65,12 @@ class Requests:
             ),
         )  # fmt: skip
 
-    def hosts(self) -> tuple[int, ...]:
-        """Return the numbers of the nodes with ranks of replicas that live, by the newest state."""
+    def hosts(self) -> dict[int, str]:
+        """Return number and name of the nodes with ranks of replicas that live, by newest state."""
         if self._state is None:
-            return tuple(node.number for node in self._job.nodes)
-        roster = frozenset(self._state.roster)
-        return tuple(node.number for node in self._state.nodes if node.state != "lost" and roster.intersection(node.replicas))
+            return {node.number: node.name for node in self._job.nodes}
+        roster, nodes = frozenset(self._state.roster), self._state.nodes
+        return {node.number: node.name for node in nodes if node.state != "lost" and roster.intersection(node.replicas)}
 
     def carry_out(self) -> None:
         """Give the coordinator the requests that were left in the run directory of node 0."""

@@ -224,7 +224,7 @@ class Starting:
             "RANK": str(rank),
             "WORLD_SIZE": str(job.num_ranks),
             "LOCAL_RANK": str(context.gpu),
-            "LOCAL_WORLD_SIZE": str(job.num_ranks_here),
+            "LOCAL_WORLD_SIZE": str(job.num_ranks_here or job.num_slots_here),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             # What torchrun tells of its nodes and restarts: nobody is ever restarted.

@@ -25,6 +25,8 @@ class Agent:
         """True if the node got its number after the start of the job."""
         self.is_spare = False
         """True once newcomers may be formed on such a node."""
+        self.starts_anew = False
+        """True once a node that was lost was told to meet the others anew."""
         self.at_work: tuple[int, ...] = ()
 
 

@@ -5,8 +5,11 @@ It describes the job, imports and makes its dry run like any other node, and sen
 then on its slots are spares, on which newcomers may be formed (`healing.py`).
 
 No other node waits for it or is told of it, except node 0 by the state of the job: an agent talks
-to the coordinator alone, and the members get the addresses of a newcomer with its generation. A
-node that was lost and is started again is such a node, too.
+to the coordinator alone, and the members get the addresses of a newcomer with its generation.
+
+A node that was lost and is started again is such a node, too. If its launcher lives, as after a
+cut, the launcher ends that run once every rank of the job has ended on its node, and comes anew
+(`StartAnew`). So no number is used twice, and nothing of the former run is left in the new one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from megatron_recover.control_plane.agents import Agent, Agents
 from megatron_recover.control_plane.healing import Healing
 from megatron_recover.control_plane.job_start import JobStart
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import JobEnds, Launch, NodeReady, Roster, Say
+from megatron_recover.control_plane.node_messages import JobEnds, Launch, NodeReady, Roster, Say, StartAnew, TraceDone
 from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.core.exit_code import ExitCode
 
@@ -67,6 +70,13 @@ class LateNodes:
         if self._roster is not None:
             self._loop.send(agent.link, self._roster)
         self._healing.node_joined(number, slots)
+
+    def start_anew(self, agent: Agent) -> None:
+        """Have a node that was lost, and has no rank of the job any more, meet the others anew."""
+        if agent.number > 0 and not agent.starts_anew:  # the launcher of node 0 keeps the trace of the job
+            agent.starts_anew = True
+            self._loop.send(agent.link, StartAnew())
+            self._loop.send(agent.link, TraceDone(agent.number))  # node 0 gathers only at the end of the job
 
     def _turn_away(self, agent: Agent, why: str) -> None:
         """End the run on a node that cannot take part. The job goes on."""

@@ -404,6 +404,13 @@ class Idle(Value, frozen=True):
     """The number of the job, as in `Met`."""
 
 
+class StartAnew(Value, frozen=True):
+    """The node was removed, and every rank of the job has ended on it: end this run of the node.
+
+    The node then meets the others anew, and becomes a spare under a new number.
+    """
+
+
 class OtherJob(Value, frozen=True):
     """The answer to the hello of an agent that belongs to another job than this coordinator."""
 
@@ -454,6 +461,7 @@ ToAgent = (
     | TellKnown
     | JobEnds
     | Idle
+    | StartAnew
     | OtherJob
     | GivesUp
     | JobState

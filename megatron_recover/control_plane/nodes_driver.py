@@ -364,6 +364,17 @@ class NodesDriver:
 
     def _from_agent(self, agent: Agent, message: Message) -> None:
         self._watch.heard_of(agent.number)
+        self._handle(agent, message)
+        if agent.is_lost:
+            self._look_at_lost(agent)
+
+    def _look_at_lost(self, agent: Agent) -> None:
+        """Have a node that was lost meet the others anew once all ranks have ended on it."""
+        have_ended = all(agent.number in self._fenced.get(each, ()) for each in self._replicas.get(agent.number, ()))
+        if self._late is not None and have_ended and agent.hello.identity in self._removed and not self.has_ended:
+            self._late.start_anew(agent)
+
+    def _handle(self, agent: Agent, message: Message) -> None:
         match message:
             case NodeBeat():
                 self._loop.send(agent.link, NodeBeat())

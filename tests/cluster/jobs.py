@@ -259,6 +259,13 @@ def main() -> int:
         "sums_dir": spec.sums_dir,
     }
     os.chdir(ROOT)
+    while (code := _run(spec, settings)) is None:  # as `cli/run.py` does it
+        pass
+    return code
+
+
+def _run(spec: Spec, settings: dict[str, Any]) -> int | None:
+    """Run the job; None if this node is to meet the others anew."""
     others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time
     deadlines = msgspec.structs.replace(spec.config.deadlines, **others)
     joined, in_job = _joined(spec, deadlines)
@@ -277,7 +284,11 @@ def main() -> int:
     )
     if isinstance(launcher, _Draining):
         launcher.drains = spec.drains
-    return launcher.run()
+    code = launcher.run()
+    if not launcher.starts_anew:
+        return code
+    launcher.release_signals()
+    return None
 
 
 def _joined(spec: Spec, deadlines: Deadlines) -> tuple[Joined | None, dict[str, Any]]:
@@ -296,11 +307,11 @@ def _joined(spec: Spec, deadlines: Deadlines) -> tuple[Joined | None, dict[str, 
     folder = Path(met.run_dir)
     if met.you:
         folder = claim_folder(folder / "nodes" / str(met.you), LOGS)
-    slots = [node.slots for node in met.nodes]
+    slots = [node.slots for node in met.at_start]
     placement = place(slots, num_replicas=spec.replicas, num_ranks=spec.ranks)
     return joined, {
-        "run_dir": folder, "node": met.you, "nodes": met.nodes, "placement": placement, "address": here.address,
-        "ports": spec.meeting.ports, "node_s": spec.meeting.node_s,
+        "run_dir": folder, "node": met.you, "nodes": met.nodes, "is_late": met.is_late, "placement": placement,
+        "address": here.address, "ports": spec.meeting.ports, "node_s": spec.meeting.node_s,
     }  # fmt: skip
 
 

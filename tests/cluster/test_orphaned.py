@@ -22,7 +22,7 @@ from megatron_recover.core.exit_code import ExitCode
 def _facts(**given: Any) -> Any:
     """Return what a launcher knows: its job, deadlines, loop and what others have told it."""
     facts: Any = SimpleNamespace(
-        nodes=(), node=0, silence_s=1.0, node_s=10.0, deadline_s=60.0, now=0.0, hosts=(), num_signals=0, said=[]
+        nodes=(), node=0, silence_s=1.0, node_s=10.0, deadline_s=60.0, now=0.0, hosts={}, num_signals=0, said=[]
     )  # fmt: skip
     facts.says, facts.time = facts.said.append, lambda: facts.now
     facts.__dict__.update(given)
@@ -109,7 +109,8 @@ class _Waits:
         self.run_dir, self.ends = run_dir, list[int]()
         fences: Any = SimpleNamespace(is_nobody_left=True)
         names = tuple(SimpleNamespace(name=f"n{number}") for number in range(3))
-        self.facts = _facts(nodes=names, run_dir=run_dir, hosts=hosts, num_signals=num_signals)
+        where = {number: f"n{number}" for number in hosts}
+        self.facts = _facts(nodes=names, run_dir=run_dir, hosts=where, num_signals=num_signals)
         self.loss = _loss(fences, self.ends, self.facts)
         self.loss.begin("closed by the other end", has_begun=True)
         self.turn()

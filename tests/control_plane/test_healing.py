@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import pytest
 from msgspec.structs import replace
@@ -45,11 +46,14 @@ def start() -> Iterator[Start]:
     made: list[Town] = []
 
     def starting(
-        *nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS, lost: tuple[int, ...] = ()
-    ) -> tuple[Town, list[Agent]]:
-        town = Town(least=len(nodes), most=len(nodes), node_silence_s=1000.0)
+        *nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS, lost: tuple[int, ...] = (),
+        node_silence_s: float = 1000.0, hello: Mapping[str, object] = MappingProxyType({}), early: int | None = None,
+    ) -> tuple[Town, list[Agent]]:  # fmt: skip
+        """`hello`: fields of each. `early`: a node of this number comes once the others have met."""
+        town = Town(least=len(nodes), most=len(nodes), node_silence_s=node_silence_s)
         made.append(town)
-        agents = town.meet(len(nodes))
+        agents = town.meet(len(nodes), **hello)
+        town.early = [] if early is None else [Agent(town, early, **hello)]
         town.num_replicas, led = len({replica for seats, _ in nodes for replica in seats}), set[int]()
         for agent, (seats, spares) in zip(agents, nodes, strict=True):
             mine = [replica for replica in seats if replica not in led]

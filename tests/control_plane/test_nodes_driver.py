@@ -104,6 +104,8 @@ class Town:
         self.events: list[trace.Event] = []
         self.links: dict[int, OutgoingLink] = {}
         """Of the leaders, by their replicas."""
+        self.early: list[Agent] = []
+        """Nodes that came after the meeting and before training."""
         listener = listen("127.0.0.1:0")
         self.address = address_of(listener)
         given = {"join_s": 20.0, "last_call_s": 0.2, "node_silence_s": 0.5, **settings}
@@ -134,8 +136,8 @@ class Town:
                 agent.say(NodeBeat())
             self.turn(0.01)
 
-    def meet(self, num_nodes: int = 3) -> list[Agent]:
-        agents = [Agent(self, number) for number in range(num_nodes)]
+    def meet(self, num_nodes: int = 3, **hello: object) -> list[Agent]:
+        agents = [Agent(self, number, **hello) for number in range(num_nodes)]
         self.until(lambda: all(agent.of(Met) for agent in agents))
         return agents
 

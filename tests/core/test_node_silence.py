@@ -28,6 +28,15 @@ def test_fewer_than_half_remove_nobody_nor_do_others_than_the_own_node() -> None
     assert removed(LONG) == ()
 
 
+def test_silent_nodes_without_ranks_hold_up_no_removal_and_end_no_job_however_many_they_are() -> None:
+    members, spares = {0: HEARD, 1: LONG}, dict.fromkeys(range(2, 12), LONG)
+    assert to_remove(members, spares, seen_s=SEEN_S, limit_s=LIMIT_S) == (1, *spares)
+    assert to_remove({0: HEARD, 1: HEARD}, spares, seen_s=SEEN_S, limit_s=LIMIT_S) == tuple(spares)
+    heard = dict.fromkeys(spares, HEARD)
+    assert to_remove({0: HEARD, 1: LONG, 2: LONG}, heard, seen_s=SEEN_S, limit_s=LIMIT_S) == (), "nor do they help"
+    assert to_remove({0: HEARD, 1: LONG, 2: LONG}, spares, seen_s=SEEN_S, limit_s=LIMIT_S) == ()
+
+
 def test_of_two_sides_of_a_cut_only_that_of_the_coordinator_removes_and_only_with_half() -> None:
     """INV-6 for each cut of five nodes: there is one coordinator, so a minority around it must remove nobody."""
     for here in itertools.product([True, False], repeat=5):

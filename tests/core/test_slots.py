@@ -288,3 +288,36 @@ def test_whatever_happens_nobody_sits_where_a_former_process_may_live_or_on_a_lo
             living.add(newest)
             newest += 1
         assert found.again_at_s is None or found.again_at_s > now_s
+
+
+@given(st.lists(st.tuples(st.sampled_from(["lose", "join", "lose node", "end", "heal"]), st.integers(0, 7)), max_size=40))
+def test_whatever_nodes_come_and_go_no_slot_has_two_users_and_none_of_a_lost_node_is_used(deeds: list[tuple[str, int]]) -> None:
+    """Two nodes with one replica each; every node that comes gets the next number, also one that was lost before."""
+    pasts, num_nodes, num_replicas = slots.seated({0: seat(0, 0), 1: seat(1, 0)}), 2, 2
+    lost_nodes: set[int] = set()
+    for deed, which in deeds:
+        living = sorted({each.user for each in pasts if each.user is not None and each.is_taken})
+        match deed:
+            case "join":
+                pasts, num_nodes = slots.node_joined(pasts, num_nodes, 2), num_nodes + 1
+            case "lose" if living:
+                pasts = killed(pasts, living[which % len(living)], is_gone=False)
+            case "end":
+                for user in {each.user for each in pasts if each.user is not None and not each.is_taken}:
+                    pasts = slots.gone(pasts, user)
+            case "lose node":
+                lost_nodes.add(which % num_nodes)
+                pasts = slots.node_lost(pasts, which % num_nodes)
+                there = {each.user for each in pasts if each.slot.node == which % num_nodes and each.is_taken}
+                for user in there - {None}:
+                    pasts = slots.gone(killed(pasts, user), user)
+            case "heal":
+                for newcomer in slots.plan(pasts, wanted=2 - len(living), settings=SETTINGS, now_s=1e6).newcomers:
+                    free = {each.slot for each in pasts if not each.is_taken and each.is_gone}
+                    assert {*newcomer.slots} <= free and not lost_nodes & {slot.node for slot in newcomer.slots}
+                    pasts, num_replicas = slots.taken(pasts, num_replicas, newcomer.slots), num_replicas + 1
+        users = [each.user for each in pasts if each.is_taken]
+        assert len({each.slot for each in pasts}) == len(pasts) == 2 * num_nodes
+        assert len(users) == 2 * len({*users}), "a replica has two slots, and a slot one replica"
+    here = [each for each in pasts if each.slot.node not in lost_nodes and not each.is_taken and each.is_gone]
+    assert slots.room(pasts, {each.user for each in pasts if each.is_taken}, SETTINGS).own >= len(here) // 2

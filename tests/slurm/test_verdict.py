@@ -104,7 +104,7 @@ def test_an_end_that_repeats_itself_leaves_a_mark_and_no_other(
 
     launcher = SimpleNamespace(
         run=lambda: code, release_signals=lambda: None, has_begun=True, untraced=[], reason="of that", is_recorded=False,
-        is_hurried=lambda: False, knows_end=True,
+        is_hurried=lambda: False, knows_end=True, starts_anew=False,
     )  # fmt: skip
     monkeypatch.setattr(describing, "job_of", job)
     monkeypatch.setattr(run, "Launcher", lambda *arguments, **named: launcher)

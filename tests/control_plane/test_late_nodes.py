@@ -1,0 +1,246 @@
+"""Nodes that come after the start of a job: the coordinator makes spares of them, or turns them away, and nobody waits."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from megatron_recover import trace
+from megatron_recover.control_plane.node_messages import (
+    EndAsked,
+    FenceDone,
+    FenceReplica,
+    FormReplica,
+    Idle,
+    JobEnds,
+    JobState,
+    Launch,
+    Met,
+    NodeBeat,
+    NodeFailed,
+    NodeReady,
+    Roster,
+    SlotsReady,
+    StartAnew,
+    StartReplica,
+    TraceDone,
+)
+from megatron_recover.core.coordinator import MembershipSettings
+from megatron_recover.core.exit_code import ExitCode
+from tests.control_plane.test_healing import SETTINGS, Start, said, start
+from tests.control_plane.test_nodes_driver import Agent, Town
+
+__all__ = ["start"]
+pytestmark = pytest.mark.timeout(120)
+SHARED = MembershipSettings(num_replicas=2)
+READY = NodeReady(SHARED, (), (), (), (), (0, 1), SETTINGS)
+TWO_NODES = (({0: ((0, 0), (1, 1))}, ()), ({1: ((0, 0), (1, 1))}, ()))
+"""Two nodes with a replica each, and no slot left."""
+
+
+def come(town: Town, number: int, **hello: object) -> Agent:
+    """Have a late node come, and wait until the coordinator has answered."""
+    late = Agent(town, number, **{"slots": 1, **hello})
+    town.until(lambda: late.of(Met) or late.of(JobEnds))
+    return late
+
+
+def states(agent: Agent) -> list[tuple[int, str, str]]:
+    return [(node.number, node.name, node.state) for node in agent.of(JobState)[-1].nodes]
+
+
+def lose_node(town: Town, agents: list[Agent]) -> None:
+    """Have node 1 be lost with replica 1, by the end of its agent."""
+    agents[1].hang_up()
+    town.until(lambda: town.announced(0)[-1].new.roster == (0,))
+
+
+def test_a_late_node_becomes_a_spare_and_takes_the_place_of_one_that_is_lost(start: Start) -> None:
+    town, agents = start(*TWO_NODES)
+    late = come(town, 5)
+    [met] = late.of(Met)
+    assert (met.you, met.run_dir, met.is_late) == (2, "/run0", True)
+    assert [node.name for node in met.nodes] == ["n0", "n1", "n5"] and [node.name for node in met.at_start] == ["n0", "n1"]
+    town.run(0.2, *agents, late)
+    assert states(agents[0])[-1] == (2, "n5", "idle") and not town.of(trace.NodeJoined)
+    late.say(READY)
+    town.until(lambda: late.of(Launch) and late.of(Roster))
+    assert late.of(Launch) == [Launch(())] and late.of(Roster)[-1].roster == (0, 1)
+    town.run(0.2, *agents, late)
+    assert states(agents[0])[-1] == (2, "n5", "spare")
+    assert [(each.node, each.name, each.slots) for each in town.of(trace.NodeJoined)] == [(2, "n5", 1)]
+    assert not late.of(FormReplica) and len(town.announced(0)) == 1, "nobody is missing, and no member is told"
+
+
+def test_the_slots_of_a_late_node_form_the_replica_that_is_missing(start: Start) -> None:
+    town, agents = start(*TWO_NODES)
+    lose_node(town, agents)
+    assert "node 1 is lost" in said(agents[0])
+    late = come(town, 5, slots=1)
+    late.say(READY)
+    other = come(town, 6, slots=1)
+    town.run(0.2, agents[0], late, other)
+    assert not late.of(FormReplica), "one slot is too few for a replica of two ranks"
+    other.say(READY)
+    town.until(lambda: late.of(FormReplica) and other.of(FormReplica))
+    assert late.of(FormReplica) == [FormReplica(2, ((0, 0),), True)]
+    assert other.of(FormReplica) == [FormReplica(2, ((1, 0),), True)]
+    late.say(SlotsReady(2, "a:22", "a:33"))
+    other.say(SlotsReady(2))
+    town.until(lambda: late.of(StartReplica) and other.of(StartReplica))
+    assert len(town.announced(0)) == 2, "for the loss; the newcomer has not claimed yet"
+
+
+def test_late_nodes_that_come_before_training_begins_are_taken_then_and_not_without_healing(start: Start) -> None:
+    for settings, is_taken in ((SETTINGS, True), (None, False)):
+        town, agents = start(*TWO_NODES, settings=settings, early=5)
+        [early] = town.early
+        town.run(0.2, *agents, early)
+        assert early.of(Idle) and bool(early.of(Met)) is is_taken
+
+
+ALIKE = {"alike": (("megatron-recover", "1.0"), ("--lr", "1")), "address": "10.0.0.1", "run_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("hello", "why"),
+    [
+        ({"alike": (("megatron-recover", "1.1"), ("--lr", "1"))}, "megatron-recover is 1.1 on n5, and 1.0 on n0"),
+        ({"alike": (("megatron-recover", "1.0"), ("--lr", "2"))}, "--lr is 2 on n5, and 1 on n0"),
+        ({"slots": 3}, "--nproc-per-node is 3 on n5, and 1 on the nodes of the job; use the same on all nodes"),
+        ({"run_dir": "/run5"}, "it started a coordinator of its own"),
+        ({"address": "::1"}, "its address is ::1, and that of n0 is 10.0.0.1"),
+        ({"run_id": "b"}, "--rdzv-id is b on n5, and a on n0"),
+    ],
+    ids=["version", "launch line", "slots", "coordinator", "family", "id"],
+)
+def test_a_late_node_that_does_not_fit_is_turned_away_by_name_and_the_job_goes_on(
+    start: Start, hello: dict[str, object], why: str
+) -> None:
+    town, agents = start(*TWO_NODES, hello=ALIKE)
+    late = come(town, 5, **{**ALIKE, **hello})
+    [end] = late.of(JobEnds)
+    assert end.exit_code == ExitCode.BAD_INPUT and end.reason.startswith("n5 cannot join the job, which goes on: ")
+    assert why in end.reason and why in said(agents[0])
+    late.say(READY)
+    late.hang_up()
+    town.run(0.2, *agents)
+    assert not any(agent.of(JobEnds) for agent in agents) and not town.of(trace.NodeJoined) and not town.of(trace.NodeLost)
+    good = come(town, 6, **{**ALIKE, "node_rank": 1})
+    assert good.of(Met)[0].you == 2, "the number of a node decides nothing any more"
+
+
+@pytest.mark.parametrize(
+    "ready",
+    [replace(READY, settings=MembershipSettings(num_replicas=3)), replace(READY, healing=replace(SETTINGS, num_ranks=1)),
+     replace(READY, healing=None)],
+    ids=["replicas", "ranks", "no healing"],
+)  # fmt: skip
+def test_a_late_node_that_describes_another_job_is_turned_away(start: Start, ready: NodeReady) -> None:
+    town, agents = start(*TWO_NODES)
+    late = come(town, 5)
+    late.say(ready)
+    town.until(lambda: late.of(JobEnds))
+    assert "its flags make another job than those of node 0" in late.of(JobEnds)[0].reason
+    town.run(0.2, *agents)
+    assert not late.of(Launch) and [name for _, name, _ in states(agents[0])] == ["n0", "n1"]
+    lose_node(town, agents)
+    town.run(0.2, agents[0])
+    assert not late.of(FormReplica)
+
+
+@pytest.mark.parametrize("how", ["dies", "is reset", "fails", "hangs"])
+@pytest.mark.parametrize("when", ["preparing", "spare"])
+def test_a_late_node_that_is_gone_before_it_is_used_costs_nobody_anything(start: Start, how: str, when: str) -> None:
+    """So do ten of them: they are no majority of the nodes."""
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    late = [come(town, number) for number in range(5, 15)]
+    town.run(0.02, *agents)
+    if when == "spare":
+        for agent in late:
+            agent.say(READY)
+        town.until(lambda: all(agent.of(Launch) for agent in late))
+    for agent in late:
+        if how == "dies":
+            agent.hang_up()
+        elif how == "is reset":
+            agent.reset()
+        elif how == "fails":
+            agent.say(NodeFailed(ExitCode.FAILED, "it cannot import"))
+    town.run(1.0, *agents)
+    assert len(town.announced(0)) == 1 and not any(agent.of(JobEnds) for agent in agents)
+    lost = town.of(trace.NodeLost)
+    assert sorted(event.node for event in lost) == [*range(2, 12)] and all(event.replicas == () for event in lost)
+    good = come(town, 20)
+    assert good.of(Met)[0].you == 12, "no number is used twice"
+    good.say(READY)
+    more = come(town, 21)
+    more.say(READY)
+    lose_node(town, agents)
+    town.until(lambda: good.of(FormReplica) and more.of(FormReplica))
+
+
+def test_silent_late_nodes_hold_up_no_removal_of_a_member(start: Start) -> None:
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    for number in range(5, 9):
+        come(town, number)
+    town.run(0.4, *agents)
+    town.run(0.8, agents[0])
+    assert town.announced(0)[-1].new.roster == (0,), "one of two members is heard, and that is half"
+
+
+def test_a_node_that_was_used_counts_like_any_other(start: Start) -> None:
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    lose_node(town, agents)
+    late = [come(town, number) for number in (5, 6)]
+    for agent in late:
+        agent.say(READY)
+    town.until(lambda: all(agent.of(FormReplica) for agent in late))
+    town.run(0.7, agents[0])
+    assert not [event for event in town.of(trace.NodeLost) if event.node > 1], "one of three is heard"
+    town.run(0.9, agents[0], late[0])
+    [lost] = [event for event in town.of(trace.NodeLost) if event.node > 1]
+    assert (lost.node, lost.replicas) == (3, (2,))
+
+
+def test_a_lost_node_whose_launcher_lives_starts_anew_once_its_ranks_have_ended(start: Start) -> None:
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    town.run(0.8, agents[0])
+    assert town.announced(0)[-1].new.roster == (0,)
+    agents[1].say(NodeBeat())
+    town.until(lambda: FenceReplica(1) in agents[1].received)
+    town.run(0.1, *agents)
+    assert not agents[1].of(StartAnew), "its ranks may live"
+    agents[1].say(FenceDone(1))
+    town.until(lambda: agents[1].of(StartAnew))
+    town.run(0.2, *agents)
+    assert len(agents[1].of(StartAnew)) == 1 and agents[1].of(TraceDone) == [TraceDone(1)] and not agents[0].of(StartAnew)
+    agents[1].hang_up()
+    again = come(town, 9, name="n1")
+    assert again.of(Met)[0].you == 2
+    again.say(READY)
+    town.run(0.2, agents[0], again)
+    assert states(agents[0]) == [(0, "n0", "here"), (1, "n1", "lost"), (2, "n1", "spare")]
+
+
+def test_a_spare_whose_link_was_reset_comes_anew(start: Start) -> None:
+    town, agents = start(*TWO_NODES)
+    late = come(town, 5)
+    late.say(READY)
+    town.until(lambda: late.of(Launch))
+    late.reset()
+    town.until(lambda: town.of(trace.NodeLost))
+    back = Agent(town, 5, job=late.of(Met)[0].job)
+    town.run(0.1, *agents)
+    back.say(NodeBeat())
+    town.until(lambda: back.of(StartAnew))
+
+
+def test_a_signal_to_a_late_node_ends_it_alone(start: Start) -> None:
+    town, agents = start(*TWO_NODES)
+    late = come(town, 5)
+    late.say(EndAsked("SIGTERM"))
+    town.until(lambda: late.of(JobEnds))
+    assert late.of(JobEnds)[0].exit_code == ExitCode.INTERRUPTED
+    town.run(0.2, *agents)
+    assert not any(agent.of(JobEnds) for agent in agents)
