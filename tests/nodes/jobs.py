@@ -62,6 +62,10 @@ class NodesJob:
         )  # fmt: skip
         return node.start(command(msgspec.structs.replace(self.spec, meeting=meeting)))
 
+    def start_late(self, node: Node) -> None:
+        """Start an agent that comes after the start of the job, or comes back."""
+        self.agents[node.name] = self._start(node)
+
     def history(self) -> History:
         """Return what its ranks have applied until now."""
         return History.read(self.sums)
