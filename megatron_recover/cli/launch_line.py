@@ -75,7 +75,7 @@ _NUM_PROCESSES = "--nproc-per-node"
 _ONE_NODE = "all processes are on this node, and they meet without an address"
 _SIGNALS = ",".join(signal.Signals(number).name for number in TOLD_TO_ALL)
 TORCHRUN = (
-    Flag("--nnodes", "taken", "number of nodes, N or MIN:MAX (default: 1)"),
+    Flag("--nnodes", "taken", "number of nodes, N or MIN:MAX; nodes that come later are spares (default: 1)"),
     Flag(_NUM_PROCESSES, "taken", "number of processes on this node: a number, gpu, cpu or auto (needed, unless --replicas is "
          "given)"),
     Flag("--rdzv-backend", "taken", "c10d or static, which are alike on one node: several nodes meet at --rdzv-endpoint, with "

@@ -35,7 +35,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     least_nodes: int = 1
     """Number of nodes with which the job may start."""
     most_nodes: int = 1
-    """Number of nodes that the job takes. More nodes wait without work."""
+    """Number of nodes with which the job starts at most. Nodes that come later are spares."""
     node_rank: int | None = None
     """Number that the user gives this node; None: the node gets one when it joins."""
     host: str = HOST
