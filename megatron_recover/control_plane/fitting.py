@@ -41,7 +41,7 @@ def mistake_of_late(late: NodeHello, first: NodeHello, sizes: Collection[int]) -
         return _SECOND_COORDINATOR
     if late.slots not in sizes:
         there = " or ".join(map(str, sorted({*sizes})))
-        return f"--nproc-per-node is {late.slots} on {late.name}, and {there} on the nodes of the job; use the same on all nodes"
+        return f"--nproc-per-node is {late.slots} on {late.name}, and {there} on the nodes of the start; use the same"
     return _difference(late, first)
 
 

@@ -83,6 +83,8 @@ class JobStart:
         """Number of the nodes that met at the start, the first of `nodes`."""
         self._first: NodeHello | None = None
         """The hello of node 0, which may be gone later; None until the nodes have met."""
+        self._settings_of_job: MembershipSettings | None = None
+        """The settings on which all nodes agree; None until they are ready."""
         self._job = secrets.randbits(63)
         """A random number that tells this job from other starts at the same endpoint."""
         self._is_over = False
@@ -196,6 +198,7 @@ class JobStart:
             if each.ready is not None and each.ready.settings != described[0].settings:
                 self._refuse(each, "its flags make another job than those of node 0; use the same")
                 return
+        self._settings_of_job = described[0].settings
         self._are_all_ready = True
         self._all_ready()
 
@@ -219,8 +222,9 @@ class JobStart:
 
     @property
     def settings(self) -> MembershipSettings:
-        """Return the settings of the job, on which all nodes agree."""
-        return self._ready[0].settings
+        """Return the settings of the job, on which all nodes agree, also when they are gone."""
+        assert self._settings_of_job is not None
+        return self._settings_of_job
 
     @property
     def replicas(self) -> Mapping[int, tuple[int, ...]]:

@@ -82,5 +82,6 @@ class LateNodes:
         """End the run on a node that cannot take part. The job goes on."""
         agent.is_lost = True
         self._watch.forget(agent.number)
-        self._loop.send(agent.link, JobEnds(ExitCode.BAD_INPUT, f"{agent.hello.name} cannot join the job, which goes on: {why}"))
-        self._say(Say(f"node {agent.hello.name} has come late and is turned away: {why}"))
+        name = agent.hello.name
+        self._loop.send(agent.link, JobEnds(ExitCode.BAD_INPUT, f"{name} cannot join the job, which goes on: {why}"))
+        self._say(Say(f"node {name} has come late and is turned away: {why}"))

@@ -107,7 +107,7 @@ ALIKE = {"alike": (("megatron-recover", "1.0"), ("--lr", "1")), "address": "10.0
     [
         ({"alike": (("megatron-recover", "1.1"), ("--lr", "1"))}, "megatron-recover is 1.1 on n5, and 1.0 on n0"),
         ({"alike": (("megatron-recover", "1.0"), ("--lr", "2"))}, "--lr is 2 on n5, and 1 on n0"),
-        ({"slots": 3}, "--nproc-per-node is 3 on n5, and 1 on the nodes of the job; use the same on all nodes"),
+        ({"slots": 3}, "--nproc-per-node is 3 on n5, and 1 on the nodes of the start; use the same"),
         ({"run_dir": "/run5"}, "it started a coordinator of its own"),
         ({"address": "::1"}, "its address is ::1, and that of n0 is 10.0.0.1"),
         ({"run_id": "b"}, "--rdzv-id is b on n5, and a on n0"),
