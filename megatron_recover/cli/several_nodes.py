@@ -31,7 +31,6 @@ from megatron_recover.flags import unreadable
 from megatron_recover.megatron.launch.preflight import Undecided
 from megatron_recover.observe.files import LOGS
 
-
 _AGAIN_S = 60
 """Longest wait in seconds for the coordinator of a job that goes on, of which this node was lost.
 The job may end meanwhile."""

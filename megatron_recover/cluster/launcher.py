@@ -117,9 +117,7 @@ class Launcher:
         self._key = keys.make_key() if joined is None else joined.key
         self._sealed_key = keys.sealed(self._key)
         with descriptors_needed():
-            self._clock_memory = (
-                node_clock.create(job.num_slots_here) if joined is None else joined.clock_memory
-            )
+            self._clock_memory = node_clock.create(job.num_slots_here) if joined is None else joined.clock_memory
         self._clock = NodeClock(self._clock_memory) if joined is None else joined.clock
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)

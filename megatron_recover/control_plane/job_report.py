@@ -74,4 +74,3 @@ def _word(agent: Agent, *, is_silent: bool, has_members: bool) -> Literal["here"
     if has_members or not agent.is_late:
         return "here"
     return "spare" if agent.is_spare else "idle"
-

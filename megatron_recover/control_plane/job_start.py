@@ -164,6 +164,7 @@ class JobStart:
         agent.number, agent.is_late = len(self.nodes), True
         self.nodes = (*self.nodes, NodePlace(agent.number, agent.hello.name, agent.hello.slots))
         self._send_met(agent, self._first)
+
     # --- Preparing --------------------------------------------------------------------------------
 
     def share(self, agent: Agent, newest: NodeShares) -> None:

@@ -263,7 +263,7 @@ class History:
         ranks = range(started.layout.num_ranks if started else 0)
         all_places = ((replica, rank) for replica in self.replicas for rank in ranks)
         gaps = self._by_type[trace.Gap]
-        gaps[:] = [(line, gap) for line, gap in gaps if not merged.is_left_out(gap)]
+        gaps[:] = [(line, gap) for line, gap in gaps if not merged.is_left_out(cast(trace.Gap, gap))]
         gaps += [(0, gap) for gap in merged.lay_on_unread(all_places)]
         for index, (line, gap) in enumerate(gaps):
             assert isinstance(gap, trace.Gap)

@@ -172,7 +172,7 @@ class MergedTrace:
         return {node.number: node.trouble for node in self._nodes if node.trouble}
 
     def leave_out(self, numbers: Collection[int]) -> None:
-        """Expect nothing of nodes that were lost and have had no rank. Called after `first_pass`."""
+        """Expect nothing of nodes that were lost and have had no rank. Call after `first_pass`."""
         for node in self._nodes:
             if node.number in numbers and not node.places:
                 node.is_left_out, node.trouble, node.gaps = True, "", []
