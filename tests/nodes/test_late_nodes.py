@@ -90,10 +90,14 @@ def test_a_node_that_is_cut_off_is_healed_on_another_and_returns_as_a_spare(star
         until_joined(job, 3)
         job.end([job.nodes[2]])
     job.nodes[2].heal()
-    if is_long or job.agents["n2"].poll() is not None:
-        job.start_late(job.nodes[2])
     until_joined(job, 3)
-    until_state(job, 4, "spare")
+
+    def is_back() -> bool:
+        if job.agents["n2"].poll() is not None:  # on a busy machine also after the short cut
+            job.start_late(job.nodes[2])
+        return states(job).get(4) == "spare"
+
+    job.until(is_back, "its return")
     assert states(job) == {0: "here", 1: "here", 2: "lost", 3: "here", 4: "spare"}
     job.network[3].power_off()
     until_joined(job, 4)
@@ -111,4 +115,4 @@ def test_late_nodes_that_freeze_or_lose_their_power_before_they_are_used_cost_no
     job.network[3].power_off()
     job.until_going_on([0, 1, 2])
     assert_healed(job, (0, 1, 2), 0, 1, 2)
-    assert len(job.outcome().of(trace.Generation)) == 1
+    assert not any(event.losses or event.newcomers for event in job.outcome().of(trace.Generation))
