@@ -37,8 +37,9 @@ class JoiningToy(toy.Toy):
         context, self.window = self.context, StateWindow()
         place = {"key": self.key, "replica": context.replica, "rank": context.rank}
         self.server = StateServer(
-            **place, deadlines=self.deadlines, digested=self.member.digested, window=self.window, report=self.report_strangers
-        )
+            **place, host=context.address, ports=context.ports, deadlines=self.deadlines, digested=self.member.digested,
+            window=self.window, report=self.report_strangers,
+        )  # fmt: skip
         self.reader = StateReader(**place, deadlines=self.deadlines)
 
     def run(self) -> None:

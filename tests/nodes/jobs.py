@@ -48,9 +48,9 @@ class NodesJob:
         key_file.write_text(keys.make_key().hex())
         key_file.chmod(0o600)
         self.nodes = network.nodes[:num_nodes]
-        settings.setdefault("deadlines", DEADLINES)
+        settings = {"deadlines": DEADLINES, "script": str(TOY), **settings}
         self.spec = Spec(
-            run_dir=str(network.shared / "run"), sums_dir=str(self.sums), key_file=str(key_file), script=str(TOY),
+            run_dir=str(network.shared / "run"), sums_dir=str(self.sums), key_file=str(key_file),
             slots=replicas * ranks // num_nodes, replicas=replicas, ranks=ranks, **settings,
         )  # fmt: skip
         self.agents: dict[str, Program] = {node.name: self._start(node) for node in self.nodes}
