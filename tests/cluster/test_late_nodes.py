@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 DEADLINE_S = 100.0
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that no connection gets by itself: the coordinator listens there only later."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ class Nodes:
         self.folder, self._stack = folder, stack
         self.key = self.make_key("key", "a key that only this test knows of")
         self.meeting = Meeting(
-            least_nodes=2, most_nodes=2, host="127.0.0.1", port=_free_port(), flag="--master-addr", join_s=60, node_s=2.0
+            least_nodes=2, most_nodes=2, host="127.0.0.1", port=free_port(), flag="--master-addr", join_s=60, node_s=2.0
         )
         self.spec = Spec(
             run_dir=str(folder / "run"), sums_dir=str(folder), replicas=2, ranks=1, slots=1, steps=FOR_EVER, microbatches=6,

@@ -42,6 +42,7 @@ INTERVALS = {
     "trace/node_clock.py _TELL_S": "between two reports of refused stamps",
     "cli/status.py _OLD_S": "nobody waits: from this age on a person reads that the state is old",
     "cli/run_dirs.py _SLURM_S": "a person who asks for a job by its number reads that Slurm does not answer",
+    "cli/several_nodes.py _AGAIN_S": "a node that was lost looks so long for its coordinator; nobody waits for it",
     "cli/top.py INTERVAL_S": "between two looks at a trace that another process writes",
     "cli/top.py SILENCE_S": "after this a person reads that nothing is recorded; the verb goes on",
     "cluster/agent.py _LOOK_S": "between two looks at the fork server, while `fork_s` runs",
