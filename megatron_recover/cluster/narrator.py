@@ -79,8 +79,8 @@ class Narrator:
     WANTED = frozenset(
         {
             "run_started", "generation", "leave_asked", "leader_silent", "node_joined", "node_silent", "node_lost", "plan",
-            "committed", "applied", "fault", "waiting", "checkpoint", "failure", "fenced", "rank_moved", "rank_silent", "recovery",
-            "run_finished", *Members.WANTED,
+            "committed", "applied", "fault", "waiting", "checkpoint", "failure", "fenced", "rank_moved", "rank_silent",
+            "recovery", "run_finished", *Members.WANTED,
         }
     )  # fmt: skip
     """Names of the events that have an effect here: all that `_event`, `RunProgress.take` or

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -28,6 +29,7 @@ from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     NodeGone,
     NodePlace,
+    NodeState,
     TraceDone,
     TraceEnds,
     TraceNext,
@@ -135,6 +137,22 @@ def test_a_trace_that_does_not_come_is_named_after_a_short_wait(tmp_path: Path, 
     while list(pair.run_dir.rglob("*.gathering")) and time.monotonic() < until:
         time.sleep(0.01)
     assert not list(pair.run_dir.rglob("*.gathering")), "no half of a file is left"
+
+
+def test_node_0_waits_for_late_nodes_that_were_spares_and_not_for_one_that_was_lost_without_a_rank(tmp_path: Path) -> None:
+    pair = Pair(tmp_path / "a", tmp_path / "b")
+    write(pair.folder)
+
+    def late(number: int, state: Any, *replicas: int) -> NodeState:
+        return NodeState(number, f"n{number}", state, replicas)
+
+    pair.collector.note(
+        [late(0, "here", 0), late(1, "here"), late(2, "spare"), late(3, "spare"), late(4, "idle"), late(-1, "idle")]
+    )
+    pair.collector.note([late(2, "here", 5), late(3, "lost"), late(4, "lost"), late(5, "silent")])
+    assert pair.finish() == ["the trace of node 2 (n2) is missing or has no end: it did not come within 0.5 s"]
+    assert (pair.run_dir / "nodes" / "2").is_dir(), "a reader of the run sees that a node is missing"
+    assert not (pair.run_dir / "nodes" / "3").exists() and not (pair.run_dir / "nodes" / "4").exists()
 
 
 def test_a_trace_whose_parts_keep_coming_is_waited_for_longer(tmp_path: Path) -> None:

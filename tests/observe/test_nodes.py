@@ -177,6 +177,23 @@ def test_a_node_whose_ranks_had_written_nothing_yet_is_judged_as_one_without_a_t
     assert verdict.holds, verdict.violations
 
 
+@pytest.mark.parametrize("is_left", [True, False], ids=["cut short", "absent"])
+@pytest.mark.parametrize("lost", [(), (7,)], ids=["without ranks", "with ranks"])
+def test_of_a_late_node_that_was_lost_nothing_is_missing_unless_it_had_a_rank(
+    lost: tuple[int, ...], is_left: bool, tmp_path: Path
+) -> None:
+    """Its folder is there: it had begun to prepare itself, or node 0 made the folder for a trace that never came."""
+    files = split(long_run())
+    last = files[0][-2]
+    gone = trace.NodeLost(t=last.t, h=last.h, node=3, name="host-3", replicas=lost, detail="it hangs")
+    files[0].insert(-1, gone)
+    files.append([each for each in files[1] if isinstance(each, trace.NodeStarted)])
+    files[3] = [msgspec.structs.replace(each, node=3, name="host-3") for each in files[3]] if is_left else []
+    verdict = check(write(tmp_path, files))
+    assert verdict.holds and verdict.is_whole is not bool(lost), describe(verdict)
+    assert len(History.read(tmp_path).node_troubles) == len(lost)
+
+
 @pytest.mark.parametrize("kept", [0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
 def test_a_trace_that_is_cut_anywhere_breaks_no_rule(kept: float, tmp_path: Path) -> None:
     """The lines of a living node were lost with its disk, say. Nothing that is missing there is held against anybody."""
