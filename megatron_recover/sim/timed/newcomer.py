@@ -27,12 +27,14 @@ class Newcomer:
 
     __slots__ = (
         "course", "has_asked", "is_admitted", "is_formed", "is_reading", "job", "label", "newest", "num_failed", "one", "open",
-        "skipped", "sources", "turn",
+        "skipped", "sources", "step", "turn",
     )  # fmt: skip
 
     def __init__(self, job: JobParts, one: JoiningReplica) -> None:
         self.job, self.one = job, one
         self.is_formed = self.is_reading = self.has_asked = self.is_admitted = False
+        self.step = -1
+        """Step whose state is read, or was read last."""
         self.newest = -1
         """Newest step whose state all ranks have read; -1: none."""
         self.course = Course()
@@ -44,7 +46,7 @@ class Newcomer:
         self.sources: set[ReplicaId] = set()
         """Members from which a rank has read its part."""
         self.num_failed = -1
-        """Readings that were void, and claims that were refused, without the first: it is no try."""
+        """Void readings, and claims that were refused. -1: none. The first is no try."""
         self.skipped = -1
         """Step in which this newcomer has asked for a hold of the next one; -1: none."""
         self.turn = 0
@@ -64,14 +66,20 @@ class Newcomer:
             self.look(leader)
 
     def _look_anew(self, leader: TimedRank) -> None:
-        """Begin to read after a refusal, if the job lets a newcomer read in a step that runs already."""
+        """Begin to read after a refusal: in the running step only if the job lets newcomers."""
         if self.job.awaits_next_window:
             self.newest = max(self.newest, *(one.served_step() for one in self.job.replicas))
         self.look(leader)
 
     def look(self, leader: TimedRank) -> None:
-        """Begin to read if a step runs whose state was not read, and no claim is open."""
+        """Begin to read if a step runs whose state was not read, and no claim is open.
+
+        The sources of a reading under way say that their step is over, where no newcomer reads in a
+        step that runs already.
+        """
         state, job = self.one.state, self.job
+        if self.is_reading and job.awaits_next_window and all(one.served_step() > self.step for one in self._members()):
+            self._void()
         is_free = state.phase is replica.ReplicaPhase.JOINING and state.claim is None and not self.is_reading
         if not (self.is_formed and is_free and leader.alive):
             return
@@ -85,12 +93,15 @@ class Newcomer:
             self.skipped = step
             self.one.feed(replica.AskHold(sources[0], next_training(job.replicas[sources[0]].ranks[0].label)))
             return
-        self.is_reading, self.turn, self.sources = True, self.turn + 1, set()
+        self.is_reading, self.turn, self.step, self.sources = True, self.turn + 1, step, set()
         self.open = set(range(len(self.one.ranks)))
         self.label = job.replicas[sources[0]].ranks[0].label
         for each in self.one.ranks:
             self._read(each, step, job.sources(sources))
         job.reached(self.one, "reads")
+
+    def _members(self) -> list[JoiningReplica]:
+        return [one for one in self.job.replicas if one.served_step() >= 0]
 
     def _sources(self, step: int) -> list[ReplicaId]:
         return [one.number for one in self.job.replicas if one.served_step() == step]
