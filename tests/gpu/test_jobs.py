@@ -122,9 +122,7 @@ KERNELS = {
         "--disable-bias-linear --no-gradient-accumulation-fusion",
         packages=("fla",),
     ),
-    "experts": Layers(
-        f"{EXPERTS} --moe-permute-fusion --moe-router-fusion --moe-token-dispatcher-type alltoall"
-    ),
+    "experts": Layers(f"{EXPERTS} --moe-permute-fusion --moe-router-fusion --moe-token-dispatcher-type alltoall"),
     "squared experts": Layers(f"{EXPERTS} --squared-relu --use-fused-weighted-squared-relu"),
     "fused experts": Layers(f"{EXPERTS} --swiglu --use-transformer-engine-op-fuser --no-gradient-accumulation-fusion"),
     "mamba": Layers(
