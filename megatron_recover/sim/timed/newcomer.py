@@ -43,8 +43,8 @@ class Newcomer:
         """Ranks that have yet to read their part."""
         self.sources: set[ReplicaId] = set()
         """Members from which a rank has read its part."""
-        self.num_failed = 0
-        """Readings that were void, and claims that were refused."""
+        self.num_failed = -1
+        """Readings that were void, and claims that were refused, without the first: it is no try."""
         self.skipped = -1
         """Step in which this newcomer has asked for a hold of the next one; -1: none."""
         self.turn = 0
@@ -56,15 +56,15 @@ class Newcomer:
         self.job.reached(self.one, "is formed")
 
     def ready(self, leader: TimedRank) -> None:
-        """Greet the coordinator: the ranks are ready. Then read the first state."""
+        """Greet the coordinator: the ranks are ready. Then read the state of the step that runs."""
         if all(each.alive for each in self.one.ranks):
             self.is_formed = True
             self.job.reached(self.one, "is ready")
             self.job.send(self.one, self.job.coordinator, self.job.clock.now, self.job.hello(self.one.number))
-            self._look_anew(leader)
+            self.look(leader)
 
     def _look_anew(self, leader: TimedRank) -> None:
-        """Begin to read, if the job lets a newcomer read in a step that runs already."""
+        """Begin to read after a refusal, if the job lets a newcomer read in a step that runs already."""
         if self.job.awaits_next_window:
             self.newest = max(self.newest, *(one.served_step() for one in self.job.replicas))
         self.look(leader)
@@ -124,9 +124,9 @@ class Newcomer:
             self._void()
 
     def _void(self) -> None:
-        self.is_reading, self.num_failed = False, self.num_failed + 1
         self.job.refused(self.one, "a step ended while its state was read", is_fault=True)
-        self.job.clock.after(self.job.timing.latency_s(), self._look_anew, self.one.ranks[0])
+        self.is_reading, self.num_failed = False, self.num_failed + 1
+        self.job.clock.after(self.job.timing.latency_s(), self.look, self.one.ranks[0])
 
     def _all_have_read(self, step: int, course: Course) -> None:
         self.newest, self.course = step, course
