@@ -102,7 +102,7 @@ class Layers:
     packages: tuple[str, ...] = ()
     """What they need beside Transformer Engine."""
     script: str = ""
-    """Upstream's script that makes them; default: ours for GPTs makes them."""
+    """Upstream's script that makes them, where it is not ours for a GPT."""
 
 
 LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
@@ -136,9 +136,9 @@ KERNELS = {
 
 
 def one_shape(folder: pathlib.Path) -> dict[str, str]:
-    """Variables by which kernels have one shape in all processes, which would choose by measured time: a sum has its order.
+    """Variables by which a kernel has the same shape in all processes. Each would choose by time, and shapes sum in other orders.
 
-    And without the first, Megatron refuses fused experts with a gated activation.
+    Without the first, Megatron refuses fused experts with a gated activation.
     """
     for kernel in ("l2norm_fwd_kernel", "l2norm_bwd_kernel"):
         shape = {"kwargs": {"BT": 8}, "num_warps": 1, "num_stages": 1, "num_ctas": 1}
