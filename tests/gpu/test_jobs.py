@@ -136,7 +136,7 @@ KERNELS = {
 
 
 def one_shape(folder: pathlib.Path) -> dict[str, str]:
-    """Variables by which a kernel has the same shape in all processes. Each would choose by time, and shapes sum in other orders.
+    """Variables that give a kernel one shape in all processes. Each would choose by time, and shapes sum in several orders.
 
     Without the first, Megatron refuses fused experts with a gated activation.
     """
