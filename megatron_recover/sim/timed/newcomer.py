@@ -78,7 +78,7 @@ class Newcomer:
         step that runs already.
         """
         state, job = self.one.state, self.job
-        if self.is_reading and job.awaits_next_window and all(one.served_step() > self.step for one in self._members()):
+        if self.is_reading and job.awaits_next_window and all(step > self.step for step in self._served()):
             self._void()
         is_free = state.phase is replica.ReplicaPhase.JOINING and state.claim is None and not self.is_reading
         if not (self.is_formed and is_free and leader.alive):
@@ -100,8 +100,8 @@ class Newcomer:
             self._read(each, step, job.sources(sources))
         job.reached(self.one, "reads")
 
-    def _members(self) -> list[JoiningReplica]:
-        return [one for one in self.job.replicas if one.served_step() >= 0]
+    def _served(self) -> list[int]:
+        return [step for one in self.job.replicas if (step := one.served_step()) >= 0]
 
     def _sources(self, step: int) -> list[ReplicaId]:
         return [one.number for one in self.job.replicas if one.served_step() == step]
