@@ -78,12 +78,14 @@ class Agent:
         output: Output,
         deadlines: Deadlines | None = None,
         num_warm: int = 0,
+        num_ready: int = 0,
         ignored: Sequence[int] = (),
     ) -> None:
         """Start the fork server with the variables of `environment` and no others.
 
         The server imports the modules `preload` and forks ranks; see `is_ready`. With `num_warm`,
         that many warm processes import the modules instead, and ranks are made of them (`warm`).
+        When they are used up, `num_ready` others are kept ready.
         The server ignores `TOLD_TO_ALL` and the signals `ignored`, and so does a rank until it sets
         handlers.
         """
@@ -94,6 +96,7 @@ class Agent:
             str(theirs.fileno()),
             str(self._deadlines.reap_s),
             str(num_warm),
+            str(num_ready),
             ",".join(map(str, map(int, ignored))),
             *preload,
         ]
