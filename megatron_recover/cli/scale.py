@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.replicas < 1:
         parser.error(f"--replicas is {arguments.replicas}; ask for 1 or more, or end the job by SIGTERM to its launcher")
+    if arguments.replicas > status.MOST_REPLICAS:
+        parser.error(f"--replicas is {arguments.replicas}, which no job can have; ask for fewer")
     try:
         run_dir = folder_of_job(arguments)
         now = status.read(run_dir)

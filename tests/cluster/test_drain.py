@@ -182,6 +182,8 @@ def test_requests_come_in_their_order_once_and_what_is_none_is_removed(folder: F
     (place / "1-partial").write_text("{")
     (place / "1-long.json").write_text(json.dumps({"id": "1-long", "drain": "1" * 5000, "by": "a@b"}))
     (place / "1-other.json").write_text(json.dumps({"id": "1-another", "drain": "1", "by": "a@b"}))
+    for name, vast in (("1-vast", 10**30), ("1-negative", -(10**30))):  # no message has room for such a number
+        (place / f"{name}.json").write_text(json.dumps({"id": name, "replicas": vast, "by": "a@b"}))
     (place / "1-unreadable.json").mkdir()
     first, second = ask(folder.run_dir, "1", "a@b"), ask(folder.run_dir, "2", "a@b")
     folder.until(lambda: len(folder.passed) == 2)

@@ -160,6 +160,7 @@ def test_a_job_that_ends_meanwhile_is_told(told: Callable[..., Path], capsys: py
     [
         (["RUN"], "the following arguments are required: --replicas"),
         (["RUN", "--replicas", "two"], "invalid int value: 'two'"),
+        (["RUN", "--replicas", "9" * 30], f"--replicas is {'9' * 30}, which no job can have; ask for fewer"),
         (["RUN", "--replicas", "0"], "--replicas is 0; ask for 1 or more, or end the job by SIGTERM to its launcher"),
         (["--replicas", "2"], "give the folder of a job, or --jobid"),
         (["/nowhere", "--replicas", "2"], "no job trains in /nowhere"),
