@@ -7,6 +7,7 @@ returns what is wrong, or nothing; the launcher takes any such function.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,11 +56,10 @@ def check(wanted: Wanted) -> str:
 
 
 def _disk(wanted: Wanted) -> str:
-    file = wanted.run_dir / f".slot-check-{os.getpid()}-{time.monotonic_ns()}"
     try:
         usage = os.statvfs(wanted.run_dir)
-        file.write_bytes(b"1")
-        file.unlink()
+        with tempfile.TemporaryFile(dir=wanted.run_dir) as file:  # a full disk keeps no file of a check
+            file.write(b"1")
     except OSError as error:
         return f"the run directory {wanted.run_dir} takes no file ({error.strerror})"
     free = usage.f_bavail * usage.f_frsize

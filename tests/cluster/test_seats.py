@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -180,6 +181,16 @@ def test_a_run_directory_that_is_gone_or_full_is_named(tmp_path: Path, monkeypat
     assert "takes no file (No such file or directory)" in slot_check.check(wanted(tmp_path / "gone"))
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=2**20))
     assert slot_check.check(wanted(tmp_path)) == f"{tmp_path} has 10 MiB of room left"
+
+
+def test_a_check_leaves_no_file_in_a_run_directory_that_takes_no_byte(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # files can be made, as on a full disk
+    try:
+        found = slot_check.check(wanted(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "takes no file (File too large)" in found and not list(tmp_path.iterdir())
 
 
 def test_memory_that_is_too_little_for_the_ranks_is_named(tmp_path: Path) -> None:
