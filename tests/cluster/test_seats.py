@@ -223,6 +223,22 @@ def test_a_device_has_to_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert slot_check.check(wanted(tmp_path, gpus=(0, 2))) == "the driver does not show GPU 2"
 
 
+def test_a_device_that_stays_in_use_is_named_also_where_the_last_question_has_no_time_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered(query: object, timeout_s: float) -> list[gpus.Gpu]:
+        time.sleep(min(0.1, max(0.0, timeout_s)))
+        if timeout_s < 0.1:
+            raise OSError("nvidia-smi does not answer")
+        return [gpus.Gpu(0, "u0", "H", 1000, 500, False)]
+
+    monkeypatch.setattr(gpus, "start_query", lambda: object())
+    monkeypatch.setattr(gpus, "answered", answered)
+    monkeypatch.setattr(slot_check, "visible_gpus", lambda: None)
+    assert slot_check.check(wanted(tmp_path, gpus=(0,))) == "GPU 0 has 500 of 1000 MiB in use"
+    assert slot_check.check(wanted(tmp_path, gpus=(0,), until_s=time.monotonic())) == "nvidia-smi does not answer"
+
+
 def test_a_rank_whose_start_is_answered_after_its_fence_is_killed_and_its_replica_not_gone_before(tmp_path: Path) -> None:
     served, process = Served(tmp_path), subprocess.Popen(["sleep", "1000"], start_new_session=True)
     agent: Agent = served.agent
