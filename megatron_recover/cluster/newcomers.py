@@ -76,7 +76,10 @@ class Newcomers:
                 why = f"its check failed ({type(error).__name__}: {error})"
             self._loop.post(lambda: self._judged(asked, why))
 
-        threading.Thread(target=judge, name=f"check-{replica}", daemon=True).start()
+        try:
+            threading.Thread(target=judge, name=f"check-{replica}", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread left
+            self._judged(asked, f"its check cannot be started ({error}); raise `ulimit -u`")
         late = f"its check has not ended within {figure(self._deadlines.slots_s)} s"
         self._loop.after(self._deadlines.slots_s, lambda: self._judged(asked, late))
 

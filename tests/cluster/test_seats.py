@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_a_check_that_raises_is_one_that_fails_and_one_that_hangs_is_not_waited_
     assert node.until_sent() == [SlotsUnfit(2, (2, 3), "its check has not ended within 0.3 s")]
     node.turn(0.5)
     assert len(node.sent) == 1
+
+
+def test_a_check_for_which_the_system_has_no_thread_fails_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    node = Node(tmp_path)
+    node.newcomers.handle(FORM)
+    node.turn(0.5)
+    assert node.sent == [SlotsUnfit(2, (2, 3), "its check cannot be started (can't start new thread); raise `ulimit -u`")]
 
 
 def test_a_newcomer_that_is_fenced_while_its_slots_are_checked_is_not_started(tmp_path: Path) -> None:
