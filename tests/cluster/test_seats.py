@@ -23,7 +23,7 @@ from megatron_recover import trace
 from megatron_recover.cluster import forkserver_messages as messages
 from megatron_recover.cluster import slot_check
 from megatron_recover.cluster.agent import Agent
-from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.job import Job, link_logs_of_newcomer
 from megatron_recover.cluster.newcomers import Newcomers
 from megatron_recover.cluster.node import NodeLost
 from megatron_recover.cluster.seats import Seats
@@ -74,6 +74,26 @@ def test_slots_without_a_rank_are_the_spares_of_their_node(tmp_path: Path) -> No
     spares = [job(tmp_path, placement=placement, node=node).spares for node in range(3)]
     assert spares == [(2,), (), (0, 1)]
     assert job(tmp_path).spares == ()
+
+
+def test_a_disk_that_hangs_at_the_links_to_a_newcomers_logs_does_not_hold_up_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, links = threading.Event(), tmp_path / "links"
+    make = Path.mkdir
+
+    def hang(folder: Path, **how: Any) -> None:
+        answers.wait(20)
+        make(folder, **how)
+
+    monkeypatch.setattr(Path, "mkdir", hang)
+    since = time.monotonic()
+    link_logs_of_newcomer(job(tmp_path, log_links=links), 2, 0, tmp_path / "stdout")
+    assert time.monotonic() - since < 10
+    [thread] = [each for each in threading.enumerate() if each.name == "links-2.0"]
+    answers.set()
+    thread.join(20)
+    assert (links / "attempt_0" / "4" / "stderr.log").is_symlink()
 
 
 class Node:
