@@ -29,7 +29,7 @@ from megatron_recover.data_plane.ranges.frames import (
     Withdrawn,
 )
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import outlast_cuts, parse_address, prepare
+from megatron_recover.host.addresses import family_of, outlast_cuts, parse_address, prepare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,13 +155,15 @@ class TcpSource:
     def _dial(self, until: float) -> Frames:
         """Return a connection that is proven. Raises OSError, Refused or `SourceLost`."""
         host, port = parse_address(self.address)
-        sock = socket.create_connection((host, port), max(until - time.monotonic(), REDIAL_S))
+        sock = socket.socket(family_of(host), socket.SOCK_STREAM)
         with self._lock:
-            self._sock = sock
+            self._sock = sock  # before it connects: `shut_down` ends that, too
             if self._is_shut_down:
                 sock.close()
                 raise SourceLost("this rank reads no more")
         try:
+            sock.settimeout(max(until - time.monotonic(), REDIAL_S))
+            sock.connect((host, port))
             prepare(sock)
             nonce = secrets.token_bytes(NONCE_BYTES)
             connector = Connector(self._key, self._me, Party(Role.STATE, 0, self._me.rank), port=port, nonce=nonce)
