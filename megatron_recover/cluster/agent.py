@@ -400,7 +400,7 @@ class Agent:
                 left.append(Undying(-1, -1, self._server.pid, fields[STATE_FIELD].decode() if fields else "", ""))
         until = time.monotonic() + self._deadlines.close_s
         for key, process in self._processes.items():
-            if not ends_by(process.pidfd, 0.0 if key in given_up else until):
+            if not (process.confirmed or ends_by(process.pidfd, 0.0 if key in given_up else until)):
                 left.append(process.undying())
             process.close()
         self._processes.clear()

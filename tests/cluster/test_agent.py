@@ -85,6 +85,22 @@ def test_a_launcher_without_a_descriptor_for_a_rank_says_so(tmp_path: Path, num_
     os.close(pidfd)
 
 
+def test_a_rank_whose_end_is_confirmed_leaves_no_descriptor_however_many_there_were(tmp_path: Path) -> None:
+    """Newcomers start and end for days; the launcher had two descriptors for each of their ranks until the end of the run."""
+    served, pid, before = Served(tmp_path), os.getpid(), len(os.listdir("/proc/self/fd"))
+    for replica in range(20):
+        served.agent._asked.append((replica, 0))
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(served.server, [msgspec.json.encode(messages.Started(replica=replica, rank=0, pid=pid))], [pidfd])
+        os.close(pidfd)
+        served.server.send(msgspec.json.encode(messages.Exited(replica=replica, rank=0, status=0)))
+        assert [(end.replica, end.status) for end in served.agent.poll()] == [(replica, 0)]
+        assert served.agent.state(replica, 0) == "" and served.agent.has_ended(replica, 0)
+    assert len(os.listdir("/proc/self/fd")) == before and served.agent.poll() == []
+    for each in (served.server, served.agent._control):
+        each.close()
+
+
 def test_a_late_answer_about_another_rank_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that took too long was given up; then another rank is started, and both are answered."""
     served, pid = Served(tmp_path), os.getpid()
