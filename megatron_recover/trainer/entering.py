@@ -40,7 +40,7 @@ class CannotJoin(RuntimeError):
 class Reader(Protocol):
     """Reads state from other replicas (`StateReader`)."""
 
-    def next_window(self, address: str, after: str | None) -> Offer: ...
+    def next_window(self, address: str, after: str | None, still: Callable[[], None]) -> Offer: ...
     def read(self, label: str, sources: Sequence[str], state: State) -> Read: ...
 
 
@@ -107,10 +107,10 @@ class Entering:
         while True:
             for position, (source, address) in enumerate(sources):
                 try:
-                    current = self._reader.next_window(address, None).label
+                    current = self._reader.next_window(address, None, self._still).label
                     if is_held:
                         self._driver.ask_hold(source, next_training(current))
-                    label = self._reader.next_window(address, current).label
+                    label = self._reader.next_window(address, current, self._still).label
                 except StateVoid:  # this member ends, or offers nothing
                     continue
                 self._windows.append(self._clock())
@@ -153,19 +153,25 @@ class Entering:
 
         If the job stops meanwhile, all ranks raise `JobStopped`.
         """
-        value: Any = None
+        said: tuple[Any, bool] | None = None
         stopped: SystemExit | None = None
         if self._driver.rank == 0:
             try:
-                value = call()
+                said = call(), False
             except SystemExit as stop:  # `JobStopped`: the other ranks wait for rank 0 here
-                stopped = stop
-        found: tuple[T, bool] = self._gather((value, stopped is not None))[0]
+                said, stopped = (None, True), stop
+        found: tuple[T, bool] | None = None
+        while found is None:
+            found = self._gather(said)[0]
         if stopped is not None:
             raise stopped
         if found[1]:
             self._driver.enter()  # raises what the order to stop says
         return found[0]
+
+    def _still(self) -> None:
+        """Have the other ranks wait on for rank 0: an evaluation may outlast their collective."""
+        self._gather(None)
 
     def _figures(self) -> str:
         """Describe the newest reading and the time between windows."""

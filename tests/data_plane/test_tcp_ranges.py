@@ -53,12 +53,12 @@ def in_background(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 def test_a_reader_waits_for_the_next_memory_for_longer_than_for_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may take minutes. The exporter says that it waits."""
-    patient = replace(DEADLINES, beat_s=0.05, sum_s=0.3)
+    patient, beats = replace(DEADLINES, beat_s=0.05, sum_s=0.3), list[float]()
     with exporting(deadlines=patient) as exporter, source_of(exporter.address, deadlines=patient) as source:
         exporter.register(Bytes("train 1", b"1"))
-        thread, outcome = in_background(lambda: source.next_memory("train 1"))
+        thread, outcome = in_background(lambda: source.next_memory("train 1", lambda: beats.append(time.monotonic())))
         time.sleep(0.7)
-        assert not outcome
+        assert not outcome and len(beats) > 1, "who waits is told so"
         exporter.withdraw()
         exporter.register(Bytes("train 2", b"22"))
         thread.join(30)

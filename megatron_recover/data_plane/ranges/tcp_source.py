@@ -51,9 +51,9 @@ class TcpSource:
         self._frames: Frames | None = None
         self._label, self._layout = "", 0
 
-    def next_memory(self, after: str | None) -> Description:
+    def next_memory(self, after: str | None, still: Callable[[], None] = lambda: None) -> Description:
         """Return as `Source.next_memory` does."""
-        match self._ask(LookFor(after)):
+        match self._ask(LookFor(after), still):
             case Found(label, layout, num_bytes):
                 return Description(label, layout, num_bytes)
             case other:
@@ -111,13 +111,14 @@ class TcpSource:
         if self._sock is not None:
             self._sock.close()
 
-    def _ask(self, request: Message) -> Message:
+    def _ask(self, request: Message, still: Callable[[], None] = lambda: None) -> Message:
         """Send a request and return the answer, however long the exporter says that it waits."""
         self._send(request)
         while True:
             answer, _, _ = self._receive(self._connected())
             if not isinstance(answer, Still):
                 return answer
+            still()
 
     def _send(self, request: Message) -> None:
         try:
