@@ -117,6 +117,7 @@ class Entering:
                 members = tuple(member for member, _ in sources)
                 return label, (*members[position:], *members[:position])
             sources = self._driver.sources(sources)
+            self._still()
 
     def _try(self, label: str, members: Sequence[int]) -> JoinRefused | None:
         """Read the state of `label` on all ranks, and ask to join; return the refusal, if any."""
