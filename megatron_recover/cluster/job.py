@@ -218,9 +218,9 @@ def link_logs(job: Job) -> None:
 
 
 def link_logs_of_newcomer(job: Job, replica: int, rank: int, stdout: Path) -> None:
-    """Have the links of one rank of a newcomer made, whose log of stdout is `stdout`, if that works.
+    """Have the links of one rank of a newcomer made, if that works.
 
-    A thread of its own makes them: the job runs, and its launcher waits for no disk.
+    `stdout`: its log of stdout. A thread makes them: the launcher of a job waits for no disk.
     """
 
     def make() -> None:

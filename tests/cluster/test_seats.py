@@ -82,9 +82,9 @@ def test_a_disk_that_hangs_at_the_links_to_a_newcomers_logs_does_not_hold_up_the
     answers, links = threading.Event(), tmp_path / "links"
     make = Path.mkdir
 
-    def hang(folder: Path, **how: Any) -> None:
+    def hang(folder: Path, *how: Any, **named: Any) -> None:
         answers.wait(20)
-        make(folder, **how)
+        make(folder, *how, **named)
 
     monkeypatch.setattr(Path, "mkdir", hang)
     since = time.monotonic()
