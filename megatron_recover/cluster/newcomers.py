@@ -104,7 +104,7 @@ class Newcomers:
         """Start the ranks of a newcomer here. If one cannot be started, end the others again."""
         try:
             self._starting.newcomer(told)
-        except (OSError, NodeLost) as error:  # of a fork server that is gone, the next poll says so, too
+        except (OSError, RuntimeError) as error:  # of a fork server that is gone, the next poll says so, too
             self._fences.fence(told.replica)
             self._send(SlotsUnfit(told.replica, tuple(self._seats.slots(told.replica).values()), str(error)))
 

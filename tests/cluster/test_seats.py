@@ -99,7 +99,7 @@ def test_a_disk_that_hangs_at_the_links_to_a_newcomers_logs_does_not_hold_up_the
 class Node:
     """A node of which the test says who lives."""
 
-    def __init__(self, tmp_path: Path, check: slot_check.Check = lambda wanted: "", *, fails: str = "") -> None:
+    def __init__(self, tmp_path: Path, check: slot_check.Check = lambda wanted: "", *, fails: Exception | None = None) -> None:
         self.living, self.sent, self.started = set[tuple[int, int]](), list[object](), list[int]()
         self.fences: Any = SimpleNamespace(gone=set(), fence=lambda replica: self.fences.gone.add(replica))
         node: Any = SimpleNamespace(lives=lambda *user: user in self.living, former_groups=lambda users: ())
@@ -113,8 +113,8 @@ class Node:
 
     def start(self, told: StartReplica) -> None:
         self.started.append(told.replica)
-        if self.fails:
-            raise NodeLost(self.fails)
+        if self.fails is not None:
+            raise self.fails
 
     def until_sent(self, num: int = 1) -> list[object]:
         end = time.monotonic() + 20
@@ -179,8 +179,10 @@ def test_a_newcomer_that_is_fenced_while_its_slots_are_checked_is_not_started(tm
     assert node.sent == [] and node.started == []
 
 
-def test_a_newcomer_of_which_a_rank_cannot_be_started_is_ended_and_not_the_run(tmp_path: Path) -> None:
-    node = Node(tmp_path, fails="raise `ulimit -u`")
+@pytest.mark.parametrize("kind", [NodeLost, OSError, RuntimeError])
+def test_a_newcomer_of_which_a_rank_cannot_be_started_is_ended_and_not_the_run(kind: type[Exception], tmp_path: Path) -> None:
+    """Another newcomer may have taken the last ring meanwhile (`RuntimeError`)."""
+    node = Node(tmp_path, fails=kind("raise `ulimit -u`"))
     node.newcomers.handle(FORM)
     node.until_sent()
     node.newcomers.handle(StartReplica(2, "a:2"))
