@@ -286,7 +286,7 @@ class Launcher:
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
             num_warm=job.num_ranks_here + _NUM_DRY_RUNS if on_gpus else 0,
             num_ready=max((len(job.slots(replica)) for replica in job.replicas_here), default=0) if heals else 0,
-            ignored=job.signals,
+            ignored=job.signals, waits=self._beat,
         )  # fmt: skip
 
     def _make_parts(self) -> None:
@@ -470,7 +470,11 @@ class Launcher:
 
     def _rank_started(self, replica: int, rank: int) -> None:
         self._ranks.watches(replica, rank)
-        if self._joined is not None:  # the loop does not run until the last rank is started
+        self._beat()
+
+    def _beat(self) -> None:
+        """Show that this node lives: the loop does not run until the last rank is started."""
+        if self._joined is not None:
             self._joined.membership.beat()
 
     # --- Watching ---------------------------------------------------------------------------------
