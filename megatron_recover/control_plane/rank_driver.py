@@ -19,10 +19,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from megatron_recover import trace
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.leader_link import LeaderLink
+from megatron_recover.control_plane.leader_messages import Enter, Heard, RankHello, ReadFrom
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
-from megatron_recover.control_plane.wire import Enter, Heard, Message, RankHello, ReadFrom
+from megatron_recover.control_plane.wire import Message
 from megatron_recover.core import rank as machine
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.exit_code import ExitCode

@@ -20,30 +20,25 @@ from megatron_recover.control_plane.beats import CoordinatorWatch
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.gate import Gate
-from megatron_recover.control_plane.listening import LEADER, inherited_listener
-from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.naming import NamingRight
-from megatron_recover.control_plane.protocol_events import ProtocolEvents
-from megatron_recover.control_plane.timing import RecoveryClock
-from megatron_recover.control_plane.wire import (
-    STATUSES_A_FRAME,
+from megatron_recover.control_plane.leader_messages import (
     Announcement,
     Beat,
     Enter,
     Heard,
     LeaderBeat,
     LeaderHello,
-    Link,
-    LinkClosed,
-    Message,
     PeerHello,
     RankHello,
     ReadFrom,
     Source,
     Sources,
-    encode,
-    listen,
 )
+from megatron_recover.control_plane.listening import LEADER, inherited_listener
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.naming import NamingRight
+from megatron_recover.control_plane.protocol_events import ProtocolEvents
+from megatron_recover.control_plane.timing import RecoveryClock
+from megatron_recover.control_plane.wire import STATUSES_A_FRAME, Link, LinkClosed, Message, encode, listen
 from megatron_recover.core import replica as machine
 from megatron_recover.core.alike import combined
 from megatron_recover.core.exit_code import ExitCode

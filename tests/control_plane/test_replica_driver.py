@@ -16,8 +16,10 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane import protocol_events
 from megatron_recover.control_plane import replica_driver as leader
+from megatron_recover.control_plane.encoding import Peer
+from megatron_recover.control_plane.leader_messages import Announcement, LeaderHello, PeerHello, RankHello
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
-from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, encode, listen
+from megatron_recover.control_plane.wire import Link, encode, listen
 from megatron_recover.core.digest import combined, commitment, digest
 from megatron_recover.core.membership_messages import (
     Diverged,
