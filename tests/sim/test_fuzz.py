@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import admission, coordinator, generations, lateness, newcomers, rank, recovery, replica
+from megatron_recover.core import (
+    admission,
+    coordinator,
+    generations,
+    lateness,
+    newcomers,
+    rank,
+    recovery,
+    replica,
+    replica_generation,
+    replica_step,
+)
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import Admissions
@@ -22,6 +33,7 @@ from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.fuzz import RandomJob, SeedVerdict, run, verdicts
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.rank import TimedRank
+from tests.core.planting import handle, plant
 
 SEEDS = 250
 PATIENCE = 500
@@ -69,12 +81,6 @@ def _first_failure(job_of: Callable[[int], RandomJob] = RandomJob) -> SeedVerdic
     pytest.fail(f"the bug was not found in {PATIENCE} seeds")
 
 
-def _handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[replica.ReplicaState, Any], replica.Step]) -> None:
-    for rows in replica.TABLE.values():
-        if kind in rows:
-            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.ReplicaPhase)))  # type: ignore[arg-type]
-
-
 def _with_memory(kind: type[Counts]) -> Callable[[int], RandomJob]:
     def job_of(seed: int) -> RandomJob:
         job = RandomJob(seed)
@@ -85,18 +91,18 @@ def _with_memory(kind: type[Counts]) -> Callable[[int], RandomJob]:
 
 
 def test_committing_without_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "tally", lambda votes, roster, unproven: next(iter(votes)))
+    plant(monkeypatch, "tally", lambda votes, roster, unproven: next(iter(votes)))
     assert "INV-6" in str(_first_failure().problem)
 
 
 def test_counting_the_votes_of_an_older_generation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_generation
+    original = replica_generation.on_generation
 
     def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
         after, effects = original(state, new)
         return replace(after, votes=state.votes), effects
 
-    _handle(monkeypatch, replica.NewGeneration, keep_votes)
+    handle(monkeypatch, replica.NewGeneration, keep_votes)
     assert str(_first_failure().problem)[:5] in ("INV-2", "INV-6")
 
 
@@ -123,7 +129,7 @@ def test_dealing_what_a_member_holds_is_found(monkeypatch: pytest.MonkeyPatch) -
         dealt = tuple((number, i, into) for _, i, into in found.dealt)
         return original(replace(found, dealt=dealt), number, generation, roster)
 
-    monkeypatch.setattr(replica, "plan_of", for_all)
+    plant(monkeypatch, "plan_of", for_all)
     assert "INV-7" in str(_first_failure().problem)
 
 
@@ -171,12 +177,12 @@ def test_blaming_the_highest_id_of_all_who_are_accused_is_found(monkeypatch: pyt
 
 
 def test_keeping_ones_contributions_to_a_void_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._voided
+    original = replica_generation._voided
 
     def forgets(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
         return replace(original(state, new), contributions=state.contributions)
 
-    monkeypatch.setattr(replica, "_voided", forgets)
+    plant(monkeypatch, "_voided", forgets)
     assert "INV-" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
 
 
@@ -187,12 +193,12 @@ def test_a_step_that_is_miscounted_twice_ends_the_job_with_its_state_saved() -> 
 
 
 def test_computing_a_step_a_third_time_instead_of_giving_it_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._voided
+    original = replica_generation._voided
 
     def stubborn(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
         return replace(original(state, new), work=state.work)
 
-    monkeypatch.setattr(replica, "_voided", stubborn)
+    plant(monkeypatch, "_voided", stubborn)
     assert "INV-1" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
 
 
@@ -244,7 +250,7 @@ def test_a_timeout_that_removes_the_last_members_is_found(monkeypatch: pytest.Mo
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = recovery.recover
-    monkeypatch.setattr(replica, "recover", lambda statuses, trusted_from, **others: original(statuses, 0, **others))
+    plant(monkeypatch, "recover", lambda statuses, trusted_from, **others: original(statuses, 0, **others))
     assert "INV-" in str(_first_failure().problem)
 
 
@@ -269,13 +275,13 @@ def test_admission_without_equal_digests_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_beliefs_about_speed_that_a_newcomer_does_not_take_over_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_admission
+    original = replica_generation.on_admission
 
     def knows_nothing(state: replica.ReplicaState, admission: Any) -> replica.Step:
         return original(state, replace(admission, speeds=Speeds()))
 
-    monkeypatch.setattr(replica, "_on_admission", knows_nothing)
-    _handle(monkeypatch, replica.Admission, knows_nothing)
+    plant(monkeypatch, "on_admission", knows_nothing)
+    handle(monkeypatch, replica.Admission, knows_nothing)
     assert "INV-" in str(_first_failure(_with_newcomers).problem)
 
 
@@ -292,12 +298,12 @@ def test_removing_a_member_because_it_was_a_newcomer_is_found(monkeypatch: pytes
 def test_a_failing_seed_prints_the_line_that_fails_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = replica._on_vote
+    original = replica_step.on_vote
 
     def twice(state: replica.ReplicaState, vote: Vote) -> replica.Step:
         return original(replace(state, phase=replica.ReplicaPhase.WORKING) if vote.replica == 1 else state, vote)
 
-    _handle(monkeypatch, Vote, twice)
+    handle(monkeypatch, Vote, twice)
     assert fuzz.main(["--seeds", "20"]) == 1
     said = capsys.readouterr().out
     line = next(line for line in said.splitlines() if line.startswith(fuzz.COMMAND))
@@ -324,7 +330,7 @@ def test_ctrl_c_is_answered_with_the_totals_so_far_and_the_rest(
 def test_a_defect_of_any_kind_is_told_with_its_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _handle(monkeypatch, Vote, lambda state, vote: [][0])
+    handle(monkeypatch, Vote, lambda state, vote: [][0])
     assert fuzz.main(["--seeds", "20"]) == 1
     assert f"{fuzz.COMMAND} --seed" in capsys.readouterr().out
 
