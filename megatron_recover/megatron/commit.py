@@ -147,9 +147,6 @@ class CommitLoop:
         self._parameter_digest = ParameterDigest(())
         self._parameters_checksum = 0
         """Newest digest of the parameters. Part of every checksum of the next steps."""
-        self._carried_checksum: int | None = None
-        """Newest digest of the others, for a newcomer that has not joined. It may be some steps
-        old."""
         self._state: TrainingState | None = None
         """The state of this rank; None before the first step or save."""
         self._num_evaluations = 0
@@ -255,8 +252,7 @@ class CommitLoop:
                 self._stopwatch = Stopwatch(self._reduction.device)
             self._in_work = InWork.on(self._reduction.device)
             show_compilations(self._page)
-            computed = self._parameter_digest.compute().everything
-            self._parameters_checksum = computed if self._carried_checksum is None else self._carried_checksum
+            self._parameters_checksum = self._parameter_digest.compute().everything
             parts = self._parts(self._reduction)
             self._before_joining()
             self._driver.join(
@@ -297,7 +293,7 @@ class CommitLoop:
         """Return what this loop has that a newcomer needs and no digest covers."""
 
         def put(checksum: int) -> None:
-            self._parameters_checksum = self._carried_checksum = checksum
+            self._parameters_checksum = checksum  # of a rank that has joined: joining computes its own
 
         return {"parameters_checksum": Carried(lambda: self._parameters_checksum, put)}
 
