@@ -3,6 +3,7 @@
 It joins the threads of a rank. The control thread reads the links and answers `Promise` at once.
 The training thread begins steps and obeys orders. With overlap, `recover-reduce` reports results.
 All feed the machine under one lock. The lock also makes `hold` and `Promise` exclude each other.
+The class is long, but not split: all that its threads share is thus in one place, under that lock.
 The driver makes no decision of the protocol and never looks into a tensor.
 """
 

@@ -3,6 +3,7 @@
 `CommitLoop` replaces Megatron's forward-backward function. Membership, quotas and commits are
 decided elsewhere and arrive as orders. `CommitLoop` carries plans out. On `Apply` of a training
 step it gives the committed gradient to upstream's finalize; upstream's clip and optimizer follow.
+The class is long, but not split: all parts of a step share its number, orders and reduction.
 
 Note [Who calls what]
     Megatron's training loop and evaluation call `CommitLoop.run` through the seam

@@ -208,7 +208,7 @@ class Training:
         )  # fmt: skip
 
     def enter(self, newcomer: Any) -> None:
-        """As `CommitLoop.enter`, where `trainer/entering.py` reads the state of members."""
+        """Do as `CommitLoop.enter`, with the copied state in place of what `trainer/entering.py` reads."""
         from megatron_recover.megatron.state import Published
 
         given = self.copied()
