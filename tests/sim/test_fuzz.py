@@ -28,7 +28,7 @@ from megatron_recover.core.plan import plan_of
 from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.values import Claim, Compute, Vote
-from megatron_recover.sim.timed import fuzz
+from megatron_recover.sim.timed import fuzz, random_faults
 from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.fuzz import RandomJob, SeedVerdict, run, verdicts
 from megatron_recover.sim.timed.memory import Counts
@@ -146,7 +146,7 @@ def test_results_that_count_after_the_promise_are_found(monkeypatch: pytest.Monk
             pass
 
     def job_of(seed: int) -> RandomJob:
-        job = RandomJob(seed, (fuzz._break_link,))
+        job = RandomJob(seed, (random_faults.break_link,))
         for one in job.replicas:
             one.ranks = [Deaf(job, one, position) for position in range(job.table.ranks)]
         return job
@@ -172,7 +172,7 @@ def test_blaming_the_highest_id_of_all_who_are_accused_is_found(monkeypatch: pyt
         return max((accused for _, accused in evidence.pairs if accused in roster), default=None)
 
     monkeypatch.setattr(lateness, "culprit", highest)
-    verdict = _first_failure(lambda seed: RandomJob(seed, (fuzz._bad_card,)))
+    verdict = _first_failure(lambda seed: RandomJob(seed, (random_faults.bad_card,)))
     assert "nothing was wrong with them" in str(verdict.problem)
 
 
@@ -183,11 +183,11 @@ def test_keeping_ones_contributions_to_a_void_step_is_found(monkeypatch: pytest.
         return replace(original(state, new), contributions=state.contributions)
 
     plant(monkeypatch, "_voided", forgets)
-    assert "INV-" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
+    assert "INV-" in str(_first_failure(lambda seed: RandomJob(seed, (random_faults.miscount,))).problem)
 
 
 def test_a_step_that_is_miscounted_twice_ends_the_job_with_its_state_saved() -> None:
-    found = [run(RandomJob(seed, (fuzz._miscount,)), seed) for seed in range(1, PATIENCE)]
+    found = [run(RandomJob(seed, (random_faults.miscount,)), seed) for seed in range(1, PATIENCE)]
     assert [verdict for verdict in found if verdict.problem] == []
     assert ExitCode.INVARIANT_VIOLATED in {verdict.exit_code for verdict in found}
 
@@ -199,7 +199,7 @@ def test_computing_a_step_a_third_time_instead_of_giving_it_up_is_found(monkeypa
         return replace(original(state, new), work=state.work)
 
     plant(monkeypatch, "_voided", stubborn)
-    assert "INV-1" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
+    assert "INV-1" in str(_first_failure(lambda seed: RandomJob(seed, (random_faults.miscount,))).problem)
 
 
 def test_a_digest_that_does_not_show_a_drift_before_a_save_is_found() -> None:
@@ -212,7 +212,7 @@ def test_a_digest_that_does_not_show_a_drift_before_a_save_is_found() -> None:
             return digest
 
     def job_of(seed: int) -> RandomJob:
-        job = RandomJob(seed, (fuzz._drift,))
+        job = RandomJob(seed, (random_faults.drift,))
         job.counts = job.memory = Blind(job.table.microbatches, job.observe)
         return job
 
@@ -226,7 +226,7 @@ def test_leaving_without_a_save_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         return None if self.leaves else original(self, num_steps, save_interval)
 
     monkeypatch.setattr(Course, "next_label", leaves)
-    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._ask_exit,))).problem)
+    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (random_faults.ask_exit,))).problem)
 
 
 def test_taking_a_save_for_made_whose_writer_died_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_taking_a_save_for_made_whose_writer_died_is_found(monkeypatch: pytest.M
         return replace(original(self, record, is_writer=is_writer), is_saved=record.label.startswith("end "))
 
     monkeypatch.setattr(Course, "after", at_once)
-    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._kill_in_save,))).problem)
+    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (random_faults.kill_in_save,))).problem)
 
 
 def test_a_timeout_that_removes_the_last_members_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
