@@ -35,8 +35,9 @@ from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import Generation, ReplicaId, Work
 from megatron_recover.sim import channels
 from megatron_recover.sim.timed import random_faults
+from megatron_recover.sim.timed.actors import Actor, TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.chance import FreezingClock, RandomTiming
-from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica
+from megatron_recover.sim.timed.job import TimedJob
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.models import JobTable
 from megatron_recover.sim.timed.rank import TimedRank
@@ -106,13 +107,7 @@ class RandomJob(TimedJob):
         self.history = invariants.History(self.shape, min_replicas=self.coordinator.state.policy.min_replicas)
         self.counts = Counts(table.microbatches, self.observe)
         self.memory = self.counts
-        self.other_dice = random.Random(f"digests {seed}")
-        """Random numbers for features added later: the rest of a seed's job stays as it was."""
-        self.digest_interval = self.other_dice.choice((1, 2, 3, 99))
-        """Divisor of the steps whose record has the state digest."""
-        newest_dice = random.Random(f"saves {seed}")
-        self.save_interval = newest_dice.choice((0, 1, 2, 99))
-        self.save_s = newest_dice.uniform(0.2, 3.0)  # shorter than the wait for a save
+        self._draw_digests_and_saves(seed)
         self.faults: list[str] = []
         self.hit: set[ReplicaId] = set()
         """Replicas that a fault has hit."""
@@ -149,6 +144,16 @@ class RandomJob(TimedJob):
         self._draw_faults(seed, faults)
         if self.has_newcomers:
             self._draw_newcomers()
+
+    def _draw_digests_and_saves(self, seed: int) -> None:
+        """Draw which steps have a state digest, which are saved, and how long a save takes."""
+        self.other_dice = random.Random(f"digests {seed}")
+        """Random numbers for features added later: the rest of a seed's job stays as it was."""
+        self.digest_interval = self.other_dice.choice((1, 2, 3, 99))
+        """Divisor of the steps whose record has the state digest."""
+        newest_dice = random.Random(f"saves {seed}")
+        self.save_interval = newest_dice.choice((0, 1, 2, 99))
+        self.save_s = newest_dice.uniform(0.2, 3.0)  # shorter than the wait for a save
 
     def _draw_faults(self, seed: int, faults: Sequence[Callable[[RandomJob], None]] | None) -> None:
         """Draw which of `faults` (None: of all) strike when, and which replicas read or leave."""

@@ -12,7 +12,7 @@ from megatron_recover.core import coordinator, rank
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.sim import channels
-from megatron_recover.sim.timed.job import TimedReplica
+from megatron_recover.sim.timed.actors import TimedReplica
 from megatron_recover.sim.timed.rank import TimedRank
 
 if TYPE_CHECKING:
