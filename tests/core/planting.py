@@ -9,7 +9,7 @@ import pytest
 
 from megatron_recover.core import replica, replica_generation, replica_reports, replica_step
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
-from megatron_recover.sim.explore.node import Threads
+from megatron_recover.sim.explore.threads import Threads
 
 
 def explore(simulator: Threads | None = None, **scenario: Any) -> Exploration:

@@ -35,7 +35,8 @@ from megatron_recover.core.values import Ballot, Compute, Record, Status, Status
 from megatron_recover.core.vote import ballot_of, gather, voters_of
 from megatron_recover.sim.channels import card, link
 from megatron_recover.sim.explore.explorer import Explorer, Scenario
-from megatron_recover.sim.explore.node import Rank, Threads
+from megatron_recover.sim.explore.node import Rank
+from megatron_recover.sim.explore.threads import Threads
 from megatron_recover.sim.multiset import Multiset, add
 from tests.core.planting import caught, explore, handle, plant
 

@@ -35,9 +35,10 @@ from megatron_recover.core.values import Claim, Status, Work
 from megatron_recover.core.vote import tally
 from megatron_recover.sim.channels import card
 from megatron_recover.sim.explore.explorer import Explorer, JobState
-from megatron_recover.sim.explore.node import Node, Outcome, ReadState, Stimulus, Threads
+from megatron_recover.sim.explore.node import Node, Outcome, ReadState, Stimulus
 from megatron_recover.sim.explore.scenario import Scenario
 from megatron_recover.sim.explore.space import Attempt
+from megatron_recover.sim.explore.threads import Threads
 from megatron_recover.sim.multiset import state_digest
 from tests.core.planting import caught, explore, handle, plant
 
