@@ -48,7 +48,7 @@ class Claims:
     # --- of this newcomer ------------------------------------------------------------------------
 
     def ask(self, member: int) -> None:
-        """Have `member` vouch for this newcomer, once all its ranks have digested what they read."""
+        """Have `member` vouch for this newcomer, once all its ranks have digested their state."""
         self._to_ask = member
         self._claim_when_complete()
 

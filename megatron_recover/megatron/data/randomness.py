@@ -82,6 +82,7 @@ def state_of_generators() -> tuple[object, ...]:
 
 def seeding(seed: int) -> Callable[[int, int, int], None]:
     """Return a function of (iteration, microbatch, chunk) that sets this rank's random state."""
+
     @functools.cache
     def place() -> dict[str, int]:  # called late, as Megatron has no groups while `seeding` runs
         from megatron.core import parallel_state

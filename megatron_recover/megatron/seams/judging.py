@@ -1,4 +1,4 @@
-"""Judges the Megatron that is imported: its release, and whether somebody has read its functions."""
+"""Judges the Megatron that is imported: its release, and whether its functions were read."""
 
 from __future__ import annotations
 

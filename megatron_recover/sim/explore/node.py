@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from megatron_recover.core import invariants, rank, replica
 from megatron_recover.core.membership_messages import AddRequests, JoinRefused, LeaderMessage, NewGeneration
-from megatron_recover.core.plan import Operation, operations
+from megatron_recover.core.plan import Operation
 from megatron_recover.core.rank_messages import Order
 from megatron_recover.core.values import (
     BucketId,

@@ -1,4 +1,4 @@
-"""The threads of a simulated replica: they carry out one stimulus, and what follows from it at once.
+"""The threads of a simulated replica: they carry out one stimulus, and what follows at once.
 
 `sim/explore/node.py` has the replica, the stimuli, and the reason why these steps suffice.
 """
