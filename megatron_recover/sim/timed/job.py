@@ -185,7 +185,7 @@ class TimedJob:
 
     @property
     def awaits_next_window(self) -> bool:
-        """Return whether a newcomer waits for the next step before it reads, as in production."""
+        """Return whether a newcomer that was refused waits for the next step, as in production."""
         return False
 
     def reached(self, one: TimedReplica, phase: str) -> None:

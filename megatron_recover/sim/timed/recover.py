@@ -225,7 +225,7 @@ class RecoverJob(TimedJob):
 
     def refused(self, one: TimedReplica, reason: str, *, is_fault: bool) -> None:
         if self.healing is not None:
-            self.healing.refused(one.number, reason, is_fault=is_fault)
+            self.healing.refused(one.number, reason, is_fault=is_fault and one.newcomer.num_failed >= 0)
 
     def committed(self, one: TimedReplica, effect: Committed) -> None:
         super().committed(one, effect)
