@@ -14,6 +14,7 @@ from itertools import batched
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.authentication.admission import recording_strangers
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.beats import CoordinatorWatch
@@ -143,9 +144,7 @@ class ReplicaDriver:
         listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
         self._gate = Gate(
             loop, listener, key, Role.LEADER, self._admits, self._accept, clock=clock, expects=self._expects,
-            report=lambda name, number: record(
-                trace.Strangers(replica=context.replica, rank=own.rank, listener=name, num_connections=number)
-            ),
+            report=recording_strangers(record, replica=context.replica, rank=own.rank),
         )  # fmt: skip
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), clock=clock, patience_s=self._deadlines.leader_s

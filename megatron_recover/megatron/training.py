@@ -27,6 +27,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import trace
+from megatron_recover.authentication.admission import recording_strangers
 from megatron_recover.config import (
     DRY_RUN_PASSED,
     FOR_CONSOLE,
@@ -422,7 +423,7 @@ class _Training:
         return StateServer(
             key=self._key, replica=context.replica, rank=context.rank, host=context.address, ports=context.ports,
             deadlines=config.deadlines, digested=digested, window=window,
-            report=_strangers(context, self._log.record),
+            report=recording_strangers(self._log.record, replica=context.replica, rank=context.rank),
         )  # fmt: skip
 
     def _enter(self, config: RecoverConfig, loop: CommitLoop) -> Callable[[Newcomer], None] | None:
@@ -445,15 +446,6 @@ class _Training:
         return enter
 
 
-def _strangers(context: RankContext, record: Callable[[trace.Event], None]) -> Callable[[str, int], None]:
-    """Return what records the connections of strangers to a listener of this rank."""
-
-    def report(name: str, number: int) -> None:
-        record(trace.Strangers(replica=context.replica, rank=context.rank, listener=name, num_connections=number))
-
-    return report
-
-
 def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: Callable[[trace.Event], None]) -> Endpoint:
     """Open this rank's endpoint on the data plane and return it.
 
@@ -466,5 +458,6 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return open_endpoint(
         config.transport, key=key, rank=context.rank, num_ranks=context.num_ranks, device=device,
-        deadlines=config.deadlines, report=_strangers(context, record), host=context.address, ports=context.ports,
+        deadlines=config.deadlines, report=recording_strangers(record, replica=context.replica, rank=context.rank),
+        host=context.address, ports=context.ports,
     )  # fmt: skip
