@@ -7,7 +7,8 @@ of a rank that is left.
 
 The core decides what a loss does to the job. The launcher itself decides about bad input that a
 rank finds before generation 1, and about a fork server that is lost. `preparing.py` decides about
-imports and the dry run, `run_end.py` about signals and how long a process may take to end.
+imports and the dry run, `run_end.py` about signals and how long a process may take to end. This
+module is long because it makes all parts of a node and connects them; each part is elsewhere.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.replica import Committed
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import Fault, FaultPoint
+from megatron_recover.sim.timed.actors import TimedReplica
 from megatron_recover.sim.timed.healing import Healing
-from megatron_recover.sim.timed.job import TimedJob, TimedReplica
+from megatron_recover.sim.timed.job import TimedJob
 from megatron_recover.sim.timed.models import HEALING, FailuresTable, Losses, PolicyName, Scenario, Timing
 from megatron_recover.sim.timed.outcome import Meter, Outcome
 from megatron_recover.sim.timed.places import Places
