@@ -42,6 +42,7 @@ from megatron_recover.authentication.handshake import KEY_BYTES
 from megatron_recover.cluster.membership import CoordinatorProcess, Membership
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.job_start import NodesSettings
+from megatron_recover.control_plane.leader_messages import Enter, RankHello
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.node_messages import (
@@ -55,7 +56,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeReady,
 )
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
-from megatron_recover.control_plane.wire import Enter, Link, Message, RankHello
+from megatron_recover.control_plane.wire import Link, Message
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.rank_messages import Apply, Begun, Holds, PassTimed, Plan, Promised, Report

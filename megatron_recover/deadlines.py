@@ -5,9 +5,10 @@ the outer wait would end first and blame the wrong party. `ORDER` has each such 
 reason, and a property test proves all of them for every deadline. `megatron-recover explain
 timeouts` prints the waits and the pairs.
 
-Some waits do not grow with the deadline. Their docstrings give the reason (`Fixed:`). Some of them
-are constants too, for code that has no `Deadlines`. The field has the value of the constant. With
-the field `ORDER` proves the wait, and `megatron-recover explain timeouts` prints it.
+Some waits do not grow with the deadline. Their docstrings give the reason (`Fixed:`), and their
+value is the default of the field, unless `Deadlines.of` derives other waits from it. Some of them
+are constants too, for code that has no `Deadlines`. With the field `ORDER` proves the wait, and
+`megatron-recover explain timeouts` prints it.
 
 Intervals of polling are not here, since no one waits for them. `tests/core/test_constant_waits.py`
 lists them, and finds any other number of seconds in the package.
@@ -50,33 +51,33 @@ The fields of `Deadlines` with the same names give the reasons.
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """All waits of a run in seconds, each with its waiting party and what ends the wait."""
 
-    gap_s: float
+    gap_s: float = 0.25
     """Most time that the detector counts between two looks at a rank. Fixed: the agent looks every
     0.1 s, and a longer gap is the agent's own."""
-    stacks_s: float
+    stacks_s: float = 0.4
     """Longest wait of the agent for the ranks of a hung replica to write their stacks. Then the
     agent kills them. Fixed: a stopped rank is to be gone within 1 s (`stopped_s` and this)."""
-    still_s: float
+    still_s: float = STILL_S
     """Shortest time without running that a process leaves out of its timers. The launcher also
     takes a recorder for stopped that has not looked at the output of ranks for this long. Fixed:
     the scheduler of a busy machine takes less."""
-    stopped_s: float
+    stopped_s: float = 0.5
     """Least time that the detector waits for a stopped process; two typical steps if these are
     longer. Then the replica is killed, if another one is neither silent nor stopped. Fixed: a
     stopped rank is to be gone within 1 s or three steps."""
-    hung_s: float
+    hung_s: float = 2.2
     """Least time that the detector waits for a rank that shows no progress. The wait is longer
     where four typical steps, or twice the longest operation of its kind, are longer. Then the
     replica is killed, if another one is neither silent nor stopped. Fixed: an endless loop is to be
     ended within 3 s or five steps."""
-    after_work_s: float
+    after_work_s: float = 1.0
     """Time for which a replica still counts as at work after it was last seen at work. Meanwhile
     the replica is not blamed for keeping others waiting. Fixed: this bridges the instants between
     two computations, and the way of a request that the others have just made."""
-    oom_s: float
+    oom_s: float = OOM_S
     """Longest time between a kill for want of memory and a death that the kill explains. Fixed:
     dying takes a process that long."""
-    introduction_s: float
+    introduction_s: float = INTRODUCTION_S
     """Longest wait of a listener for a connection to prove the job's key. Then the listener closes
     the connection, and an honest peer dials again. Fixed: strangers must not hold a place for
     longer because a user is patient."""
@@ -84,12 +85,12 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Time between two beats that the coordinator sends to a leader, which answers each. The
     answers renew the lease of `lease_s`, and no replica is removed for their absence. Also the time
     between two beats of a node: the coordinator removes a node that sends nothing for `node_s`."""
-    grace_s: float
+    grace_s: float = 0.25
     """Longest wait of the coordinator for the agent to see a death that would explain a member's
     request, if at most one generation without a committed step came before; later requests wait
     `follow_s`. Then the coordinator makes a generation with the same roster. Fixed: the agent sees
     a death within 0.1 s, and every repair that a member requests waits for this."""
-    gather_s: float
+    gather_s: float = 0.02
     """Time that the coordinator waits for further newcomers once a member has vouched for one, so
     that they join together. Fixed: it delays a join, and the members wait for it where their step
     is shorter (`hold_s`)."""
@@ -97,10 +98,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time for which a member keeps its pass open for a newcomer, so that the step is not
     over before the newcomer is announced. Then the member ends its pass, and the newcomer reads a
     later state. Nobody is blamed for it: all waits of the others are longer."""
-    reset_s: float
+    reset_s: float = 0.05
     """Time after the reset of a node's link in which resets of others count as resets at the same
     time, before the coordinator removes the node. Fixed: what resets many links does it at once."""
-    name_s: float
+    name_s: float = 0.1
     """Time that a rank whose gradient is not finite leaves the other ranks of its replica to name
     the microbatch, before it reports all of the pass. Fixed: they find it in the same moment."""
     silence_s: float
@@ -114,16 +115,16 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     sigkill_s: float
     """Longest wait of the agent for a killed process to take the signal. Then the launcher sets the
     process aside. The launcher waits as long for the process of `report_s` that it has killed."""
-    node_s: float
+    node_s: float = NODE_S
     """Longest silence of a node before the coordinator removes the node, and of the coordinator
     before a leader on another host takes the coordinator for lost. Until ranks are started, nodes
     and coordinator wait for each other six times as long. Also the longest wait of a replica for
     what only a lost coordinator could give it. Then the replica ends (code 13). Fixed: a network
     heals in less, or not soon. With several nodes `--node-timeout` gives it (`with_node`)."""
-    lease_s: float
+    lease_s: float = 12.0
     """Longest time for which a replica may begin to name a checkpoint without a new proof that it
     is a member. Fixed: a leader that is only slow answers beats in less."""
-    lapse_s: float
+    lapse_s: float = 13.0
     """Longest wait of the coordinator for the death of a lost replica that may name a checkpoint.
     Then its lease has lapsed, and the next writer may name one. Fixed: this is `lease_s` on the
     clock of another host, which may differ by 5 %."""
@@ -186,7 +187,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     slots_s: float
     """Longest time for the check of the slots of a newcomer; half of it for what former ranks have
     left there to end. Then the slots are set aside."""
-    notice_s: float
+    notice_s: float = 1.0
     """Longest wait of the launcher for stderr to take one of its own lines. Then the launcher
     continues. Fixed: see `trace_s`."""
     renew_s: float
@@ -203,7 +204,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     replies_s: float
     """Longest wait of the recorder, at its end, for the launcher to take its messages. Then the
     recorder ends. Fixed: see `trace_s`."""
-    refused_s: float
+    refused_s: float = 2.5
     """Longest time, at the end, for which the recorder tries to write events to a disk that
     refuses, and then as long to write logs. What is left is lost, and the recorder reports it.
     Fixed: see `trace_s`."""
@@ -211,11 +212,11 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of a launcher that raises for the recorder, or for a new one if there is none.
     The recorder does then what it does without a launcher. After the wait the launcher kills the
     recorder, and reports it. Fixed: see `trace_s`."""
-    stuck_s: float
+    stuck_s: float = STUCK_S
     """Longest wait of the events of all processes for one that a process has begun to record. Then
     that event is lost, and reported as a gap. Fixed: recording takes microseconds, and a process
     that takes longer is stopped."""
-    slow_disk_s: float
+    slow_disk_s: float = 5.0
     """Longest wait of the recorder for the disk without a warning. The warning ends nothing. Fixed:
     see `trace_s`."""
     screen_s: float
@@ -230,14 +231,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     the rest is lost, and the recorder reports it. Fixed: the exit code is known by then, and a
     scheduler that asked for the end kills soon (Slurm after 30 s). With `terminal_s` this is over
     before."""
-    traces_s: float
+    traces_s: float = 12.0
     """Longest wait of node 0, at the end, for the traces of the other nodes to have their end in
     the run directory, without a part of one that node 0 gathers. Then node 0 makes summary and
     report without the traces that are missing, and names them. Fixed: see `trace_s`."""
     offer_s: float
     """Longest wait of another node, at the end, for node 0 to ask for a part of its trace, or to
     have all. Then the node ends; its files stay on its disk."""
-    scrape_s: float
+    scrape_s: float = 5.0
     """Longest time that a connection to the port of `--metrics-port` is kept. Then the monitor
     closes it. Fixed: Prometheus itself waits for 10 s by default, and an answer takes
     milliseconds."""
@@ -322,26 +323,11 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         last_events_s, command_s = 2.0, 7.0
         shown_s = 2 * store_s + screen_s + 1.0  # the last is to spare
         return Deadlines(
-            gap_s=0.25,
-            stacks_s=0.4,
-            still_s=STILL_S,
-            stopped_s=0.5,
-            hung_s=2.2,
-            after_work_s=1.0,
-            oom_s=OOM_S,
-            introduction_s=INTRODUCTION_S,
             beat_s=beat_s,
-            grace_s=0.25,
-            gather_s=0.02,
             hold_s=min(1.0, 0.2 * stall_s),
-            reset_s=0.05,
-            name_s=0.1,
             silence_s=3 * beat_s,
             words_s=follow_s / 2,
             sigkill_s=_between(0.8, 0.3 * follow_s, 3.0),
-            node_s=NODE_S,
-            lease_s=12.0,
-            lapse_s=13.0,
             follow_s=follow_s,
             lock_s=min(60.0, 0.75 * stall_s),
             probe_s=min(2.0, sum_s / 4),
@@ -357,21 +343,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             end_s=end_s,
             fork_s=end_s,
             slots_s=end_s,
-            notice_s=1.0,
             renew_s=_between(0.5, deadline_s / 60, 30.0),
             store_s=store_s,
             orphan_s=orphan_s,
             replies_s=replies_s,
-            refused_s=2.5,
             abandoned_s=orphan_s + trace_s + shown_s,
-            stuck_s=STUCK_S,
-            slow_disk_s=5.0,
             screen_s=screen_s,
             terminal_s=shown_s + replies_s,
             trace_s=trace_s,
-            traces_s=12.0,
             offer_s=min(90.0, 0.9 * deadline_s),
-            scrape_s=5.0,
             last_events_s=last_events_s,
             command_s=command_s,
             monitor_s=last_events_s + store_s + 2 * command_s + 1.0,  # the last is to spare

@@ -33,6 +33,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from megatron_recover import trace
 from megatron_recover.authentication.handshake import MAGIC, NONCE_BYTES, Acceptor, Admits, Refused, Reply
 from megatron_recover.deadlines import INTRODUCTION_S
 from megatron_recover.host.speaker import Speaker
@@ -166,6 +167,11 @@ strangers.
 
 The thread that calls `Admission.turn` or `Admission.tell` calls it.
 """
+
+
+def recording_strangers(record: Callable[[trace.Event], None], *, replica: int, rank: int) -> ReportStrangers:
+    """Return what records the strangers at a listener of a rank as an event."""
+    return lambda name, number: record(trace.Strangers(replica=replica, rank=rank, listener=name, num_connections=number))
 
 
 class Admission:

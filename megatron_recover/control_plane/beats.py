@@ -29,8 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_recover import trace
+from megatron_recover.control_plane.leader_messages import Beat, LeaderBeat
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Beat, LeaderBeat, Link, encode
+from megatron_recover.control_plane.wire import Link, encode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import state_of

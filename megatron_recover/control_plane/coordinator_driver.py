@@ -18,18 +18,9 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane import membership_events
 from megatron_recover.control_plane.beats import LeaderWatch
 from megatron_recover.control_plane.encoding import Peer
+from megatron_recover.control_plane.leader_messages import Announcement, Beat, LeaderBeat, LeaderHello, Source, Sources
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import (
-    Announcement,
-    Beat,
-    LeaderBeat,
-    LeaderHello,
-    Link,
-    Message,
-    Source,
-    Sources,
-    encode,
-)
+from megatron_recover.control_plane.wire import Link, Message, encode
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import MAX_SOURCES, older

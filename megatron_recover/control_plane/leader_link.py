@@ -11,8 +11,9 @@ from collections.abc import Callable
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext
 from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.leader_messages import RankHello
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Link, LinkClosed, Message, RankHello
+from megatron_recover.control_plane.wire import Link, LinkClosed, Message
 from megatron_recover.core.rank_messages import CloseAsked, PassTimed, RankSaving, Report
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.trace.node_clock import NodeClock

@@ -3,6 +3,7 @@
 It joins the threads of a rank. The control thread reads the links and answers `Promise` at once.
 The training thread begins steps and obeys orders. With overlap, `recover-reduce` reports results.
 All feed the machine under one lock. The lock also makes `hold` and `Promise` exclude each other.
+The class is long, but not split: all that its threads share is thus in one place, under that lock.
 The driver makes no decision of the protocol and never looks into a tensor.
 """
 
@@ -19,10 +20,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from megatron_recover import trace
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.leader_link import LeaderLink
+from megatron_recover.control_plane.leader_messages import Enter, Heard, RankHello, ReadFrom
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.naming import NamingRight
 from megatron_recover.control_plane.replica_driver import ReplicaDriver
-from megatron_recover.control_plane.wire import Enter, Heard, Message, RankHello, ReadFrom
+from megatron_recover.control_plane.wire import Message
 from megatron_recover.core import rank as machine
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.exit_code import ExitCode

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron_recover import trace
+from megatron_recover.authentication.admission import recording_strangers
 from megatron_recover.config import RankContext, inherited_descriptor
 from megatron_recover.control_plane.listening import STORE, inherited_listener
 from megatron_recover.host import memory_file
@@ -90,8 +91,6 @@ def _served_store(
             )
         StoreServer(
             listener, key, replica=replica, num_ranks=context.num_ranks, clock=clock,
-            report=lambda name, number: record(
-                trace.Strangers(replica=replica, rank=rank, listener=name, num_connections=number)
-            ),
+            report=recording_strangers(record, replica=replica, rank=rank),
         )  # fmt: skip
     return ServedStore(context.store, key, replica=replica, rank=rank, clock=clock, timeout=timeout)

@@ -14,40 +14,37 @@ from itertools import batched
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.authentication.admission import recording_strangers
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.beats import CoordinatorWatch
 from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.claims import Claims
 from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.gate import Gate
-from megatron_recover.control_plane.listening import LEADER, inherited_listener
-from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.naming import NamingRight
-from megatron_recover.control_plane.protocol_events import ProtocolEvents
-from megatron_recover.control_plane.timing import RecoveryClock
-from megatron_recover.control_plane.wire import (
-    STATUSES_A_FRAME,
+from megatron_recover.control_plane.leader_messages import (
     Announcement,
     Beat,
     Enter,
     Heard,
     LeaderBeat,
     LeaderHello,
-    Link,
-    LinkClosed,
-    Message,
     PeerHello,
     RankHello,
     ReadFrom,
     Source,
     Sources,
-    encode,
-    listen,
 )
+from megatron_recover.control_plane.listening import LEADER, inherited_listener
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.naming import NamingRight
+from megatron_recover.control_plane.peer_links import PeerLinks
+from megatron_recover.control_plane.protocol_events import ProtocolEvents
+from megatron_recover.control_plane.timing import RecoveryClock
+from megatron_recover.control_plane.wire import STATUSES_A_FRAME, Link, Message, encode, listen
 from megatron_recover.core import replica as machine
 from megatron_recover.core.alike import combined
 from megatron_recover.core.exit_code import ExitCode
-from megatron_recover.core.joining import older, state_digest
 from megatron_recover.core.membership_messages import (
     AddRequests,
     Diverged,
@@ -74,9 +71,8 @@ from megatron_recover.core.rank_messages import (
     Stop,
 )
 from megatron_recover.core.replica_state import Admission, HoldAsked
-from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import Claim, Status, Statuses, Vote, Votes
-from megatron_recover.deadlines import Deadlines, figure
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trace.node_clock import NodeClock
 
@@ -125,41 +121,30 @@ class ReplicaDriver:
         - `naming` is this replica's right to name checkpoints.
         - `refused(answer)`: the claim of this newcomer is refused.
         """
-        self._context, self._config, self._deadlines = context, config, deadlines
+        self._context, self._deadlines, self._naming = context, deadlines, naming
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
-        self._naming, self._refused = naming, refused
-        self._to_ask: int | None = None
-        """Member that is to be asked to vouch for this newcomer, until the claim is sent."""
-        self._asked: int | None = None
-        """Member that was asked and has not answered."""
-        self._claims: list[Claim] = []
-        """Claims of newcomers that this member has not answered yet."""
-        self._callers: dict[int, str] = {}
-        """Addresses of the leaders of newcomers that have called, announced or not."""
+        self._claims = Claims(
+            context.num_ranks, loop=loop, stall_s=deadlines.stall_s, state=lambda: self._state, feed=self._feed, refused=refused
+        )
         self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above, config.min_replicas)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
-        self._peers: dict[int, Peer] = {}
-        """Addresses of every replica that was ever announced; they never change."""
         self._introduced_peers: set[int] = set()
         """Replicas whose addresses this replica's ranks have."""
-        self._outgoing: dict[int, Link] = {}
-        self._incoming: dict[Link, int] = {}
         self._events = ProtocolEvents(context.replica, record)
         self.clock = RecoveryClock(context.replica, record)
-        self._node_clock = clock
         self._waiting: tuple[object, ...] = ()
         self._kept_since: float | None = None
         """Time since which the end of a pass is kept back; None: none is."""
-        self._key, self._me = key, Party(Role.LEADER, context.replica)
+        self._me = Party(Role.LEADER, context.replica)
+        self._links = PeerLinks(
+            context, tree_above=config.tree_above, key=key, clock=clock, loop=loop, deadlines=deadlines,
+            received=self._from_peer, lost=self._link_lost,
+        )  # fmt: skip
         listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
-        self._neighbours: tuple[int, ...] = ()
-        """Members of the roster that link to this leader."""
         self._gate = Gate(
             loop, listener, key, Role.LEADER, self._admits, self._accept, clock=clock, expects=self._expects,
-            report=lambda name, number: record(
-                trace.Strangers(replica=context.replica, rank=own.rank, listener=name, num_connections=number)
-            ),
+            report=recording_strangers(record, replica=context.replica, rank=own.rank),
         )  # fmt: skip
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), clock=clock, patience_s=self._deadlines.leader_s
@@ -188,8 +173,7 @@ class ReplicaDriver:
 
         `refused` is called if it does not, or if the coordinator does not let the newcomer join.
         """
-        self._to_ask = member
-        self._claim_when_complete()
+        self._claims.ask(member)
 
     def ask_hold(self, member: int, label: str) -> None:
         """Ask `member` to hold the step `label`, whose state is about to be read."""
@@ -220,8 +204,7 @@ class ReplicaDriver:
 
     def _expects(self) -> bool:
         """Return whether a rank of this replica or a neighbour has not connected yet."""
-        is_complete = len(self._hellos) == self._context.num_ranks
-        return not is_complete or not set(self._incoming.values()).issuperset(self._neighbours)
+        return len(self._hellos) < self._context.num_ranks or not self._links.are_complete()
 
     def _accept(self, link: Link, peer: Party) -> None:
         self._loop.watch(link, lambda link, message: self._introduced(peer, link, message), lambda link, why: None)
@@ -239,10 +222,9 @@ class ReplicaDriver:
                 )
                 self._join_when_complete()
             case PeerHello(replica=peer, address=address) if proven.role is Role.LEADER and proven.replica == peer:
-                self._incoming[link] = peer
                 if address:
-                    self._callers[peer] = address
-                self._loop.watch(link, self._from_peer, self._peer_lost)
+                    self._links.listens_at(peer, address)
+                self._links.accept(link, peer)
             case _:
                 self._loop.drop(link)
 
@@ -297,14 +279,15 @@ class ReplicaDriver:
             case Grant():
                 self._naming.received(message, self._state.generation)
             case Announcement(new=new):
-                self._peers |= {peer.replica: peer for peer in message.peers}
-                self._link_to_neighbours_of(new.roster, new.joins)
+                self._links.announced(message.peers)
+                self._links.keep_neighbours(new.roster, new.joins, self._state.roster)
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
             case AddRequests() | JoinRefused():
                 self._feed(message)
             case Sources(sources=sources):
-                self._callers |= {each.replica: each.leader_address for each in sources}
+                for each in sources:
+                    self._links.listens_at(each.replica, each.leader_address)
                 self._order_to_read(sources)
             case Stop():
                 self._coordinator_watch.stop()
@@ -336,34 +319,25 @@ class ReplicaDriver:
             return f"a new generation ({self._request.reason})"
         return "the end of the job" if len(state.ended) == state.shape.num_ranks else ""
 
-    def _from_peer(self, link: Link, message: Message) -> None:
+    def _from_peer(self, peer: int, message: Message) -> bool:
+        """Handle a message of another leader; return False if this one must not send it."""
         match message:
-            case Status() | Statuses() | Vote() | Votes() | Admission() | HoldAsked() if (
-                message.replica == self._incoming[link]
-            ):
+            case Status() | Statuses() | Vote() | Votes() | Admission() | HoldAsked() if message.replica == peer:
                 self._feed(message)
-            case Claim() if message.replica == self._incoming[link]:
-                self._claims.append(message)
-                self._answer_claims()
+            case Claim() if message.replica == peer:
+                self._claims.received(message)
             case JoinRefused():
-                self._events.refused(message, self._incoming[link])
+                self._events.refused(message, peer)
                 self._feed(message)
             case _:
-                self._peer_lost(link, f"sent a {type(message).__name__}")
-                self._loop.drop(link)
-
-    def _peer_lost(self, link: Link, why: str) -> None:
-        peer = self._incoming.pop(link, None)
-        if peer is not None:
-            self._link_lost(peer, why)
+                return False
+        return True
 
     def _link_lost(self, peer: int, why: str) -> None:
         """Feed the machine that a link to a leader broke. A claim on it counts as refused."""
-        self._claims = [each for each in self._claims if each.replica != peer]
+        self._claims.forget(peer)
         self._feed(machine.LinkLost(peer, why))
-        claim = self._state.claim
-        if peer == self._asked and claim is not None and self._state.phase is machine.ReplicaPhase.JOINING:
-            self._feed(JoinRefused(claim.replica, claim.label, f"the link to replica {peer}, which was asked, broke ({why})"))
+        self._claims.link_lost(peer, why)
 
     # --- The machine -----------------------------------------------------------------------------
 
@@ -375,60 +349,12 @@ class ReplicaDriver:
         for effect in effects:
             self._carry_out(effect)
         if len(self._state.roster) < len(before.roster) and self._state.generation == before.generation:
-            self._link_to_neighbours_of(self._state.roster, self._state.joins, before.roster)  # newcomers are turned away
-        if isinstance(event, StateDigested):
-            self._claim_when_complete()
-        if isinstance(event, JoinRefused) and before.claim is not None and self._state.claim is None:
-            self._asked = None
-            self._refused(event)
+            # Newcomers are turned away.
+            self._links.keep_neighbours(self._state.roster, self._state.joins, before.roster)
+        self._claims.fed(event, before)
         self._watch_for_a_stall()
         self._watch_the_hold(before)
-        if self._claims:
-            self._answer_claims()
-
-    def _answer_claims(self) -> None:
-        """Feed the machine each claim as soon as it knows its own digest of that state.
-
-        The ranks of this replica digest what they serve while it is read, and may take longer for
-        it. A claim of a step that is not computed any more is refused at once.
-        """
-        state = self._state
-        waits = state.phase is machine.ReplicaPhase.WORKING and not state.is_closed and state_digest(state) is None
-        for claim in self._claims:
-            if not (waits and state.work is not None and state.work.label == claim.label):
-                self._claims.remove(claim)
-                self._feed(claim)
-                return  # which has looked at the others
-
-    def _link_to_neighbours_of(
-        self, roster: tuple[int, ...], joins: tuple[Claim, ...], before: tuple[int, ...] | None = None
-    ) -> None:
-        """Drop links to leaders that are no neighbours in a roster that has this replica.
-
-        Statuses are exchanged by the older members alone, so their neighbours count, too. Links to
-        replicas outside this roster and the one `before` are kept: newcomers wait for answers.
-        """
-        me, members = self._context.replica, older(roster, joins)
-        if me not in roster:
-            return
-        near = neighbours(members, me, self._config.tree_above) if me in members else members[:1]
-        self._neighbours = tuple(sorted({*neighbours(roster, me, self._config.tree_above), *near}))
-        known = {*roster, *(self._state.roster if before is None else before)}
-        for peer in (self._outgoing.keys() & known) - set(self._neighbours):
-            self._loop.drop(self._outgoing.pop(peer))
-
-    def _claim_when_complete(self) -> None:
-        if (member := self._to_ask) is None or len(self._state.served) < self._context.num_ranks:
-            return
-        self._to_ask, self._asked = None, member
-        self._feed(machine.SendClaim(member))
-        if (claim := self._state.claim) is not None:
-            self._loop.after(self._deadlines.stall_s, lambda: self._unanswered(claim))
-
-    def _unanswered(self, claim: Claim) -> None:
-        """Give a claim up that nobody answers: the message or the member that was asked is lost."""
-        if self._state.claim is claim and self._state.phase is machine.ReplicaPhase.JOINING:
-            self._feed(JoinRefused(claim.replica, claim.label, f"no answer came within {figure(self._deadlines.stall_s)} s"))
+        self._claims.answer()
 
     def _carry_out(self, effect: machine.Effect) -> None:
         match effect:
@@ -482,7 +408,7 @@ class ReplicaDriver:
         """Send each rank the order to promise, with the addresses of new members."""
         fresh = [peer for peer in order.roster if peer not in self._introduced_peers]
         self._introduced_peers.update(fresh)
-        self._tell_each_rank(lambda rank: Enter(order, tuple((peer, self._peers[peer].data_addresses[rank]) for peer in fresh)))
+        self._tell_each_rank(lambda rank: Enter(order, tuple((peer, self._links.data_addresses(peer)[rank]) for peer in fresh)))
 
     def _tell_each_rank(self, message_to: Callable[[int], Message]) -> None:
         """Send each rank of this replica a message of its own."""
@@ -508,7 +434,7 @@ class ReplicaDriver:
             for other in peers:
                 if isinstance(message, Claim):
                     self._events.claim(other, message)
-                self._send_to_peer(other, [encode(message)])
+                self._links.send(other, [encode(message)])
             return
         match message:
             case Status() | Statuses():
@@ -520,41 +446,11 @@ class ReplicaDriver:
         bodies = [encode(part) for part in _parts(message)] if peers else []
         for index, peer in enumerate(peers or (None,)):
             if peer is not None:
-                self._send_to_peer(peer, bodies)
+                self._links.send(peer, bodies)
             if index == 0 and self._faults is not None:
                 self._faults.at(point, step=step)
         if last is not None and self._faults is not None:
             self._faults.at(last, step=step)
-
-    def _send_to_peer(self, peer: int, bodies: Sequence[bytes]) -> None:
-        link = self._outgoing.get(peer)
-        if link is None and peer not in self._peers and peer not in self._callers:
-            return  # a newcomer that has not said where it listens
-        try:
-            if link is None:
-                address = self._peers[peer].leader_address if peer in self._peers else self._callers[peer]
-                link = self._outgoing[peer] = OutgoingLink(
-                    address, self._key, self._me, Party(Role.LEADER, peer),
-                    clock=self._node_clock, patience_s=self._deadlines.stall_s,
-                )  # fmt: skip
-                self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
-                self._loop.send(link, PeerHello(self._context.replica, self._context.leader if self._context.newcomer else ""))
-        except LinkClosed as closed:
-            why = str(closed)
-            self._loop.post(lambda: self._link_lost(peer, why))
-            return
-        for each in bodies:
-            self._loop.put(link, each)
-
-    def _unexpected_answer(self, link: Link, message: Message) -> None:
-        self._loop.drop(link)
-        self._outgoing_lost(link, f"sent a {type(message).__name__} on a link that is ours to write")
-
-    def _outgoing_lost(self, link: Link, why: str) -> None:
-        for peer, known in list(self._outgoing.items()):
-            if known is link:
-                del self._outgoing[peer]
-                self._link_lost(peer, why)
 
     # --- Waits (INV-8) ---------------------------------------------------------------------------
 

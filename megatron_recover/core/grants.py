@@ -29,12 +29,12 @@ Note [Lease]
 
 Note [Last generation]
     If the coordinator is lost, no beat renews the lease. A replica whose vote says that the
-    coordinator is lost enters no newer generation (`core/replica.py`). A committed record that says
-    so for every member of its roster proves that this generation is the last one, and its writer
-    the last writer. That writer needs no lease. If the coordinator has ever given it a grant, the
-    newest one lasts: it may name any number of checkpoints under it, one after the other. This
-    matters because a coordinator may be lost for `Deadlines.node_s` before anybody notices, and a
-    checkpoint that is named meanwhile has used up the grant that was given ahead.
+    coordinator is lost enters no newer generation (`core/replica_generation.py`). A committed
+    record that says so for every member of its roster proves that this generation is the last one,
+    and its writer the last writer. That writer needs no lease. If the coordinator has ever given it
+    a grant, the newest one lasts: it may name any number of checkpoints under it, one after the
+    other. This matters because a coordinator may be lost for `Deadlines.node_s` before anybody
+    notices, and a checkpoint that is named meanwhile has used up the grant that was given ahead.
 
     Why nobody else may name then:
 

@@ -2,7 +2,7 @@
 
 A step is committed in a generation when *all* its members have voted for the same digest of a
 record (`core/digest.py`). Requests and paces, which differ between voters, do not count.
-`core/replica.py` also ensures that no newer generation is promised. While a vote is missing,
+`core/replica_step.py` also ensures that no newer generation is promised. While a vote is missing,
 nothing is known.
 """
 

@@ -3,6 +3,7 @@
 `CommitLoop` replaces Megatron's forward-backward function. Membership, quotas and commits are
 decided elsewhere and arrive as orders. `CommitLoop` carries plans out. On `Apply` of a training
 step it gives the committed gradient to upstream's finalize; upstream's clip and optimizer follow.
+The class is long, but not split: all parts of a step share its number, orders and reduction.
 
 Note [Who calls what]
     Megatron's training loop and evaluation call `CommitLoop.run` through the seam
@@ -147,9 +148,6 @@ class CommitLoop:
         self._parameter_digest = ParameterDigest(())
         self._parameters_checksum = 0
         """Newest digest of the parameters. Part of every checksum of the next steps."""
-        self._carried_checksum: int | None = None
-        """Newest digest of the others, for a newcomer that has not joined. It may be some steps
-        old."""
         self._state: TrainingState | None = None
         """The state of this rank; None before the first step or save."""
         self._num_evaluations = 0
@@ -255,8 +253,7 @@ class CommitLoop:
                 self._stopwatch = Stopwatch(self._reduction.device)
             self._in_work = InWork.on(self._reduction.device)
             show_compilations(self._page)
-            computed = self._parameter_digest.compute().everything
-            self._parameters_checksum = computed if self._carried_checksum is None else self._carried_checksum
+            self._parameters_checksum = self._parameter_digest.compute().everything
             parts = self._parts(self._reduction)
             self._before_joining()
             self._driver.join(
@@ -271,8 +268,13 @@ class CommitLoop:
         Returns when upstream may begin its first step. Raises `CannotJoin` and `JobStopped`.
         """
         self.join(newcomer.arguments.model)
+
+        def gather(value: Any) -> Sequence[Any]:
+            with self._page.within(Phase.ORDERS):  # a newcomer that waits for a window does not hang
+                return self._gather(value)
+
         entering = Entering(
-            self._driver, reader, newcomer.state, install=newcomer.install, gather=self._gather, record=self._record,
+            self._driver, reader, newcomer.state, install=newcomer.install, gather=gather, record=self._record,
             faults=self._faults,
         )  # fmt: skip
         self._step = self._next_step = entering.enter()
@@ -297,7 +299,7 @@ class CommitLoop:
         """Return what this loop has that a newcomer needs and no digest covers."""
 
         def put(checksum: int) -> None:
-            self._parameters_checksum = self._carried_checksum = checksum
+            self._parameters_checksum = checksum  # of a rank that has joined: joining computes its own
 
         return {"parameters_checksum": Carried(lambda: self._parameters_checksum, put)}
 

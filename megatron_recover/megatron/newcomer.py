@@ -305,6 +305,10 @@ class Entrance:
         self._load_checkpoint, self._train, self._newcomer, self._enter = load_checkpoint, train, newcomer, enter
         self._signature = inspect.signature(train)
 
+    def replacements(self) -> dict[str, Any]:
+        """Return the replacement for each of the two seams, by the seam's name."""
+        return {"load_checkpoint": self.load_checkpoint, "train": self.train}
+
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Return iteration and floating-point operations of what upstream loads.
 

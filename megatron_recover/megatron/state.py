@@ -8,6 +8,7 @@ Note [What is carried]
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,12 @@ class TrainingState(State):
             vars(self._scheduler).update(assigned("scheduler", self._scheduler.state_dict(), scalars))
         found = {name.partition(".")[::2]: value for name, value in scalars.items()}
         return {name: value for (kind, name), value in found.items() if kind == _COUNTERS}
+
+
+def counters(args: Namespace) -> dict[str, int]:
+    """Return the scalars of the state that Megatron keeps among its arguments."""
+    names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+    return {name: getattr(args, name) for name in names}
 
 
 class Published(State):

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
-import textwrap
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -29,6 +27,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import trace
+from megatron_recover.authentication.admission import recording_strangers
 from megatron_recover.config import (
     DRY_RUN_PASSED,
     FOR_CONSOLE,
@@ -43,7 +42,6 @@ from megatron_recover.core import policy
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.label import Label, StepKind
-from megatron_recover.core.progress import Phase
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.launch import numa, script
 from megatron_recover.megatron.launch.arguments import (
@@ -87,40 +85,14 @@ def begin(context: RankContext) -> None:
     """
     if context.dry_run:
         with bad_input_ends():  # first: nothing has replaced a function of Megatron yet
+            from megatron_recover.megatron.seams.judging import judge_megatron
+
             for line in judge_megatron(accepts_unknown=flag_of("accept_unknown_megatron") in sys.argv):
                 print(f"{FOR_CONSOLE}{line}", flush=True)
     prepare_device()
     with bad_input_ends():
         numa.bind(context)
     script.wrap(_Training(context))
-
-
-def judge_megatron(*, accepts_unknown: bool) -> list[str]:
-    """Return lines about the Megatron that is imported, before a script has changed any of it.
-
-    Raises ValueError with all functions that have another body than those that were read, and the
-    difference, unless `accepts_unknown`; then the lines name them. Raises `UnsupportedMegatron` for
-    a release that was never read.
-    """
-    import megatron.core
-
-    from megatron_recover.megatron.seams import bodies, seams
-
-    all_seams = seams.load()
-    if found := seams.unsupported_version(all_seams):
-        raise seams.UnsupportedMegatron(seams.refusal(all_seams, found))
-    folder = os.path.dirname(os.path.dirname(str(megatron.core.__file__)))
-    release = str(megatron.core.__version__).partition("+")[0]  # behind it upstream writes a commit of the working directory
-    lines = [f"Megatron-Core {release} of {folder}"]
-    unknown = bodies.unknown(bodies.load(seams.folder()), bodies.relied_on(all_seams, seams.load_anchors()))
-    if unknown and not accepts_unknown:
-        raise ValueError(
-            f"{lines[0]} has functions that nobody has compared with those of the release that this version was made for:\n"
-            + textwrap.indent("\n".join(unknown), "  ")
-            + f"\ncompare them with megatron-core {all_seams[0].versions[-1]}; if they do the same, add "
-            f"{flag_of('accept_unknown_megatron')}"
-        )
-    return lines + [line for body in unknown for line in f"accepted although nobody has read it: {body}".splitlines()]
 
 
 def pretrain(
@@ -233,6 +205,7 @@ class _Training:
 
         from megatron_recover.control_plane.rank_driver import JobStopped
         from megatron_recover.megatron.checkpoint import resuming
+        from megatron_recover.megatron.data.index_cache import building_cache_once
 
         if self._context.dry_run:
             with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key, self._log.record)):
@@ -245,7 +218,9 @@ class _Training:
         driver = self._driver = self._create_driver(config)
         checkpoints, loop = self._install(args, config, driver)
         try:
-            provider = building_cache_once(arguments["train_valid_test_dataset_provider"], args, self._page)
+            provider = building_cache_once(
+                arguments["train_valid_test_dataset_provider"], args, patience_s=config.deadlines.build_s, page=self._page
+            )
             script.original(pretrain)(**arguments | {"train_valid_test_dataset_provider": provider, "store": store})
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
             if stop.code not in (None, 0):
@@ -344,18 +319,16 @@ class _Training:
     def _install(self, args: Namespace, config: RecoverConfig, driver: RankDriver) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
-        from megatron_recover.megatron.checkpoint.background import write_results
         from megatron_recover.megatron.checkpoint.boundary import Boundary
-        from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
-        from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile
         from megatron_recover.megatron.commit import CommitLoop
         from megatron_recover.megatron.data import alike as parts
         from megatron_recover.megatron.data.fill_in_middle import FillInMiddle
         from megatron_recover.megatron.data.index_builder import IndexBuilder
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
+        from megatron_recover.megatron.data.randomness import seeding
         from megatron_recover.megatron.newcomer import Entrance, Newcomer, Progress
         from megatron_recover.megatron.reporting import LogLine
-        from megatron_recover.megatron.state import Carried
+        from megatron_recover.megatron.state import Carried, counters
         from megatron_recover.trainer.state_window import StateWindow
 
         originals = self._installation.originals
@@ -366,8 +339,8 @@ class _Training:
                 refuse(other_device(self._context.gpu))
             checkpoints.tell_what_was_loaded()
 
-        cursor, window, seed = MicrobatchCursor(self._page, args.num_workers), StateWindow(), _seeding(args.seed)
-        around = functools.cache(lambda: surroundings(args, exact=config.determinism == "exact"))
+        cursor, window, seed = MicrobatchCursor(self._page, args.num_workers), StateWindow(), seeding(args.seed)
+        around = functools.cache(lambda: parts.surroundings(args, exact=config.determinism == "exact"))
         carried: dict[str, Carried] = {}
         loop = CommitLoop(
             driver, config, originals, cursor=cursor, seed=seed, carried=carried,
@@ -377,13 +350,7 @@ class _Training:
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
             before_joining=before_joining, window=window, server=self._server(config, driver, window),
         )  # fmt: skip
-        checkpoints = Checkpoints(
-            driver, originals, get_args, agree=lambda iteration, *state: loop.agree(Label(StepKind.SAVE, iteration), *state),
-            save=args.save, samples=parts.samples(args) if args.save and driver.rank == 0 else {},
-            deadlines=config.deadlines, log=self._log, faults=self._faults,
-            window=window if self._saves_in_background else None, run_id=self._wandb.run_id,
-            is_newcomer=self._context.newcomer,
-        )  # fmt: skip
+        checkpoints = self._create_checkpoints(args, config, driver, loop, window)
 
         def flush() -> None:
             self._tensorboard.flush()
@@ -405,26 +372,37 @@ class _Training:
         self._installation.install(
             {
                 **loop.replacements(),
+                **checkpoints.replacements(),
+                **entrance.replacements(),
                 "compile_helpers": IndexBuilder(originals["compile_helpers"], config.deadlines.build_s).compile,
                 "cyclic": never_ends,
                 "data_loader": Loaders(cursor, get_args).build,
                 "fim": FillInMiddle(originals["fim"]),
                 "log_line": LogLine(driver, self._context.num_replicas, originals["log_line"], flush).print_rank_last,
-                "save_checkpoint": checkpoints.save_checkpoint_and_time,
-                "write_checkpoint": checkpoints.write_checkpoint,
-                "checkpoint_name": checkpoints.checkpoint_name,
-                "schedule_save": checkpoints.schedule_save,
-                "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming, checkpoints.after_naming),
-                "write_results": write_results,
                 "exit": boundary.decide,
-                "load_checkpoint": entrance.load_checkpoint,
-                "train": entrance.train,
             }
         )
         missing = self._installation.missing()
         if missing:
             raise RuntimeError(f"nothing was installed for {', '.join(missing)}")
         return checkpoints, loop
+
+    def _create_checkpoints(
+        self, args: Namespace, config: RecoverConfig, driver: RankDriver, loop: CommitLoop, window: StateWindow
+    ) -> Checkpoints:
+        from megatron.training import get_args
+
+        from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
+        from megatron_recover.megatron.data import alike as parts
+
+        return Checkpoints(
+            driver, self._installation.originals, get_args,
+            agree=lambda iteration, *state: loop.agree(Label(StepKind.SAVE, iteration), *state),
+            save=args.save, samples=parts.samples(args) if args.save and driver.rank == 0 else {},
+            deadlines=config.deadlines, log=self._log, faults=self._faults,
+            window=window if self._saves_in_background else None, run_id=self._wandb.run_id,
+            is_newcomer=self._context.newcomer,
+        )  # fmt: skip
 
     def _server(self, config: RecoverConfig, driver: RankDriver, window: StateWindow) -> StateServer | None:
         """Return what serves the state of this rank to newcomers; None if none are formed."""
@@ -445,7 +423,7 @@ class _Training:
         return StateServer(
             key=self._key, replica=context.replica, rank=context.rank, host=context.address, ports=context.ports,
             deadlines=config.deadlines, digested=digested, window=window,
-            report=_strangers(context, self._log.record),
+            report=recording_strangers(self._log.record, replica=context.replica, rank=context.rank),
         )  # fmt: skip
 
     def _enter(self, config: RecoverConfig, loop: CommitLoop) -> Callable[[Newcomer], None] | None:
@@ -468,15 +446,6 @@ class _Training:
         return enter
 
 
-def _strangers(context: RankContext, record: Callable[[trace.Event], None]) -> Callable[[str, int], None]:
-    """Return what records the connections of strangers to a listener of this rank."""
-
-    def report(name: str, number: int) -> None:
-        record(trace.Strangers(replica=context.replica, rank=context.rank, listener=name, num_connections=number))
-
-    return report
-
-
 def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: Callable[[trace.Event], None]) -> Endpoint:
     """Open this rank's endpoint on the data plane and return it.
 
@@ -489,68 +458,6 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return open_endpoint(
         config.transport, key=key, rank=context.rank, num_ranks=context.num_ranks, device=device,
-        deadlines=config.deadlines, report=_strangers(context, record), host=context.address, ports=context.ports,
+        deadlines=config.deadlines, report=recording_strangers(record, replica=context.replica, rank=context.rank),
+        host=context.address, ports=context.ports,
     )  # fmt: skip
-
-
-def _seeding(seed: int) -> Callable[[int, int, int], None]:
-    """Return a function of (iteration, microbatch, chunk) that sets this rank's random state."""
-    from megatron_recover.megatron.data.randomness import seed_microbatch
-
-    @functools.cache
-    def place() -> dict[str, int]:  # called late, as Megatron has no groups while `_seeding` runs
-        from megatron.core import parallel_state
-
-        return {
-            "stage": parallel_state.get_pipeline_model_parallel_rank(),
-            "tp": parallel_state.get_tensor_model_parallel_rank(),
-            "ep": parallel_state.get_expert_model_parallel_rank(),
-            "expert_tp": parallel_state.get_expert_tensor_parallel_rank(),
-            "lane": parallel_state.get_data_parallel_rank(),
-        }
-
-    def begin(iteration: int, microbatch: int, chunk: int) -> None:
-        seed_microbatch(seed, iteration, microbatch, chunk=chunk, **place())
-
-    return begin
-
-
-def surroundings(args: Namespace, *, exact: bool) -> dict[str, str]:
-    """Return the software and the data that must be equal on the same rank of every replica."""
-    from megatron.core import parallel_state
-
-    from megatron_recover.megatron.data import alike as parts
-
-    # As in upstream, tensor-parallel rank 0 reads the samples and sends them to its group.
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
-    return parts.software(exact=exact) | (parts.data(args) if reads else {})
-
-
-def counters(args: Namespace) -> dict[str, int]:
-    """Return the scalars of the state that Megatron keeps among its arguments."""
-    names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-    return {name: getattr(args, name) for name in names}
-
-
-def building_cache_once(provider: Callable[..., Any], args: Namespace, page: ProgressPage | None = None) -> Callable[..., Any]:
-    """Return `provider` wrapped: it runs within `building_cache` in rank 0 of a replica.
-
-    The other ranks do not take the lock, since upstream builds in rank 0. Without a folder for the
-    cache no rank does. `page` shows the phase `BUILDING_DATA` meanwhile.
-    """
-    import torch
-
-    from megatron_recover.megatron.data.index_cache import building_cache, cache_directory
-
-    prefixes = [word for word in args.data_path or args.train_data_path or [] if os.path.isfile(f"{word}.idx")]
-    directory = cache_directory(args.data_cache_path, prefixes)
-
-    @functools.wraps(provider)
-    def provide(*values: Any, **others: Any) -> Any:
-        with (page or ProgressPage()).within(Phase.BUILDING_DATA):
-            if directory is None or torch.distributed.get_rank() != 0:
-                return provider(*values, **others)
-            with building_cache(directory, recover_config(args).deadlines.build_s):
-                return provider(*values, **others)
-
-    return provide

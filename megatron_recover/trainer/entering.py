@@ -1,11 +1,15 @@
 """The way of one rank of a newcomer into the job: read, digest, ask, until the members admit it.
 
 Note [Entering]
-    All ranks of a newcomer read the state of the same window, which rank 0 chooses: the next that
-    opens at the first of the sources. Each rank reads from the ranks at its own position. Then each
-    digests what it has, and rank 0 asks the member whose window it was to vouch for them
-    (`core/joining.py`). Nobody waits for a newcomer. So it may be too late, or be refused for a
-    reason of the job, such as a save. Then it reads the state of a later window, all of it.
+    All ranks of a newcomer read the state of the same window, which rank 0 chooses at the first of
+    the sources. Each rank reads from the ranks at its own position. Then each digests what it has,
+    and rank 0 asks the member whose window it was to vouch for them (`core/joining.py`). Nobody
+    waits for a newcomer. So it may be too late, or be refused for a reason of the job, such as a
+    save. Then it reads the state of a later window, all of it.
+
+    The first window is the one that is open. A newcomer that is formed while its predecessor's step
+    is still computed again can so join in that step. How long the window has been open is not
+    known, so this is no try. The other windows are read from when they open.
 
     On the last try rank 0 asks a member to hold the step whose state is read
     (`core/holding.py`). It asks before that step begins.
@@ -16,8 +20,10 @@ Note [Entering]
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from megatron_recover.core.label import next_training
@@ -40,7 +46,7 @@ class CannotJoin(RuntimeError):
 class Reader(Protocol):
     """Reads state from other replicas (`StateReader`)."""
 
-    def next_window(self, address: str, after: str | None) -> Offer: ...
+    def next_window(self, address: str, after: str | None, still: Callable[[], None]) -> Offer: ...
     def read(self, label: str, sources: Sequence[str], state: State) -> Read: ...
 
 
@@ -73,7 +79,7 @@ class Entering:
         self._num_tries = 0
         """Number of states that this rank has begun to read since the last that it has read."""
         self._windows: list[float] = []
-        """Times at which the windows opened that rank 0 has chosen."""
+        """Times at which windows opened for which rank 0 has waited."""
 
     def enter(self) -> int:
         """Read state and ask to join until the members admit this replica.
@@ -81,42 +87,63 @@ class Entering:
         Return the step in which its training begins. Raises `CannotJoin`, and `JobStopped`.
         """
         faults: list[str] = []
-        while len(faults) < NUM_TRIES:
-            choose = self._choose_held if len(faults) == NUM_TRIES - 1 else self._choose
-            label, members = self._at_rank_0(choose)
+        label, members = self._at_rank_0(self._open)
+        refusal = self._try(label, members)
+        while refusal is not None and len(faults) < NUM_TRIES:
+            label, members = self._at_rank_0(self._held if len(faults) == NUM_TRIES - 1 else partial(self._next, label))
             refusal = self._try(label, members)
-            if refusal is None:
-                return self._driver.enter()
-            if refusal.is_fault:
+            if refusal is not None and refusal.is_fault:
                 faults.append(f"{label}: {refusal.reason}")
+        if refusal is None:
+            return self._driver.enter()
         raise CannotJoin(
             f"this newcomer gives up after {NUM_TRIES} tries ({'; '.join(faults)}); {self._figures()}; "
             "a larger --global-batch-size makes steps longer, and --recover-heal off does without newcomers"
         )
 
-    def _choose_held(self) -> tuple[str, tuple[int, ...]]:
-        """Do as `_choose`, and ask that member to hold the step."""
-        return self._choose(is_held=True)
+    def _open(self) -> tuple[str, tuple[int, ...]]:
+        """Choose the window that is open now."""
+        return self._chosen(lambda _, address: self._current(address))
 
-    def _choose(self, *, is_held: bool = False) -> tuple[str, tuple[int, ...]]:
-        """Wait for the next window at a member.
+    def _next(self, last: str) -> tuple[str, tuple[int, ...]]:
+        """Choose the next window that opens. `last` is the label whose state was read last."""
+        # A window that has closed during the reading is followed at once by the next one. What was
+        # refused later may have used up a part of it.
+        after = last if self._num_tries else None
+        return self._chosen(lambda _, address: self._opening(address, after or self._current(address)))
 
-        Return its label, and all members, that one first.
+    def _held(self) -> tuple[str, tuple[int, ...]]:
+        """Choose the next window that opens, and ask that member to hold its step."""
+
+        def window(member: int, address: str) -> str:
+            current = self._current(address)
+            self._driver.ask_hold(member, next_training(current))
+            return self._opening(address, current)
+
+        return self._chosen(window)
+
+    def _chosen(self, window: Callable[[int, str], str]) -> tuple[str, tuple[int, ...]]:
+        """Return the label that `window(member, address)` returns, and all members, that one first.
+
+        `window` raises StateVoid for a member that ends, or offers nothing.
         """
         sources = self._driver.sources()
         while True:
             for position, (source, address) in enumerate(sources):
-                try:
-                    current = self._reader.next_window(address, None).label
-                    if is_held:
-                        self._driver.ask_hold(source, next_training(current))
-                    label = self._reader.next_window(address, current).label
-                except StateVoid:  # this member ends, or offers nothing
-                    continue
-                self._windows.append(self._clock())
-                members = tuple(member for member, _ in sources)
-                return label, (*members[position:], *members[:position])
+                with contextlib.suppress(StateVoid):
+                    label = window(source, address)
+                    members = tuple(member for member, _ in sources)
+                    return label, (*members[position:], *members[:position])
             sources = self._driver.sources(sources)
+            self._still()
+
+    def _current(self, address: str) -> str:
+        return self._reader.next_window(address, None, self._still).label
+
+    def _opening(self, address: str, after: str) -> str:
+        label = self._reader.next_window(address, after, self._still).label
+        self._windows.append(self._clock())
+        return label
 
     def _try(self, label: str, members: Sequence[int]) -> JoinRefused | None:
         """Read the state of `label` on all ranks, and ask to join; return the refusal, if any."""
@@ -153,19 +180,25 @@ class Entering:
 
         If the job stops meanwhile, all ranks raise `JobStopped`.
         """
-        value: Any = None
+        said: tuple[Any, bool] | None = None
         stopped: SystemExit | None = None
         if self._driver.rank == 0:
             try:
-                value = call()
+                said = call(), False
             except SystemExit as stop:  # `JobStopped`: the other ranks wait for rank 0 here
-                stopped = stop
-        found: tuple[T, bool] = self._gather((value, stopped is not None))[0]
+                said, stopped = (None, True), stop
+        found: tuple[T, bool] | None = None
+        while found is None:
+            found = self._gather(said)[0]
         if stopped is not None:
             raise stopped
         if found[1]:
             self._driver.enter()  # raises what the order to stop says
         return found[0]
+
+    def _still(self) -> None:
+        """Have the other ranks wait on for rank 0: an evaluation may outlast their collective."""
+        self._gather(None)
 
     def _figures(self) -> str:
         """Describe the newest reading and the time between windows."""

@@ -27,8 +27,8 @@ import msgspec
 from megatron_recover.core.membership_messages import NewGeneration
 from megatron_recover.core.values import Vote, Votes
 from megatron_recover.sim.timed import result, scenario_file
+from megatron_recover.sim.timed.actors import Actor, TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.healing import spread
-from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.models import (
     HOUR_S,
     ComputeTable,

@@ -21,8 +21,9 @@ from megatron_recover.authentication.handshake import KEY_BYTES, Connector, Part
 from megatron_recover.control_plane import wire
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.gate import Gate
+from megatron_recover.control_plane.leader_messages import PeerHello
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, LinkClosed, PeerHello, listen
+from megatron_recover.control_plane.wire import FORMAT_VERSION, Link, LinkClosed, listen
 from megatron_recover.host.addresses import address_of, format_address, parse_address
 from megatron_recover.trace.node_clock import NodeClock
 from tests.cluster.strangers import raise_descriptor_limit

@@ -14,8 +14,10 @@ from megatron_recover.authentication import admission
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
+from megatron_recover.control_plane.encoding import Peer
+from megatron_recover.control_plane.leader_messages import Announcement, LeaderHello
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, Peer
+from megatron_recover.control_plane.wire import Message
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.membership_messages import Hello, Loss, LossKind, ReplicaBlocked

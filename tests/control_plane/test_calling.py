@@ -12,7 +12,8 @@ import pytest
 
 from megatron_recover.authentication.handshake import OTHER_PROTOCOL
 from megatron_recover.control_plane import wire
-from megatron_recover.control_plane.wire import LinkClosed, PeerHello
+from megatron_recover.control_plane.leader_messages import PeerHello
+from megatron_recover.control_plane.wire import LinkClosed
 from megatron_recover.host.addresses import HOST, address_of, bind_free
 from tests.authentication.test_admission import ME, PEER, House, few_descriptors
 from tests.control_plane.partners import call

@@ -29,7 +29,8 @@ from megatron_recover.control_plane.encoding import (
     unpacked_status,
     unpacked_statuses,
 )
-from megatron_recover.control_plane.wire import Announcement, LinkClosed, Message, encode
+from megatron_recover.control_plane.leader_messages import Announcement
+from megatron_recover.control_plane.wire import LinkClosed, Message, encode
 from megatron_recover.core.digest import commitment
 from megatron_recover.core.membership_messages import NewGeneration
 from megatron_recover.core.values import Contribution, HeldVersion, Journal, Record, Status, Statuses, Work

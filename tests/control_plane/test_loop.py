@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from megatron_recover.control_plane.leader_messages import PeerHello
 from megatron_recover.control_plane.loop import STILL_S, Loop
-from megatron_recover.control_plane.wire import PeerHello
 from tests.control_plane.partners import connected
 
 pytestmark = pytest.mark.timeout(150)

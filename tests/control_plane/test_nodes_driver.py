@@ -15,6 +15,7 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.job_start import NodesSettings
+from megatron_recover.control_plane.leader_messages import Announcement, LeaderHello
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     EndAsked,
@@ -49,7 +50,7 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import TELL_S, NodesDriver
-from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, listen
+from megatron_recover.control_plane.wire import Message, listen
 from megatron_recover.core import coordinator
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.exit_code import ExitCode

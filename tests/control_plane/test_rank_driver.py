@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.control_plane.leader_messages import Announcement, Beat, Enter, Heard, LeaderBeat, LeaderHello, RankHello
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
-from megatron_recover.control_plane.wire import Announcement, Beat, Enter, Heard, LeaderBeat, LeaderHello, RankHello
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import (
     Entered,

@@ -16,8 +16,10 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane import protocol_events
 from megatron_recover.control_plane import replica_driver as leader
+from megatron_recover.control_plane.encoding import Peer
+from megatron_recover.control_plane.leader_messages import Announcement, LeaderHello, PeerHello, RankHello
 from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
-from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, encode, listen
+from megatron_recover.control_plane.wire import Link, encode, listen
 from megatron_recover.core.digest import combined, commitment, digest
 from megatron_recover.core.membership_messages import (
     Diverged,
@@ -568,22 +570,22 @@ def test_an_announcement_keeps_the_link_to_a_newcomer_and_those_of_both_rosters(
     leading.other.loop.send(link, PeerHello(7, leading.other.address))
     leading.other.loop.send(link, Claim(7, "train 9", 5))
     leading.other.wait(lambda: any(isinstance(each, JoinRefused) for each in leading.other.received))
-    assert set(one._outgoing) == {1, 7}
-    one._link_to_neighbours_of((0, 1, 9), (Claim(9, "train 1", 5),))
-    assert set(one._outgoing) == {1, 7}, "neither one that forms nor a neighbour among the older members"
-    one._link_to_neighbours_of((0, 9), (), before=(0, 1))
-    assert set(one._outgoing) == {7}
+    assert set(one._links._outgoing) == {1, 7}
+    one._links.keep_neighbours((0, 1, 9), (Claim(9, "train 1", 5),), (0, 1))
+    assert set(one._links._outgoing) == {1, 7}, "neither one that forms nor a neighbour among the older members"
+    one._links.keep_neighbours((0, 9), (), (0, 1))
+    assert set(one._links._outgoing) == {7}
 
 
 def test_a_claim_that_nobody_answers_is_given_up(lead: Lead) -> None:
     leading = lead(stall_s=0.2).heard()
     one, refused = leading.member._leader, []
     assert one is not None
-    one._refused = refused.append
+    one._claims._refused = refused.append
     one._state = replace(one._state, phase=ReplicaPhase.JOINING, claim=Claim(0, "train 1", 5))
     claim = one._state.claim
-    one._loop.post(lambda: one._unanswered(replace(claim)))
-    one._loop.post(lambda: one._unanswered(claim))
+    one._loop.post(lambda: one._claims._unanswered(replace(claim)))
+    one._loop.post(lambda: one._claims._unanswered(claim))
     leading.other.wait(lambda: refused)
     [answer] = refused
     assert "no answer came within" in answer.reason and not answer.is_fault and one._state.claim is None

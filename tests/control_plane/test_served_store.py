@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane import listening, store_server, store_table
 from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.leader_messages import Heard
 from megatron_recover.control_plane.rendezvous import join_store
 from megatron_recover.control_plane.served_store import ServedStore
 from megatron_recover.control_plane.store_messages import StoreCount, StoreSet, StoreWait
 from megatron_recover.control_plane.store_server import StoreServer
 from megatron_recover.control_plane.store_table import MAX_VALUE_BYTES
-from megatron_recover.control_plane.wire import Heard, LinkClosed, listen
+from megatron_recover.control_plane.wire import LinkClosed, listen
 from megatron_recover.host.addresses import address_of
 from megatron_recover.trace.node_clock import NodeClock
 from tests.control_plane.partners import KEY, call

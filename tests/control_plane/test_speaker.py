@@ -9,8 +9,10 @@ import pytest
 
 from megatron_recover.authentication.admission import Reserve
 from megatron_recover.control_plane.beats import CoordinatorWatch
+from megatron_recover.control_plane.encoding import Peer
+from megatron_recover.control_plane.leader_messages import LeaderBeat, LeaderHello
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import LeaderBeat, LeaderHello, Peer, listen
+from megatron_recover.control_plane.wire import listen
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import Hello
 from megatron_recover.core.rank_messages import Stop

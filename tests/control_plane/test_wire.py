@@ -16,18 +16,9 @@ from msgspec.structs import replace
 
 from megatron_recover.authentication.handshake import KEY_BYTES, SessionKeys
 from megatron_recover.control_plane.encoding import PackedStatuses, packed_status
+from megatron_recover.control_plane.leader_messages import Enter, RankHello
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.wire import (
-    FORMAT_VERSION,
-    FRAME_BYTES,
-    MAX_BODY_BYTES,
-    Enter,
-    Link,
-    LinkClosed,
-    Message,
-    RankHello,
-    encode,
-)
+from megatron_recover.control_plane.wire import FORMAT_VERSION, FRAME_BYTES, MAX_BODY_BYTES, Link, LinkClosed, Message, encode
 from megatron_recover.core.digest import commitment
 from megatron_recover.core.rank_messages import Holds, Promise
 from megatron_recover.core.values import (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_recover.core import replica
+from megatron_recover.core import replica, replica_generation, replica_reports, replica_step
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
-from megatron_recover.sim.explore.node import Threads
+from megatron_recover.sim.explore.threads import Threads
 
 
 def explore(simulator: Threads | None = None, **scenario: Any) -> Exploration:
@@ -23,6 +23,14 @@ def caught(report: Exploration, *invariants: int) -> None:
     print(report.found.detail)
     assert any(report.found.detail.startswith(f"INV-{number}:") for number in invariants), report.found.detail
     assert report.found.lines
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> None:
+    """Replace a function wherever the machine of a replica uses it."""
+    modules = [module for module in (replica_generation, replica_step, replica_reports) if hasattr(module, name)]
+    assert modules, name
+    for module in modules:
+        monkeypatch.setattr(module, name, function)
 
 
 def handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[replica.ReplicaState, Any], replica.Step]) -> None:

@@ -29,6 +29,7 @@ from megatron_recover.core.coordinator import (
 from megatron_recover.core.digest import combined, commitment
 from megatron_recover.core.excuses import AT_WORK
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.forwarding import direct_peers
 from megatron_recover.core.holding import held_label
 from megatron_recover.core.invariants import (
     Committed,
@@ -463,9 +464,9 @@ def test_without_any_digest_of_a_member_a_newcomer_is_turned_away() -> None:
 @pytest.mark.parametrize("admits", [True, False])
 def test_at_the_limit_of_the_tree_the_exchange_is_direct_and_votes_follow_the_working_roster(admits: bool) -> None:
     state, effects = lead(exchanging(members=64), *(theirs(n) for n in range(1, 63)))
-    assert waiting_for(state) == (63,) and len(replica.direct_peers(state)) == 63
+    assert waiting_for(state) == (63,) and len(direct_peers(state)) == 63
     state, effects = lead(state, replace(theirs(63), state_digest=DIGEST if admits else 9))
-    assert len(state.roster) == 64 + admits and len(replica.direct_peers(state)) == (0 if admits else 63)
+    assert len(state.roster) == 64 + admits and len(direct_peers(state)) == (0 if admits else 63)
 
 
 def test_a_newcomers_vote_is_part_of_no_majority_and_makes_it_the_minority() -> None:

@@ -20,6 +20,8 @@ from megatron_recover.core import (
     rank,
     recovery,
     replica,
+    replica_generation,
+    replica_step,
     tree,
     values,
     vote,
@@ -33,9 +35,10 @@ from megatron_recover.core.values import Ballot, Compute, Record, Status, Status
 from megatron_recover.core.vote import ballot_of, gather, voters_of
 from megatron_recover.sim.channels import card, link
 from megatron_recover.sim.explore.explorer import Explorer, Scenario
-from megatron_recover.sim.explore.node import Rank, Threads
+from megatron_recover.sim.explore.node import Rank
+from megatron_recover.sim.explore.threads import Threads
 from megatron_recover.sim.multiset import Multiset, add
-from tests.core.planting import caught, explore, handle
+from tests.core.planting import caught, explore, handle, plant
 
 TWO_BUCKETS = ((0,), (0,))
 SHARED = ((0, 1),)
@@ -44,12 +47,12 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_replica_that_commits_without_votes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "tally", lambda votes, roster, unproven: next(iter(votes)))
+    plant(monkeypatch, "tally", lambda votes, roster, unproven: next(iter(votes)))
     caught(explore(crashes=1), 6)
 
 
 def test_a_replica_that_commits_in_a_generation_it_promised_to_leave_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, on_vote = replica._on_generation, replica._on_vote
+    original, on_vote = replica_generation.on_generation, replica_step.on_vote
 
     def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
         after, effects = original(state, new)
@@ -59,7 +62,7 @@ def test_a_replica_that_commits_in_a_generation_it_promised_to_leave_is_caught(m
         if vote.generation == state.generation - 1 and state.phase is replica.ReplicaPhase.EXCHANGING:
             votes = gather(state.votes, (ballot_of(vote),))
             if voters_of(votes) >= {0, 1, 2}:
-                return replica._commit(state, own_record.own_record(state), adopted=False)
+                return replica_step.commit(state, own_record.own_record(state), adopted=False)
             return replace(state, votes=votes), ()
         return on_vote(state, vote)
 
@@ -86,12 +89,12 @@ def test_acting_on_the_local_outcome_of_a_reduction_is_caught(monkeypatch: pytes
         lacking = tuple(item.bucket for item in plan.transfers if number in item.targets)
         return replace(plan, transfers=(), reduces=tuple(sorted((*plan.reduces, *lacking))))
 
-    monkeypatch.setattr(replica, "plan_of", selfish)
+    plant(monkeypatch, "plan_of", selfish)
     caught(explore(crashes=1), 4, 9)
 
 
 def test_counting_the_votes_of_an_older_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_generation
+    original = replica_generation.on_generation
 
     def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
         after, effects = original(state, new)
@@ -118,7 +121,7 @@ def test_half_a_replica_that_applies_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_status_before_all_ranks_promised_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_promised
+    original = replica_generation.on_promised
 
     def at_once(state: replica.ReplicaState, report: Any) -> replica.Step:
         if report.generation != state.generation or state.phase is not replica.ReplicaPhase.PROMISING:
@@ -132,7 +135,7 @@ def test_a_status_before_all_ranks_promised_is_caught(monkeypatch: pytest.Monkey
 
 def test_tokens_summed_from_votes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The votes are of the members; the ledger bucket may hold what a replica contributed that died since."""
-    original = replica._vote
+    original = replica_step._vote
 
     def with_tokens(state: replica.ReplicaState) -> replica.Step:
         tokens = "tokens " + " ".join(str(i) for i in by_bucket(state.contributions).get(0, ()))
@@ -143,7 +146,7 @@ def test_tokens_summed_from_votes_are_caught(monkeypatch: pytest.MonkeyPatch) ->
             tokens = [int(word) for request in order.record.requests for word in request.split()[1:]]
             return tuple(tokens.count(i) for i in range(len(node.gradient[0])))
 
-    monkeypatch.setattr(replica, "_vote", with_tokens)
+    plant(monkeypatch, "_vote", with_tokens)
     caught(explore(FromVotes(), crashes=1), 1)
 
 
@@ -155,7 +158,7 @@ def test_dealing_a_lost_microbatch_to_everyone_is_caught(monkeypatch: pytest.Mon
             replace(found, dealt=tuple((number, i, into) for _, i, into in found.dealt)), number, generation, roster
         )
 
-    monkeypatch.setattr(replica, "plan_of", for_all)
+    plant(monkeypatch, "plan_of", for_all)
     caught(explore(crashes=1), 7)
 
 
@@ -185,7 +188,7 @@ def test_a_result_that_counts_after_the_promise_is_caught(monkeypatch: pytest.Mo
 
 
 def test_dropping_an_early_status_is_caught_on_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_status
+    original = replica_generation.on_status
 
     def strict(state: replica.ReplicaState, status: Status) -> replica.Step:
         return original(state, status) if status.generation == state.generation else (state, ())
@@ -209,18 +212,18 @@ def test_a_timeout_that_removes_the_last_members_is_caught(monkeypatch: pytest.M
 
 
 def test_a_replica_that_waits_for_the_end_of_a_job_without_a_coordinator_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_ends_alone", lambda state: (state, ()))
+    plant(monkeypatch, "_ends_alone", lambda state: (state, ()))
     caught(explore(replicas=2, microbatches=2, steps=1, coordinator_dies=True), 9)
 
 
 def test_a_replica_that_stops_training_without_a_coordinator_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must vote on, or nobody gets to the next save point."""
-    original = replica._vote
+    original = replica_step._vote
 
     def silent(state: replica.ReplicaState) -> replica.Step:
         return (state, ()) if state.is_alone else original(state)
 
-    monkeypatch.setattr(replica, "_vote", silent)
+    plant(monkeypatch, "_vote", silent)
     caught(explore(replicas=2, microbatches=2, steps=1, coordinator_dies=True), 9)
 
 
@@ -234,13 +237,13 @@ def miscounting(kind: type[Threads] = Threads) -> Threads:
 
 def test_a_member_that_does_not_give_up_its_contributions_to_a_void_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks empty their local gradients all the same: nobody computes anew what was in there."""
-    original = replica._voided
+    original = replica_generation._voided
 
     def forgets(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
         after = original(state, new)
         return replace(after, contributions=state.contributions) if state.replica == 1 else after
 
-    monkeypatch.setattr(replica, "_voided", forgets)
+    plant(monkeypatch, "_voided", forgets)
     caught(explore(miscounting(), **MISCOUNT), 1, 3, 9)
 
 
@@ -253,24 +256,24 @@ def test_a_rank_that_keeps_the_local_gradient_of_a_void_step_is_caught(monkeypat
 
 
 def test_results_of_a_void_step_that_are_kept_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._voided
+    original = replica_generation._voided
 
     def keeps(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
         return replace(original(state, new), held=state.held)
 
-    monkeypatch.setattr(replica, "_voided", keeps)
+    plant(monkeypatch, "_voided", keeps)
     caught(explore(miscounting(), **MISCOUNT, bucket_ranks=TWO_BUCKETS), 1, 2, 4, 9)
 
 
 def test_hearing_of_a_void_step_only_in_its_own_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member may hear of the next generation first."""
-    original = replica._voided
+    original = replica_generation._voided
 
     def once(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
         is_late = new.void is not None and new.generation != new.void.since
         return replace(state, void=new.void) if is_late else original(state, new)
 
-    monkeypatch.setattr(replica, "_voided", once)
+    plant(monkeypatch, "_voided", once)
     caught(explore(miscounting(), replicas=3, microbatches=3, steps=1, miscounts=1, crashes=1), 1, 3, 4, 7, 9)
 
 
@@ -282,17 +285,17 @@ def test_making_a_step_void_for_every_later_generation_is_caught(monkeypatch: py
             return state
         return replace(state, void=new.void, must_void=True, contributions=(), held=())
 
-    monkeypatch.setattr(replica, "_voided", again)
+    plant(monkeypatch, "_voided", again)
     caught(explore(miscounting(), replicas=3, microbatches=3, steps=1, miscounts=1, crashes=1), 1, 3, 4, 7, 9)
 
 
 def test_computing_a_step_a_third_time_instead_of_giving_it_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._voided
+    original = replica_generation._voided
 
     def stubborn(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
         return replace(original(state, new), work=state.work)
 
-    monkeypatch.setattr(replica, "_voided", stubborn)
+    plant(monkeypatch, "_voided", stubborn)
     caught(explore(miscounting(), **TWICE), 1)
 
 
@@ -319,7 +322,7 @@ def test_a_step_that_is_given_up_without_the_digest_that_was_due_is_caught(monke
 
 
 def test_ending_as_if_nothing_were_wrong_after_a_step_was_given_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "exit_code", lambda requests: 15 if requests else 0)
+    plant(monkeypatch, "exit_code", lambda requests: 15 if requests else 0)
     caught(explore(miscounting(), **TWICE), 9)
 
 
@@ -355,7 +358,7 @@ def test_never_giving_up_where_nobody_is_named_is_caught(monkeypatch: pytest.Mon
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = recovery.recover
-    monkeypatch.setattr(replica, "recover", lambda statuses, _, **known: original(statuses, 0, **known))
+    plant(monkeypatch, "recover", lambda statuses, _, **known: original(statuses, 0, **known))
     caught(explore(drifts=1), 2)
 
 
@@ -364,7 +367,7 @@ DIGESTED = {"replicas": 2, "microbatches": 2, "num_ranks": 2, "bucket_ranks": ((
 
 
 def test_voting_without_the_digests_of_all_ranks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._vote
+    original = replica_step._vote
 
     def hasty(state: replica.ReplicaState) -> replica.Step:
         if state.work is None or not state.work.digests:
@@ -372,18 +375,18 @@ def test_voting_without_the_digests_of_all_ranks_is_caught(monkeypatch: pytest.M
         known = dict.fromkeys(range(state.shape.num_ranks), 0) | dict(state.digests)
         return original(replace(state, digests=tuple(sorted(known.items()))))
 
-    monkeypatch.setattr(replica, "_vote", hasty)
+    plant(monkeypatch, "_vote", hasty)
     caught(explore(**DIGESTED, digested=(0,), crashes=1), 2)
 
 
 def test_the_digest_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._commit
+    original = replica_step.commit
 
     def keeps(state: replica.ReplicaState, record: Any, *, adopted: bool) -> replica.Step:
         after, effects = original(state, record, adopted=adopted)
         return replace(after, digests=state.digests), effects
 
-    monkeypatch.setattr(replica, "_commit", keeps)
+    plant(monkeypatch, "commit", keeps)
     caught(explore(**DIGESTED, digested=(0, 1), crashes=1), 2)
 
 
@@ -409,24 +412,24 @@ UNLIKE = {"replicas": 2, "steps": 3, "alarms": 1, "paces": (2500, 1000)}
 
 def test_planning_with_ones_own_speed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """It measures itself slow before the others have its word for it."""
-    original = replica.fresh_plan
+    original = replica_step.fresh_plan
 
     def selfish(number: int, *arguments: Any, speeds: Speeds, **others: Any) -> Plan:
         own = dict.fromkeys(range(2), 1000) | {number: UNLIKE["paces"][number]}
         return original(number, *arguments, speeds=replace(speeds, believed=tuple(sorted(own.items()))), **others)
 
-    monkeypatch.setattr(replica, "fresh_plan", selfish)
+    plant(monkeypatch, "fresh_plan", selfish)
     caught(explore(**UNLIKE), 1, 7)
 
 
 def test_not_learning_from_an_adopted_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._commit
+    original = replica_step.commit
 
     def forgets(state: replica.ReplicaState, record: Any, *, adopted: bool) -> replica.Step:
         after, effects = original(state, record, adopted=adopted)
         return (replace(after, speeds=state.speeds) if adopted else after), effects
 
-    monkeypatch.setattr(replica, "_commit", forgets)
+    plant(monkeypatch, "commit", forgets)
     caught(explore(**UNLIKE), 1, 7)
 
 
@@ -452,12 +455,12 @@ IN_A_ROW = {"steps": 1, "tree_above": 1}
 
 def hand_on(monkeypatch: pytest.MonkeyPatch, forge: Callable[[replica.ReplicaState, Any], Any]) -> None:
     """Have inner members hand on something else."""
-    original = replica.forwarded
+    original = replica_step.forwarded
 
     def forged(state: replica.ReplicaState, before: frozenset[int], message: Any) -> tuple[replica.Effect, ...]:
         return original(state, before, forge(state, message) if state.replica == 1 else message)
 
-    monkeypatch.setattr(replica, "forwarded", forged)
+    plant(monkeypatch, "forwarded", forged)
 
 
 def test_handing_on_an_incomplete_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,17 +482,17 @@ def test_not_waiting_for_all_below_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_taking_the_votes_of_those_below_as_those_of_all_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.tally
+    original = replica_step.tally
 
     def hasty(votes: tuple[Ballot, ...], roster: tuple[int, ...], unproven: tuple[int, ...]) -> Any:
         return original(votes, tuple(number for number in roster if number in voters_of(votes)), unproven)
 
-    monkeypatch.setattr(replica, "tally", hasty)
+    plant(monkeypatch, "tally", hasty)
     caught(explore(**IN_A_ROW), 6)
 
 
 def test_mixing_generations_in_what_is_handed_on_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_generation
+    original = replica_generation.on_generation
 
     def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
         after, effects = original(state, new)
@@ -516,7 +519,7 @@ def test_dropping_the_vote_of_a_minority_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 def test_dropping_what_comes_before_its_generation_is_caught_in_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_status
+    original = replica_generation.on_status
 
     def strict(state: replica.ReplicaState, said: Statuses) -> replica.Step:
         return original(state, said) if said.generation == state.generation else (state, ())
@@ -526,7 +529,7 @@ def test_dropping_what_comes_before_its_generation_is_caught_in_a_tree(monkeypat
 
 
 def test_keeping_silent_about_a_link_that_broke_is_caught_in_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "neighbours", lambda roster, number, above: ())
+    plant(monkeypatch, "neighbours", lambda roster, number, above: ())
     caught(explore(**IN_A_ROW, alarms=1, links=True), 9)
 
 

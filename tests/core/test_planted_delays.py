@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, generations, lateness, rank, replica
+from megatron_recover.core import coordinator, generations, lateness, rank, replica, replica_step
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.membership_messages import LossKind, Miscounted, ReplicaBlocked
 from megatron_recover.core.rank_messages import Apply, Begun, Plan
@@ -114,7 +114,7 @@ def test_dropping_what_gives_a_step_up_once_the_next_one_is_planned_is_caught(mo
 
 
 def test_forgetting_the_digest_of_a_rank_that_begins_before_its_leader_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_begun
+    original = replica_step.on_begun
 
     def forgets(state: replica.ReplicaState, begun: Begun) -> replica.Step:
         return original(state if begun.rank else replace(state, digests=()), begun)

@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import admission, coordinator, generations, holding, joining, newcomers, plan, recovery, replica
+from megatron_recover.core import (
+    admission,
+    coordinator,
+    generations,
+    holding,
+    joining,
+    newcomers,
+    plan,
+    recovery,
+    replica,
+    replica_generation,
+    replica_step,
+)
 from megatron_recover.core.coordinator_state import Form
 from megatron_recover.core.invariants import StateKnown
 from megatron_recover.core.joining import Admissions
@@ -23,11 +35,12 @@ from megatron_recover.core.values import Claim, Status, Work
 from megatron_recover.core.vote import tally
 from megatron_recover.sim.channels import card
 from megatron_recover.sim.explore.explorer import Explorer, JobState
-from megatron_recover.sim.explore.node import Node, Outcome, ReadState, Stimulus, Threads
+from megatron_recover.sim.explore.node import Node, Outcome, ReadState, Stimulus
 from megatron_recover.sim.explore.scenario import Scenario
 from megatron_recover.sim.explore.space import Attempt
+from megatron_recover.sim.explore.threads import Threads
 from megatron_recover.sim.multiset import state_digest
-from tests.core.planting import caught, explore, handle
+from tests.core.planting import caught, explore, handle, plant
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -147,9 +160,7 @@ def test_a_digest_that_a_newcomer_adopts_is_caught() -> None:
 
 def test_a_digest_that_a_member_adopts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = joining.state_digest
-    monkeypatch.setattr(
-        replica, "state_digest", lambda state: state.joins[0].digest if state.joins and state.work else original(state)
-    )
+    plant(monkeypatch, "state_digest", lambda state: state.joins[0].digest if state.joins and state.work else original(state))
     caught(explore(**TWO), 2)
 
 
@@ -214,7 +225,7 @@ def test_a_lost_microbatch_that_is_dealt_to_a_newcomer_is_caught(monkeypatch: py
             return found
         return replace(found, dealt=tuple((found.admissions.admitted[0], i, into) for _, i, into in found.dealt))
 
-    monkeypatch.setattr(replica, "recover", recover)
+    plant(monkeypatch, "recover", recover)
     caught(explore(**TWO | {"microbatches": 2}, crashes=1), 7)
 
 
@@ -235,12 +246,12 @@ class JoinsInStep1(Early):
 
 
 def test_beliefs_about_speed_that_a_newcomer_does_not_take_over_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_admission
+    original = replica_generation.on_admission
 
     def unknowing(state: ReplicaState, admission: replica.Admission) -> replica.Step:
         return original(state, replace(admission, speeds=UNKNOWN))
 
-    monkeypatch.setattr(replica, "_on_admission", unknowing)
+    plant(monkeypatch, "on_admission", unknowing)
     handle(monkeypatch, replica.Admission, unknowing)
     scenario = Scenario("planted", **TWO | {"steps": 3, "microbatches": 4}, paces=(1000, 4000, 1000))
     caught(JoinsInStep1(scenario).run(limit=500_000), 1, 2, 7)
@@ -259,32 +270,32 @@ def test_an_admission_with_a_part_of_the_record_is_caught(monkeypatch: pytest.Mo
     """The newcomer is proven by the commit of replica 1, and in the next generation gives the record of the step before."""
     scenario = Scenario("planted", **TWO | {"steps": 2}, crashes=1, links=True)
     assert Member1Dies(scenario).run().found is None
-    original = replica._on_admission
+    original = replica_generation.on_admission
 
     def of_part(state: ReplicaState, admission: replica.Admission) -> replica.Step:
         after, effects = original(state, admission)
         return replace(after, committed_digest=b""), effects
 
-    monkeypatch.setattr(replica, "_on_admission", of_part)
+    plant(monkeypatch, "on_admission", of_part)
     handle(monkeypatch, replica.Admission, of_part)
     caught(Member1Dies(scenario).run(), 9)
 
 
 def with_status(monkeypatch: pytest.MonkeyPatch, *, holds: bool) -> None:
     """A newcomer that was admitted sends its status like a member: its step and, if `holds`, its results."""
-    original = replica._newcomer_promised
+    original = replica_generation._newcomer_promised
 
     def promised(state: ReplicaState) -> replica.Step:
         after, effects = original(state)
         if not state.admitted_in or not joining.unproven(state):
             return after, effects
-        _, said = replica._send_status(state)
+        _, said = replica_generation._send_status(state)
         own = next(effect.message for effect in said if isinstance(effect, replica.ToPeers))
         assert isinstance(own, Status)
         own = replace(own, state_digest=None, complete=own.complete if holds else ())
         return after, (*effects, replica.ToPeers(joining.older(state.roster, state.joins), own))
 
-    monkeypatch.setattr(replica, "_newcomer_promised", promised)
+    plant(monkeypatch, "_newcomer_promised", promised)
 
 
 def test_a_newcomer_that_counts_in_the_step_of_the_members_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,9 +315,9 @@ def test_a_newcomer_that_adopts_a_step_is_caught(monkeypatch: pytest.MonkeyPatch
     def everybody(roster: Sequence[int], joins: Any) -> tuple[int, ...]:
         return tuple(roster)
 
-    for module in (joining, replica):
+    for module in (joining, replica_step):
         monkeypatch.setattr(module, "older", everybody)
-    monkeypatch.setattr(replica, "_newcomer_promised", replica._send_status)
+    plant(monkeypatch, "_newcomer_promised", replica_generation._send_status)
     caught(explore(**ALONE | {"steps": 2}), 2)
 
 
@@ -314,7 +325,7 @@ def test_a_newcomer_that_adopts_a_step_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_waiting_for_the_vote_of_a_newcomer_that_is_turned_away_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    without, original = replica.with_working_roster, plan.plan_of
+    without, original = replica_generation.with_working_roster, plan.plan_of
 
     def keeps(state: ReplicaState, found: recovery.Recovery) -> replica.Step:
         after, effects = without(state, found)
@@ -323,20 +334,20 @@ def test_waiting_for_the_vote_of_a_newcomer_that_is_turned_away_is_caught(monkey
     def working(found: recovery.Recovery, number: int, generation: int, roster: Sequence[int]) -> Plan:
         return original(found, number, generation, [each for each in roster if each not in found.admissions.turned_away])
 
-    monkeypatch.setattr(replica, "with_working_roster", keeps)
-    for module in (replica, admission):
+    plant(monkeypatch, "with_working_roster", keeps)
+    for module in (replica_generation, admission):
         monkeypatch.setattr(module, "plan_of", working)
     caught(explore(**TWO), 9)
 
 
 def test_waiting_for_the_gradient_of_a_newcomer_that_is_turned_away_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.with_working_roster
+    original = replica_generation.with_working_roster
 
     def keeps(state: ReplicaState, found: recovery.Recovery) -> replica.Step:
         after, effects = original(state, found)
         return replace(after, roster=state.roster), effects
 
-    monkeypatch.setattr(replica, "with_working_roster", keeps)
+    plant(monkeypatch, "with_working_roster", keeps)
     caught(explore(**ALONE | {"steps": 2}), 2, 9)
 
 
@@ -381,7 +392,7 @@ def test_blaming_a_member_for_the_stall_of_a_newcomer_is_caught(monkeypatch: pyt
 
 
 def test_a_majority_that_needs_a_newcomer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "tally", lambda votes, roster, unproven: tally(votes, roster))
+    plant(monkeypatch, "tally", lambda votes, roster, unproven: tally(votes, roster))
     caught(explore(**TWO, drifts=1), 6)
 
 
@@ -418,7 +429,7 @@ def test_a_hold_that_never_ends_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_hold_that_outlives_its_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "ended", lambda state: (state, ()))
+    plant(monkeypatch, "ended", lambda state: (state, ()))
     caught(explore(**ALONE), 8)
 
 

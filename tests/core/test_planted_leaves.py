@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, generations, leaving, plan, recovery, replica
+from megatron_recover.core import coordinator, generations, leaving, plan, recovery, replica, replica_generation, replica_step
+from megatron_recover.core.membership_messages import ReplicaLeaving
 from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.values import Ballot
 from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.explore.explorer import Explorer, JobState
 from megatron_recover.sim.explore.scenario import Scenario
-from tests.core.planting import caught, explore, handle
+from tests.core.planting import caught, explore, handle, plant
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,40 +50,40 @@ def test_leaving_before_a_record_asks_for_it_is_caught(monkeypatch: pytest.Monke
 def test_leaving_with_microbatches_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves as soon as the record is committed, in the step in which it still computes."""
     monkeypatch.setattr(coordinator, "free_to_go", lambda state: frozenset(state.leaving))
-    original = replica._start
+    original = replica_step.start
 
     def hasty(state: replica.ReplicaState) -> replica.Step:
         after, effects = original(state)
-        report = replica.ToCoordinator(replica.ReplicaLeaving(state.replica, state.generation))
+        report = replica.ToCoordinator(ReplicaLeaving(state.replica, state.generation))
         is_asked = state.work is not None and leaving.asked(state.requests, (state.replica,))
         return after, (*effects, report) if is_asked else effects
 
-    monkeypatch.setattr(replica, "_start", hasty)
+    plant(monkeypatch, "start", hasty)
     caught(explore(**LEAVE | {"leaves": 1, "alarms": 1}), 6, 7)
 
 
 def test_dealing_to_a_replica_that_leaves_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.fresh_plan
+    original = replica_step.fresh_plan
 
     def as_ever(*arguments: Any, leavers: Any, **others: Any) -> Plan:
         return original(*arguments, **others)
 
-    monkeypatch.setattr(replica, "fresh_plan", as_ever)
+    plant(monkeypatch, "fresh_plan", as_ever)
     caught(explore(**LEAVE), 7)
 
 
 def test_knowing_who_leaves_on_some_members_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.fresh_plan
+    original = replica_step.fresh_plan
 
     def forgetful(number: int, *arguments: Any, leavers: Any, **others: Any) -> Plan:
         return original(number, *arguments, leavers=leavers if number else (), **others)
 
-    monkeypatch.setattr(replica, "fresh_plan", forgetful)
+    plant(monkeypatch, "fresh_plan", forgetful)
     caught(explore(**LEAVE | {"microbatches": 3}), 1, 7)
 
 
 def test_forgetting_who_leaves_in_the_next_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._start
+    original = replica_step.start
 
     def forgetful(state: replica.ReplicaState) -> replica.Step:
         record = state.committed
@@ -91,13 +92,13 @@ def test_forgetting_who_leaves_in_the_next_generation_is_caught(monkeypatch: pyt
         after, effects = original(replace(state, committed=record))
         return replace(after, committed=state.committed if after.step == state.step else after.committed), effects
 
-    monkeypatch.setattr(replica, "_start", forgetful)
+    plant(monkeypatch, "start", forgetful)
     caught(explore(**LEAVE, replicas=2, alarms=1), 1, 7)
 
 
 def test_counting_a_replica_that_has_left_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its old vote would make a majority of as many heads as there are members."""
-    original = replica._on_generation
+    original = replica_generation.on_generation
 
     def keep_vote(state: replica.ReplicaState, new: Any) -> replica.Step:
         after, effects = original(state, new)
@@ -110,7 +111,7 @@ def test_counting_a_replica_that_has_left_is_caught(monkeypatch: pytest.MonkeyPa
         return votes[0] if len(voters_of(votes)) >= len(roster) else None
 
     handle(monkeypatch, replica.NewGeneration, keep_vote)
-    monkeypatch.setattr(replica, "tally", heads)
+    plant(monkeypatch, "tally", heads)
     caught(explore(**LEAVE), 2, 6)
 
 
@@ -118,7 +119,7 @@ def test_letting_the_last_member_leave_is_caught(monkeypatch: pytest.MonkeyPatch
     def everybody(requests: Any, roster: Any, least: int) -> frozenset[int]:
         return frozenset(leaving.asked(requests, roster))
 
-    for module in (leaving, replica, recovery):
+    for module in (leaving, replica_step, recovery):
         monkeypatch.setattr(module, "leavers", everybody)
     original = plan.balanced
     monkeypatch.setattr(plan, "balanced", lambda num, paces, pipeline: original(num, paces, pipeline) if paces else ())
@@ -129,7 +130,7 @@ def test_letting_the_last_member_leave_is_caught(monkeypatch: pytest.MonkeyPatch
 
 def test_letting_too_many_leave_after_a_loss_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = leaving.leavers
-    for module in (leaving, replica, recovery):
+    for module in (leaving, replica_step, recovery):
         monkeypatch.setattr(module, "leavers", lambda requests, roster, least: original(requests, roster, 1))
     caught(explore(**LEAVE, crashes=1, min_replicas=2), 6, 9)
 

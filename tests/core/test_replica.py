@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megatron_recover.core import rank, replica
+from megatron_recover.core import rank, replica, replica_reports
 from megatron_recover.core.digest import combined
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import (
@@ -572,7 +572,7 @@ def test_inputs_that_the_table_does_not_list_are_dropped(phase: ReplicaPhase) ->
 
 
 def test_a_handler_that_leaves_its_row_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replica.Row(replica._on_stop, frozenset({ReplicaPhase.WORKING}))
+    row = replica.Row(replica_reports.on_stop, frozenset({ReplicaPhase.WORKING}))
     monkeypatch.setitem(replica.TABLE[ReplicaPhase.WORKING], Stop, row)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="table does not list"):
         replica.step(working(), Stop(0, ""))

@@ -27,6 +27,7 @@ from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import ReplicaId, Shape, Work
 from megatron_recover.sim.explore import node as nodes
 from megatron_recover.sim.explore.network import address
+from megatron_recover.sim.explore.threads import Threads
 from megatron_recover.sim.multiset import Multiset, add
 from tests.core.transcript_printer import Printer
 
@@ -59,7 +60,7 @@ class Job:
         self.lines: list[str] = []
         """Output of the command that is being carried out."""
         self.printer = Printer()
-        self.threads = nodes.Threads(passes_last=True, miscounts=True)
+        self.threads = Threads(passes_last=True, miscounts=True)
         self.nodes: dict[ReplicaId, nodes.Node] = {}
         """Replicas whose processes live, also those that are fenced."""
         self.num_replicas = 0

@@ -16,7 +16,8 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Work
 from megatron_recover.trainer.state import Scalar
 from tests.forks import CONTEXT, results_of
@@ -151,102 +151,132 @@ def _rank(kind: str, flags: str, num_ranks: int, rank: int, folder: str) -> None
         os._exit(1)
 
 
-def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
-    import megatron.training
-    from megatron.core.enums import ModelType
-    from megatron.training import get_args
+class Training:
+    """One rank's training by upstream's loop, with what a rank of a job puts into it."""
 
-    from megatron_recover.megatron import newcomer as newcomers
-    from megatron_recover.megatron.commit import CommitLoop
-    from megatron_recover.megatron.data import alike
-    from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
-    from megatron_recover.megatron.launch.arguments import recover_config
-    from megatron_recover.megatron.launch.parsing import parse, prepare_device
-    from megatron_recover.megatron.seams import seams
-    from megatron_recover.megatron.state import Carried, Published
-    from megatron_recover.megatron.training import _seeding, counters
-    from scripts import pretrain_gpt
+    def __init__(self, kind: str, args: Namespace, originals: Mapping[str, Callable[..., Any]], copied: Callable[[], Copied]):
+        from megatron.training import get_args
 
-    torch.set_num_threads(1)
-    prepare_device()
-    replaced = {"forward_backward", "train_step", "finish_grad_sync", "cyclic", "data_loader", "train", "load_checkpoint"}
-    installation = seams.Installation([seam for seam in seams.load() if seam.name in replaced])
-    originals = installation.originals
-    args = parse(
-        None, {"tokenizer_type": "GPT2BPETokenizer"}, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
-    )
-    args.align_param_gather = False
-    config: RecoverConfig = recover_config(args)
-    driver, cursor = Rank(args.rank), MicrobatchCursor()
-    driver.cursor = cursor
-    carried: dict[str, Carried] = {}
-    configuration: dict[str, str] = {}
-    loop = CommitLoop(
-        driver, config, originals, cursor=cursor, seed=_seeding(args.seed), iteration=lambda: args.curr_iteration + 1,
-        alike=dict, counters=lambda: counters(args), carried=carried,
-        before_joining=lambda: configuration.update(alike.arguments(args, args.rank, unchanging=True)),
-    )  # fmt: skip
-    progress = newcomers.Progress(get_args)
-    carried |= {**progress.carried(), **loop.carried()}
-    at_entrance: list[Copied] = []
-    ends: list[Any] = []
+        from megatron_recover.megatron import newcomer as newcomers
+        from megatron_recover.megatron.commit import CommitLoop
+        from megatron_recover.megatron.data import alike
+        from megatron_recover.megatron.data.loaders import MicrobatchCursor
+        from megatron_recover.megatron.data.randomness import seeding
+        from megatron_recover.megatron.launch.arguments import recover_config
+        from megatron_recover.megatron.state import Carried, counters
 
-    def enter(newcomer: newcomers.Newcomer) -> None:
-        given = copied()
+        self.kind, self.originals, self.copied, self.get_args = kind, originals, copied, get_args
+        self.driver, self.cursor, self.seed = Rank(args.rank), MicrobatchCursor(), seeding(args.seed)
+        self.driver.cursor, self.driver.before = self.cursor, self.copy
+        self.at_entrance: list[Copied] = []
+        self.ends: list[Any] = []
+        self.saves: list[int] = []
+        self.configuration: dict[str, str] = {}
+        self.carried: dict[str, Carried] = {}
+        self.loop = CommitLoop(
+            self.driver, recover_config(args), originals, cursor=self.cursor, seed=self.seed,
+            iteration=lambda: args.curr_iteration + 1, alike=dict, counters=lambda: counters(args), carried=self.carried,
+            before_joining=lambda: self.configuration.update(alike.arguments(args, args.rank, unchanging=True)),
+        )  # fmt: skip
+        self.progress = newcomers.Progress(get_args)
+        self.carried |= {**self.progress.carried(), **self.loop.carried()}
+
+    def replacements(self) -> dict[str, Any]:
+        from megatron_recover.megatron.data.loaders import Loaders, never_ends
+        from megatron_recover.megatron.newcomer import Entrance
+
+        @functools.wraps(self.originals["train"])
+        def train(*arguments: Any, **others: Any) -> Any:
+            result = self.originals["train"](*arguments, **others)
+            self.ends.extend(result)
+            return result
+
+        entrance = Entrance(
+            self.originals["load_checkpoint"], train, newcomer=self.newcomer,
+            enter=self.enter if self.kind == "newcomer" else None,
+        )  # fmt: skip
+        own = {"cyclic": never_ends, "data_loader": Loaders(self.cursor, self.get_args).build}
+        return {**self.loop.replacements(), **entrance.replacements(), **own}
+
+    def newcomer(self, arguments: Any) -> Any:
+        from megatron_recover.megatron.newcomer import Newcomer
+
+        state = self.loop.know_state(arguments.model, arguments.optimizer, arguments.opt_param_scheduler)
+        return Newcomer(
+            arguments, state, self.get_args, carried=self.carried, cursor=self.cursor, seed=self.seed,
+            train_step=self.originals["train_step"],
+        )  # fmt: skip
+
+    def enter(self, newcomer: Any) -> None:
+        """Do as `CommitLoop.enter`, with the copied state in place of what `trainer/entering.py` reads."""
+        from megatron_recover.megatron.state import Published
+
+        given = self.copied()
+        self.loop.join(newcomer.arguments.model)
         assert [each.layout for each in newcomer.state.tensors()] == [layout for layout, _ in given.tensors]
         assert newcomer.state.layout_digest() == given.layout
         for mine, (_, data) in zip(newcomer.state.tensors(), given.tensors, strict=True):
             mine.data.copy_(data)
         for _ in range(2):  # a newcomer that is too late reads again
             newcomer.install(given.scalars)
-        at_entrance.append(copy_of(Published(newcomer.state, carried)))
+        self.at_entrance.append(copy_of(Published(newcomer.state, self.carried)))
 
-    def copy(label: str) -> None:
-        if label == f"train {ENTERS}" and kind == "donor":
-            at_entrance.append(copy_of(loop.published()))
+    def copy(self, label: str) -> None:
+        if label == f"train {ENTERS}" and self.kind == "donor":
+            self.at_entrance.append(copy_of(self.loop.published()))
 
-    @functools.wraps(originals["train"])
-    def train(*arguments: Any, **others: Any) -> Any:
-        result = originals["train"](*arguments, **others)
-        ends.extend(result)
-        return result
+    def watch_iterations(self) -> None:
+        """Have Megatron's own boundary between two iterations note the progress, and what would be saved."""
+        from megatron.training import training
 
-    driver.before = copy
-    entrance = newcomers.Entrance(
-        originals["load_checkpoint"], train, enter=enter if kind == "newcomer" else None,
-        newcomer=lambda arguments: newcomers.Newcomer(
-            arguments, loop.know_state(arguments.model, arguments.optimizer, arguments.opt_param_scheduler), get_args,
-            carried=carried, cursor=cursor, seed=_seeding(args.seed), train_step=originals["train_step"],
-        ),
-    )  # fmt: skip
-    installation.install(
-        {
-            **loop.replacements(), "cyclic": never_ends, "data_loader": Loaders(cursor, get_args).build,
-            "train": entrance.train, "load_checkpoint": entrance.load_checkpoint,
-        }
-    )  # fmt: skip
-    exits = megatron.training.training.checkpoint_and_decide_exit
+        exits = training.checkpoint_and_decide_exit
 
-    def noted(*arguments: Any) -> bool:
-        progress.passed(arguments[4])
-        return exits(*arguments)
+        def noted(*arguments: Any) -> bool:
+            self.progress.passed(arguments[4])
+            return exits(*arguments)
 
-    def asked(iteration: int, *arguments: Any, **others: Any) -> None:
-        if iteration >= ENTERS - 1:
-            saves.append(iteration)
+        def asked(iteration: int, *arguments: Any, **others: Any) -> None:
+            if iteration >= ENTERS - 1:
+                self.saves.append(iteration)
 
-    saves: list[int] = []
-    megatron.training.training.checkpoint_and_decide_exit = noted
-    if kind != "first":
-        megatron.training.training.save_checkpoint_and_time = asked
+        training.checkpoint_and_decide_exit = noted
+        if self.kind != "first":
+            training.save_checkpoint_and_time = asked
+
+    def found(self, output: str) -> Found:
+        log = [line for line in output.splitlines() if re.search(rf"iteration +({ENTERS}|{ENTERS + 2})\b.* \|", line)]
+        lines = [" ".join(_OF_THIS_RUN.sub("", line).split()) for line in log]
+        assert "checkpoint" not in output or self.kind != "newcomer", output
+        return Found(
+            self.at_entrance[0], self.driver.begun, copy_of(self.loop.published()), self.ends, self.configuration, self.saves,
+            lines,
+        )  # fmt: skip
+
+
+def _train(kind: str, store: Any, copied: Callable[[], Copied]) -> Found:
+    import megatron.training
+    from megatron.core.enums import ModelType
+
+    from megatron_recover.megatron.launch.parsing import parse, prepare_device
+    from megatron_recover.megatron.seams import seams
+    from scripts import pretrain_gpt
+
+    torch.set_num_threads(1)
+    prepare_device()
+    replaced = {"forward_backward", "train_step", "finish_grad_sync", "cyclic", "data_loader", "train", "load_checkpoint"}
+    installation = seams.Installation([seam for seam in seams.load() if seam.name in replaced])
+    args = parse(
+        None, {"tokenizer_type": "GPT2BPETokenizer"}, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
+    )
+    args.align_param_gather = False
+    training = Training(kind, args, installation.originals, copied)
+    installation.install(training.replacements())
+    training.watch_iterations()
     pretrain_gpt.datasets_provider.is_distributed = True
     with contextlib.redirect_stdout(io.StringIO()) as output:
         megatron.training.pretrain(
             pretrain_gpt.configure(args), pretrain_gpt.datasets_provider, ModelType.encoder_or_decoder,
             pretrain_gpt.forward_step, store=store,
         )  # fmt: skip
-    loop.close()
-    log = [line for line in output.getvalue().splitlines() if re.search(rf"iteration +({ENTERS}|{ENTERS + 2})\b.* \|", line)]
-    lines = [" ".join(_OF_THIS_RUN.sub("", line).split()) for line in log]
-    assert "checkpoint" not in output.getvalue() or kind != "newcomer", output.getvalue()
-    return Found(at_entrance[0], driver.begun, copy_of(loop.published()), ends, configuration, saves, lines)
+    training.loop.close()
+    return training.found(output.getvalue())

@@ -483,6 +483,8 @@ def test_a_recorder_that_stands_still_loses_only_what_is_counted(record: Callabl
     assert num_waits() - waits < 50, "nobody waits for it"
     os.kill(run.pid, signal.SIGCONT)
     run.until(lambda: any(isinstance(each, trace.Gap) for _, each in trace.read(run.run_dir)), "the gap")
+    words = log._words  # the gap is in the file before the ring has room again
+    run.until(lambda: words[ring._TOLD] == words[ring._DROPPED] and words[ring._READ] == words[ring._WRITTEN], "the room")
     log.record(event(100))
     run.recording.ended(1, 0)
     events = run.finish()

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import admission, coordinator, generations, lateness, newcomers, rank, recovery, replica
+from megatron_recover.core import (
+    admission,
+    coordinator,
+    generations,
+    lateness,
+    newcomers,
+    rank,
+    recovery,
+    replica,
+    replica_generation,
+    replica_step,
+)
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import Admissions
@@ -17,11 +28,12 @@ from megatron_recover.core.plan import plan_of
 from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.values import Claim, Compute, Vote
-from megatron_recover.sim.timed import fuzz
+from megatron_recover.sim.timed import fuzz, random_faults
 from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.fuzz import RandomJob, SeedVerdict, run, verdicts
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.rank import TimedRank
+from tests.core.planting import handle, plant
 
 SEEDS = 250
 PATIENCE = 500
@@ -69,12 +81,6 @@ def _first_failure(job_of: Callable[[int], RandomJob] = RandomJob) -> SeedVerdic
     pytest.fail(f"the bug was not found in {PATIENCE} seeds")
 
 
-def _handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[replica.ReplicaState, Any], replica.Step]) -> None:
-    for rows in replica.TABLE.values():
-        if kind in rows:
-            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.ReplicaPhase)))  # type: ignore[arg-type]
-
-
 def _with_memory(kind: type[Counts]) -> Callable[[int], RandomJob]:
     def job_of(seed: int) -> RandomJob:
         job = RandomJob(seed)
@@ -85,18 +91,18 @@ def _with_memory(kind: type[Counts]) -> Callable[[int], RandomJob]:
 
 
 def test_committing_without_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "tally", lambda votes, roster, unproven: next(iter(votes)))
+    plant(monkeypatch, "tally", lambda votes, roster, unproven: next(iter(votes)))
     assert "INV-6" in str(_first_failure().problem)
 
 
 def test_counting_the_votes_of_an_older_generation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_generation
+    original = replica_generation.on_generation
 
     def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
         after, effects = original(state, new)
         return replace(after, votes=state.votes), effects
 
-    _handle(monkeypatch, replica.NewGeneration, keep_votes)
+    handle(monkeypatch, replica.NewGeneration, keep_votes)
     assert str(_first_failure().problem)[:5] in ("INV-2", "INV-6")
 
 
@@ -123,7 +129,7 @@ def test_dealing_what_a_member_holds_is_found(monkeypatch: pytest.MonkeyPatch) -
         dealt = tuple((number, i, into) for _, i, into in found.dealt)
         return original(replace(found, dealt=dealt), number, generation, roster)
 
-    monkeypatch.setattr(replica, "plan_of", for_all)
+    plant(monkeypatch, "plan_of", for_all)
     assert "INV-7" in str(_first_failure().problem)
 
 
@@ -140,7 +146,7 @@ def test_results_that_count_after_the_promise_are_found(monkeypatch: pytest.Monk
             pass
 
     def job_of(seed: int) -> RandomJob:
-        job = RandomJob(seed, (fuzz._break_link,))
+        job = RandomJob(seed, (random_faults.break_link,))
         for one in job.replicas:
             one.ranks = [Deaf(job, one, position) for position in range(job.table.ranks)]
         return job
@@ -166,34 +172,34 @@ def test_blaming_the_highest_id_of_all_who_are_accused_is_found(monkeypatch: pyt
         return max((accused for _, accused in evidence.pairs if accused in roster), default=None)
 
     monkeypatch.setattr(lateness, "culprit", highest)
-    verdict = _first_failure(lambda seed: RandomJob(seed, (fuzz._bad_card,)))
+    verdict = _first_failure(lambda seed: RandomJob(seed, (random_faults.bad_card,)))
     assert "nothing was wrong with them" in str(verdict.problem)
 
 
 def test_keeping_ones_contributions_to_a_void_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._voided
+    original = replica_generation._voided
 
     def forgets(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
         return replace(original(state, new), contributions=state.contributions)
 
-    monkeypatch.setattr(replica, "_voided", forgets)
-    assert "INV-" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
+    plant(monkeypatch, "_voided", forgets)
+    assert "INV-" in str(_first_failure(lambda seed: RandomJob(seed, (random_faults.miscount,))).problem)
 
 
 def test_a_step_that_is_miscounted_twice_ends_the_job_with_its_state_saved() -> None:
-    found = [run(RandomJob(seed, (fuzz._miscount,)), seed) for seed in range(1, PATIENCE)]
+    found = [run(RandomJob(seed, (random_faults.miscount,)), seed) for seed in range(1, PATIENCE)]
     assert [verdict for verdict in found if verdict.problem] == []
     assert ExitCode.INVARIANT_VIOLATED in {verdict.exit_code for verdict in found}
 
 
 def test_computing_a_step_a_third_time_instead_of_giving_it_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._voided
+    original = replica_generation._voided
 
     def stubborn(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
         return replace(original(state, new), work=state.work)
 
-    monkeypatch.setattr(replica, "_voided", stubborn)
-    assert "INV-1" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
+    plant(monkeypatch, "_voided", stubborn)
+    assert "INV-1" in str(_first_failure(lambda seed: RandomJob(seed, (random_faults.miscount,))).problem)
 
 
 def test_a_digest_that_does_not_show_a_drift_before_a_save_is_found() -> None:
@@ -206,7 +212,7 @@ def test_a_digest_that_does_not_show_a_drift_before_a_save_is_found() -> None:
             return digest
 
     def job_of(seed: int) -> RandomJob:
-        job = RandomJob(seed, (fuzz._drift,))
+        job = RandomJob(seed, (random_faults.drift,))
         job.counts = job.memory = Blind(job.table.microbatches, job.observe)
         return job
 
@@ -220,7 +226,7 @@ def test_leaving_without_a_save_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         return None if self.leaves else original(self, num_steps, save_interval)
 
     monkeypatch.setattr(Course, "next_label", leaves)
-    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._ask_exit,))).problem)
+    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (random_faults.ask_exit,))).problem)
 
 
 def test_taking_a_save_for_made_whose_writer_died_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +236,7 @@ def test_taking_a_save_for_made_whose_writer_died_is_found(monkeypatch: pytest.M
         return replace(original(self, record, is_writer=is_writer), is_saved=record.label.startswith("end "))
 
     monkeypatch.setattr(Course, "after", at_once)
-    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._kill_in_save,))).problem)
+    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (random_faults.kill_in_save,))).problem)
 
 
 def test_a_timeout_that_removes_the_last_members_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +250,7 @@ def test_a_timeout_that_removes_the_last_members_is_found(monkeypatch: pytest.Mo
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = recovery.recover
-    monkeypatch.setattr(replica, "recover", lambda statuses, trusted_from, **others: original(statuses, 0, **others))
+    plant(monkeypatch, "recover", lambda statuses, trusted_from, **others: original(statuses, 0, **others))
     assert "INV-" in str(_first_failure().problem)
 
 
@@ -269,13 +275,13 @@ def test_admission_without_equal_digests_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_beliefs_about_speed_that_a_newcomer_does_not_take_over_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_admission
+    original = replica_generation.on_admission
 
     def knows_nothing(state: replica.ReplicaState, admission: Any) -> replica.Step:
         return original(state, replace(admission, speeds=Speeds()))
 
-    monkeypatch.setattr(replica, "_on_admission", knows_nothing)
-    _handle(monkeypatch, replica.Admission, knows_nothing)
+    plant(monkeypatch, "on_admission", knows_nothing)
+    handle(monkeypatch, replica.Admission, knows_nothing)
     assert "INV-" in str(_first_failure(_with_newcomers).problem)
 
 
@@ -292,12 +298,12 @@ def test_removing_a_member_because_it_was_a_newcomer_is_found(monkeypatch: pytes
 def test_a_failing_seed_prints_the_line_that_fails_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = replica._on_vote
+    original = replica_step.on_vote
 
     def twice(state: replica.ReplicaState, vote: Vote) -> replica.Step:
         return original(replace(state, phase=replica.ReplicaPhase.WORKING) if vote.replica == 1 else state, vote)
 
-    _handle(monkeypatch, Vote, twice)
+    handle(monkeypatch, Vote, twice)
     assert fuzz.main(["--seeds", "20"]) == 1
     said = capsys.readouterr().out
     line = next(line for line in said.splitlines() if line.startswith(fuzz.COMMAND))
@@ -324,7 +330,7 @@ def test_ctrl_c_is_answered_with_the_totals_so_far_and_the_rest(
 def test_a_defect_of_any_kind_is_told_with_its_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _handle(monkeypatch, Vote, lambda state, vote: [][0])
+    handle(monkeypatch, Vote, lambda state, vote: [][0])
     assert fuzz.main(["--seeds", "20"]) == 1
     assert f"{fuzz.COMMAND} --seed" in capsys.readouterr().out
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import admission, coordinator, holding, replica
+from megatron_recover.core import admission, coordinator, holding, replica, replica_step
 from megatron_recover.core.coordinator_state import FormAsked
 from megatron_recover.core.membership_messages import TurnedAway
 from megatron_recover.core.rank_messages import CloseAsked
 from megatron_recover.core.replica_state import HoldExpired, ReplicaPhase, ReplicaState
 from megatron_recover.sim.timed.models import JobTable, Timing
 from megatron_recover.sim.timed.recover import timers_of
-from tests.core.planting import handle
+from tests.core.planting import handle, plant
 from tests.sim.build import TimedJob, scenario
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,7 +66,7 @@ def without_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def votes_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that vouches keeps its vote back, and lets its pass end."""
-    original = replica._vote
+    original = replica_step._vote
 
     def close(state: ReplicaState, report: CloseAsked) -> replica.Step:
         after, effects = holding.on_close_asked(replace(state, hold=None), report)
@@ -82,7 +82,7 @@ def votes_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
         after, more = original(after)
         return after, (*effects, *more)
 
-    monkeypatch.setattr(replica, "_vote", vote)
+    plant(monkeypatch, "_vote", vote)
     handle(monkeypatch, CloseAsked, close)
     handle(monkeypatch, HoldExpired, expired)
 

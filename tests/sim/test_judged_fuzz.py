@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import admission, coordinator, generations, recovery, replica
+from megatron_recover.core import admission, coordinator, generations, recovery, replica, replica_generation, replica_step
 from megatron_recover.core.joining import Admissions, judged
 from megatron_recover.core.membership_messages import JoinRefused, NewGeneration
 from megatron_recover.core.rank_messages import Plan
@@ -22,7 +22,7 @@ from megatron_recover.observe.verify.check import violations
 from megatron_recover.sim.timed import fuzz
 from megatron_recover.sim.timed.traced import TracedJob
 from scripts.study import judged_fuzz
-from tests.sim.test_fuzz import _handle
+from tests.core.planting import handle, plant
 
 SEEDS = 200
 PATIENCE = 2000
@@ -111,23 +111,23 @@ def test_a_fresh_quota_for_a_newcomer_is_found(monkeypatch: pytest.MonkeyPatch) 
             return found
         return replace(found, quotas=(*found.quotas[:-1], 1))
 
-    monkeypatch.setattr(replica, "recover", with_quotas)
+    plant(monkeypatch, "recover", with_quotas)
     _first_violation("INV-7", "in their first step")
 
 
 def test_a_newcomer_whose_status_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_newcomer_promised", replica._send_status)
+    plant(monkeypatch, "_newcomer_promised", replica_generation._send_status)
     _first_violation("INV-5", "in which it is unproven")
 
 
 def test_waiting_for_one_that_was_turned_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.with_working_roster
+    original = replica_generation.with_working_roster
 
     def keeps(state: replica.ReplicaState, found: recovery.Recovery) -> replica.Step:
         after, effects = original(state, found)
         return replace(after, roster=state.roster) if state.replica == 1 else after, effects
 
-    monkeypatch.setattr(replica, "with_working_roster", keeps)
+    plant(monkeypatch, "with_working_roster", keeps)
     _first_violation("INV-6", "turned away")
 
 
@@ -141,8 +141,8 @@ def test_a_newcomer_that_counts_as_a_member_after_a_loss_is_found(monkeypatch: p
 
 
 def test_a_majority_that_needs_the_vote_of_a_newcomer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.tally
-    monkeypatch.setattr(replica, "tally", lambda votes, roster, unproven: original(votes, roster, ()))
+    original = replica_step.tally
+    plant(monkeypatch, "tally", lambda votes, roster, unproven: original(votes, roster, ()))
     _first_violation("INV-6", "half or more of the members")
 
 
@@ -156,23 +156,23 @@ def test_a_newcomer_that_is_removed_without_a_loss_is_found(monkeypatch: pytest.
 
 
 def test_beliefs_about_speed_that_a_newcomer_does_not_take_over_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica._on_admission
+    original = replica_generation.on_admission
 
     def knows_nothing(state: replica.ReplicaState, admission: Any) -> replica.Step:
         return original(state, replace(admission, speeds=Speeds()))
 
-    monkeypatch.setattr(replica, "_on_admission", knows_nothing)
-    _handle(monkeypatch, replica.Admission, knows_nothing)
+    plant(monkeypatch, "on_admission", knows_nothing)
+    handle(monkeypatch, replica.Admission, knows_nothing)
     _first_violation("INV-2", "quotas")
 
 
 def test_committing_without_the_vote_of_a_newcomer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.tally
+    original = replica_step.tally
 
     def without(votes: Any, roster: Any, unproven: tuple[int, ...]) -> Any:
         return original(votes, tuple(one for one in roster if one not in unproven), unproven)
 
-    monkeypatch.setattr(replica, "tally", without)
+    plant(monkeypatch, "tally", without)
     _first_violation("INV-2", "without the vote of")
 
 

@@ -14,7 +14,8 @@ from megatron_recover.core.quota import ticks
 from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.values import Pipeline, Record, Status, Statuses
 from megatron_recover.faults import Fault, FaultPoint
-from megatron_recover.sim.timed.job import TimedJob, TimedReplica
+from megatron_recover.sim.timed.actors import TimedReplica
+from megatron_recover.sim.timed.job import TimedJob
 from megatron_recover.sim.timed.models import LEDGER_COLUMNS, MEMBER_BYTES, Scenario, Timing
 from megatron_recover.sim.timed.rank import Pass
 from scripts.draw.timeline import BACKWARD, FORWARD, Action, undisturbed

@@ -44,7 +44,7 @@ DENSE = Case(
     "--log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard "
     "--log-validation-ppl-to-tensorboard --tensorboard-dir {folder} --manual-gc --manual-gc-interval 2 "
     "--no-check-for-nan-in-loss-and-grad --no-mmap-bin-files --distributed-timeout-minutes 60 --exit-duration-in-mins 230 "
-    "--use-tp-pp-dp-mapping",
+    "--use-tp-pp-dp-mapping --use-flash-attn",
     ("1 1 backward step=1", "0 0 before_vote step=3"),
     Job(pp=2, steps=4),
 )

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from megatron_recover.control_plane.wire import Link, LinkClosed, PeerHello
+from megatron_recover.control_plane.leader_messages import PeerHello
+from megatron_recover.control_plane.wire import Link, LinkClosed
 from megatron_recover.core.hybrid_clock import MAX_AHEAD_MS, milliseconds, stamp_at
 from megatron_recover.trace import node_clock
 from megatron_recover.trace.node_clock import AGENT, COORDINATOR, FIRST_RANK, NodeClock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_recover.trainer.state import Scalar, State
 from megatron_recover.trainer.state_reader import Offer, Read, StateVoid
 
 PATIENCE_S = 20
+BEAT_S = 0.1
 MEMBERS = ((4, "four"), (5, "five"))
 
 
@@ -36,9 +38,10 @@ class OneNumber(State):
 class Ranks:
     """All ranks of one newcomer, a thread each."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, patience_s: float = PATIENCE_S) -> None:
+        """`patience_s`: the longest that a gather may take."""
         self.num_ranks = num_ranks
-        self.barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
+        self.barrier = threading.Barrier(num_ranks, timeout=patience_s)
         self.slots: list[Any] = [None] * num_ranks
         self.events: list[trace.Event] = []
 
@@ -85,8 +88,12 @@ class Job:
         self.void: dict[tuple[int, str], str] = {}
         """(rank, label) -> why its state cannot be read whole."""
         self.has_stopped = False
+        self.closes: set[str] = set()
+        """Labels whose windows close while they are read, so that the next one is open afterwards."""
         self.silent: set[str] = set()
         """Addresses that offer no window."""
+        self.num_beats = 0
+        """Beats of a member before it offers a window: it evaluates."""
 
     def enter(self, rank: int) -> int:
         state = OneNumber()
@@ -143,18 +150,21 @@ class FakeReader:
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
 
-    def next_window(self, address: str, after: str | None) -> Offer:
+    def next_window(self, address: str, after: str | None, still: Callable[[], None]) -> Offer:
         assert self.rank == 0, "rank 0 chooses the window"
+        for _ in range(self.job.num_beats):
+            time.sleep(BEAT_S)
+            still()
         if address.split(":")[0] in self.job.silent:
             raise StateVoid("gone")
-        if after is not None:
-            assert after == f"train {self.job.step}"
+        if after == f"train {self.job.step}":
             self.job.step += 1
         return Offer(f"train {self.job.step}", 1, 4)
 
     def read(self, label: str, sources: Sequence[str], state: State) -> Read:
         self.job.reads.append((self.rank, label, tuple(sources)))
         if why := self.job.void.get((self.rank, label)):
+            self.job.step += label in self.job.closes
             raise StateVoid(why)
         return Read({"label": label}, 4, 0.5, {sources[0]: 4, sources[1]: 0}, {})
 
@@ -167,33 +177,49 @@ def refused(reason: str = "no", *, is_fault: bool = True) -> JoinRefused:
 def test_all_ranks_read_one_window_each_from_its_own_position(num_ranks: int) -> None:
     ranks = Ranks(num_ranks)
     job = Job(ranks, [None])
-    assert ranks.run(job.enter) == [1] * num_ranks, "a window that was open already is not begun"
-    assert sorted(job.reads) == [(rank, "train 1", (f"four:{rank}", f"five:{rank}")) for rank in range(num_ranks)]
-    assert sorted(job.digests) == [(rank, "train 1") for rank in range(num_ranks)]
-    assert job.asked == [("train 1", 4)], "the member whose window it was"
+    assert ranks.run(job.enter) == [0] * num_ranks, "the window that is open: nobody waits for another step"
+    assert sorted(job.reads) == [(rank, "train 0", (f"four:{rank}", f"five:{rank}")) for rank in range(num_ranks)]
+    assert sorted(job.digests) == [(rank, "train 0") for rank in range(num_ranks)]
+    assert job.asked == [("train 0", 4)], "the member whose window it was"
     assert sorted(rank for rank, _ in job.installed) == list(range(num_ranks))
     assert {(event.num_bytes, event.num_sources, event.num_tries) for event in ranks.events} == {(4, 1, 1)}
+
+
+def test_a_window_that_opens_after_an_evaluation_longer_than_any_collective_is_waited_for() -> None:
+    ranks = Ranks(3, patience_s=20 * BEAT_S)
+    job = Job(ranks, [None])
+    job.num_beats = 30
+    assert ranks.run(job.enter) == [0] * 3
+
+
+def test_a_window_that_closes_while_it_is_read_is_followed_by_the_next_one() -> None:
+    ranks = Ranks(2)
+    job = Job(ranks, [None])
+    job.void[1, "train 0"] = "the window closed"
+    job.closes.add("train 0")
+    assert ranks.run(job.enter) == [1] * 2
+    assert sorted(label for _, label, _ in job.reads) == ["train 0"] * 2 + ["train 1"] * 2
 
 
 def test_a_refusal_about_the_job_uses_up_no_try() -> None:
     ranks = Ranks(2)
     job = Job(ranks, [refused("a save is in progress", is_fault=False)] * (NUM_TRIES + 2) + [None])
-    assert ranks.run(job.enter) == [NUM_TRIES + 3] * 2
+    assert ranks.run(job.enter) == [NUM_TRIES + 2] * 2
     assert len(job.digests) == 2 * (NUM_TRIES + 3), "each time all of it is read and digested"
 
 
 def test_tries_are_used_up_by_slowness_of_any_rank_and_by_inequality() -> None:
     ranks = Ranks(2)
-    job = Job(ranks, [refused("unequal"), refused("late")])
+    job = Job(ranks, [refused("late"), refused("unequal"), refused("late")])
     job.void[1, "train 2"] = "the window closed"
     found = ranks.run(job.enter)
     assert all(isinstance(error, CannotJoin) for error in found)
     said = str(found[0])
-    assert "train 1: unequal; train 2: the window closed; train 3: late" in said and "MiB in 0.50 s" in said
-    assert "a step takes" in said
-    assert job.asked == [("train 1", 4), ("train 3", 4)], "nobody claims what one rank has not read"
+    assert "tries (train 1: unequal; train 2: the window closed; train 3: late)" in said, "the open window was no try"
+    assert "MiB in 0.50 s" in said and "a step takes" in said
+    assert job.asked == [("train 0", 4), ("train 1", 4), ("train 3", 4)], "nobody claims what one rank has not read"
     labels = [scalars["label"] for _, scalars in job.installed]
-    assert sorted(labels) == ["train 1"] * 2 + ["train 3"] * 2, "what is installed may be gathered over all ranks"
+    assert sorted(labels) == sorted(["train 0", "train 1", "train 3"] * 2), "what is installed may be gathered over all ranks"
     assert job.holds == [("train 3", 4)], "only on the last try, before the step begins"
     assert {event.num_tries for event in ranks.events if event.rank == 1} == {1, 2}
 
@@ -202,11 +228,11 @@ def test_a_member_that_offers_nothing_is_passed_over_and_others_are_waited_for()
     ranks = Ranks(1)
     job = Job(ranks, [None])
     job.silent = {"four"}
-    assert ranks.run(job.enter) == [1]
-    assert job.reads == [(0, "train 1", ("five:0", "four:0"))] and job.asked == [("train 1", 5)]
+    assert ranks.run(job.enter) == [0]
+    assert job.reads == [(0, "train 0", ("five:0", "four:0"))] and job.asked == [("train 0", 5)]
     job = Job(Ranks(1), [None])
     job.silent = {"four", "five"}
-    assert job.ranks.run(job.enter) == [1], "as soon as there are other members"
+    assert job.ranks.run(job.enter) == [0], "as soon as there are other members"
 
 
 def test_members_that_serve_it_no_more_are_no_fault_of_the_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +245,7 @@ def test_members_that_serve_it_no_more_are_no_fault_of_the_newcomer(monkeypatch:
         return others.pop() if len(asked) == 2 else tuple((member, f"{address}:0") for member, address in MEMBERS)
 
     monkeypatch.setattr(FakeDriver, "sources", sources)
-    assert ranks.run(job.enter) == [2] and [label for _, label, _ in job.reads] == ["train 2"]
+    assert ranks.run(job.enter) == [1] and [label for _, label, _ in job.reads] == ["train 1"]
 
 
 def test_the_end_of_the_job_ends_all_ranks() -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,7 +15,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from megatron_recover.data_plane.ranges.contract import CHUNK_BYTES
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.data_plane.ranges.contract import CHUNK_BYTES, Range
+from megatron_recover.data_plane.ranges.tcp_source import TcpSource
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.trainer.state_bytes import StateBytes
 from megatron_recover.trainer.state_reader import StateReader, StateVoid
@@ -88,14 +90,44 @@ def struck(victim: Any, told: Connection, number: signal.Signals) -> threading.T
     return thread
 
 
+class Patient(TcpSource):
+    """A source that, after its first ranges, is asked for the others when those beside it are lost."""
+
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
+        self._of_earlier_reads = reading()
+
+    def read(
+        self, next_range: Callable[[bool], Range | None], buffer: torch.Tensor, arrived: Callable[[Range, bool], None]
+    ) -> None:
+        num = [0]
+
+        def next_one(is_idle: bool) -> Range | None:
+            num[0] += 1
+            while num[0] > 10 and len(reading() - self._of_earlier_reads) > 1:
+                time.sleep(0.01)
+            return next_range(is_idle)
+
+        super().read(next_one, buffer, arrived)
+
+
+def reading() -> set[threading.Thread]:
+    """The threads that read from sources."""
+    return {each for each in threading.enumerate() if each.name == "recover-state-source"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_source_that_is_killed_or_stopped_while_it_sends(number: signal.Signals) -> None:
     with processes(None, 6) as ((_, healthy), (victim, told)):
         addresses = [received(healthy), received(told)]
         mine = of_size(SIZE, 0.0)
 
+        def connected(address: str) -> TcpSource:
+            waits = number == signal.SIGKILL and address == addresses[0]
+            return (Patient if waits else TcpSource)(address, KEY, Party(Role.NEWCOMER, 2, 0), DEADLINES)
+
         thread = struck(victim, told, number)
-        reader = StateReader(key=KEY, replica=2, rank=0, deadlines=DEADLINES)
+        reader = StateReader(key=KEY, replica=2, rank=0, deadlines=DEADLINES, connect=connected)
         since = time.monotonic()
         got = reader.read("train 1", addresses, mine)
         assert time.monotonic() - since < DEADLINES.sum_s, "nobody waits for the deadline of the victim"

@@ -68,10 +68,10 @@ from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing, n
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checkpoint import resuming
-from megatron_recover.megatron.checkpoint.background import BackgroundSave
+from megatron_recover.megatron.checkpoint.background import BackgroundSave, write_results
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
 from megatron_recover.megatron.checkpoint.shared_failure import NoGrant, SharedFailure, agreed, gathered, of_first
-from megatron_recover.megatron.checkpoint.tracker_file import replacing_tracker
+from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile, replacing_tracker
 from megatron_recover.megatron.state import Carried
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.state_window import StateWindow
@@ -108,8 +108,8 @@ class Checkpoints:
 
         Raises OSError if the tracker cannot be looked at.
 
-        - `originals`: Megatron's functions behind the seams `save_checkpoint`, `write_checkpoint`
-          and `checkpoint_name`.
+        - `originals`: Megatron's functions behind the seams `save_checkpoint`, `write_checkpoint`,
+          `checkpoint_name` and `tracker`.
         - `agree(iteration, model, optimizer, scheduler)` returns when a record with the digest of
           this state is committed.
         - `save`: the folder of `--save`, or None.
@@ -168,6 +168,17 @@ class Checkpoints:
         return {"agreed_save": Carried(lambda: self._agreed, put)}
 
     # --- Seams of Megatron ------------------------------------------------------------------------
+
+    def replacements(self) -> dict[str, Any]:
+        """Return the replacement for each seam of a save, by the seam's name."""
+        return {
+            "save_checkpoint": self.save_checkpoint_and_time,
+            "write_checkpoint": self.write_checkpoint,
+            "checkpoint_name": self.checkpoint_name,
+            "schedule_save": self.schedule_save,
+            "tracker": TrackerFile(self._originals["tracker"], self.before_naming, self.after_naming),
+            "write_results": write_results,
+        }
 
     def tell_what_was_loaded(self) -> None:
         """Record at rank 0 the iteration that was loaded with `--load`; 0 if none was there.

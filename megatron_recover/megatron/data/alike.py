@@ -84,6 +84,15 @@ def data(args: Namespace) -> dict[str, str]:
     return {f"the data of {prefix}": _digest_of_data(prefix) for prefix in dict.fromkeys(words) if _is_indexed(prefix)}
 
 
+def surroundings(args: Namespace, *, exact: bool) -> dict[str, str]:
+    """Return the software and the data that must be equal on the same rank of every replica."""
+    from megatron.core import parallel_state
+
+    # As in upstream, tensor-parallel rank 0 reads the samples and sends them to its group.
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    return software(exact=exact) | (data(args) if reads else {})
+
+
 def samples(args: Namespace) -> dict[str, str]:
     """Return what decides which samples a run reads, by name. Compared when a run resumes.
 

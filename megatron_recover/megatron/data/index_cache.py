@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 
+from megatron_recover.core.progress import Phase
 from megatron_recover.deadlines import figure
 from megatron_recover.host import lock_file
 from megatron_recover.host.whole_file import replacing
+from megatron_recover.progress_page import ProgressPage
 
 
 def cache_directory(data_cache_path: str | None, prefixes: Sequence[str]) -> Path | None:
@@ -60,6 +65,28 @@ def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
             yield
         finally:
             numpy.save = save
+
+
+def building_cache_once(
+    provider: Callable[..., Any], args: Namespace, *, patience_s: float, page: ProgressPage
+) -> Callable[..., Any]:
+    """Return `provider` wrapped: it runs within `building_cache` in rank 0 of a replica.
+
+    The other ranks do not take the lock, since upstream builds in rank 0. Without a folder for the
+    cache no rank does. `page` shows the phase `BUILDING_DATA` meanwhile.
+    """
+    prefixes = [word for word in args.data_path or args.train_data_path or [] if os.path.isfile(f"{word}.idx")]
+    directory = cache_directory(args.data_cache_path, prefixes)
+
+    @functools.wraps(provider)
+    def provide(*values: Any, **others: Any) -> Any:
+        with page.within(Phase.BUILDING_DATA):
+            if directory is None or torch.distributed.get_rank() != 0:
+                return provider(*values, **others)
+            with building_cache(directory, patience_s):
+                return provider(*values, **others)
+
+    return provide
 
 
 def _build_unlocked(why: str) -> None:

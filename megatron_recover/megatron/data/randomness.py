@@ -8,8 +8,10 @@ activations.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
+from collections.abc import Callable
 
 import numpy
 import torch
@@ -76,3 +78,24 @@ def state_of_generators() -> tuple[object, ...]:
     """Return the states of the generators of the CPU that all threads of this process share."""
     _, key, position, *normal = numpy.random.get_state()
     return random.getstate(), key.tobytes(), position, *normal, torch.default_generator.get_state().numpy().tobytes()
+
+
+def seeding(seed: int) -> Callable[[int, int, int], None]:
+    """Return a function of (iteration, microbatch, chunk) that sets this rank's random state."""
+
+    @functools.cache
+    def place() -> dict[str, int]:  # called late, as Megatron has no groups while `seeding` runs
+        from megatron.core import parallel_state
+
+        return {
+            "stage": parallel_state.get_pipeline_model_parallel_rank(),
+            "tp": parallel_state.get_tensor_model_parallel_rank(),
+            "ep": parallel_state.get_expert_model_parallel_rank(),
+            "expert_tp": parallel_state.get_expert_tensor_parallel_rank(),
+            "lane": parallel_state.get_data_parallel_rank(),
+        }
+
+    def begin(iteration: int, microbatch: int, chunk: int) -> None:
+        seed_microbatch(seed, iteration, microbatch, chunk=chunk, **place())
+
+    return begin

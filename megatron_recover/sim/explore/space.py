@@ -48,11 +48,11 @@ from megatron_recover.sim.explore.node import (
     Node,
     Stimulus,
     TakeUp,
-    Threads,
     new_node,
     pending,
 )
 from megatron_recover.sim.explore.scenario import Scenario
+from megatron_recover.sim.explore.threads import Threads
 from megatron_recover.sim.multiset import Multiset, add
 
 _LATE = ReplicaLeaving | TurnedAway | NewcomersProven

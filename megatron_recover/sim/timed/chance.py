@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_recover.core.values import ReplicaId
+from megatron_recover.sim.timed.actors import TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.clock import Clock
-from megatron_recover.sim.timed.job import TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.models import ComputeTable, JobTable, NetworkTable, Timing
 from megatron_recover.sim.timed.rank import TimedRank
 

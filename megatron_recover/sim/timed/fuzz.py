@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, invariants, rank
+from megatron_recover.core import coordinator, invariants
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.joining import older
@@ -34,8 +34,10 @@ from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import Generation, ReplicaId, Work
 from megatron_recover.sim import channels
+from megatron_recover.sim.timed import random_faults
+from megatron_recover.sim.timed.actors import Actor, TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.chance import FreezingClock, RandomTiming
-from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica
+from megatron_recover.sim.timed.job import TimedJob
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.models import JobTable
 from megatron_recover.sim.timed.rank import TimedRank
@@ -105,13 +107,7 @@ class RandomJob(TimedJob):
         self.history = invariants.History(self.shape, min_replicas=self.coordinator.state.policy.min_replicas)
         self.counts = Counts(table.microbatches, self.observe)
         self.memory = self.counts
-        self.other_dice = random.Random(f"digests {seed}")
-        """Random numbers for features added later: the rest of a seed's job stays as it was."""
-        self.digest_interval = self.other_dice.choice((1, 2, 3, 99))
-        """Divisor of the steps whose record has the state digest."""
-        newest_dice = random.Random(f"saves {seed}")
-        self.save_interval = newest_dice.choice((0, 1, 2, 99))
-        self.save_s = newest_dice.uniform(0.2, 3.0)  # shorter than the wait for a save
+        self._draw_digests_and_saves(seed)
         self.faults: list[str] = []
         self.hit: set[ReplicaId] = set()
         """Replicas that a fault has hit."""
@@ -132,14 +128,6 @@ class RandomJob(TimedJob):
         """Time at which the last message of a FIFO link arrives."""
         self._broken: dict[tuple[ReplicaId, ReplicaId], int] = {}
         """Times that the link between two leaders broke, which loses the messages on it."""
-        for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
-            self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(faults or _FAULTS), self)
-        self.reader_dice = random.Random(f"readers {seed}")
-        for _ in range(self.reader_dice.choice((0,) * 8 + (1, 2)) if faults is None else 0):
-            self.clock.at(self.reader_dice.expovariate(1 / (0.3 * table.steps)), _read, self)
-        self.leave_dice = random.Random(f"leaves {seed}")
-        for _ in range(self.leave_dice.choice((0, 0, 0, 1, 2)) if faults is None else 0):
-            self.clock.at(self.leave_dice.expovariate(1 / (0.3 * table.steps)), _ask_leave, self)
         self.strikes: list[tuple[str, Callable[[RandomJob, TimedReplica], None]]] = []
         """Faults that are aimed at newcomers and still to come, with the phase of each."""
         self.num_to_heal = 0
@@ -153,8 +141,31 @@ class RandomJob(TimedJob):
         """Newcomers that were lost before they were proven, which nobody has to explain."""
         self.had_too_few = False
         """True once there were fewer older members than `min_replicas`."""
+        self._draw_faults(seed, faults)
         if self.has_newcomers:
             self._draw_newcomers()
+
+    def _draw_digests_and_saves(self, seed: int) -> None:
+        """Draw which steps have a state digest, which are saved, and how long a save takes."""
+        self.other_dice = random.Random(f"digests {seed}")
+        """Random numbers for features added later: the rest of a seed's job stays as it was."""
+        self.digest_interval = self.other_dice.choice((1, 2, 3, 99))
+        """Divisor of the steps whose record has the state digest."""
+        newest_dice = random.Random(f"saves {seed}")
+        self.save_interval = newest_dice.choice((0, 1, 2, 99))
+        self.save_s = newest_dice.uniform(0.2, 3.0)  # shorter than the wait for a save
+
+    def _draw_faults(self, seed: int, faults: Sequence[Callable[[RandomJob], None]] | None) -> None:
+        """Draw which of `faults` (None: of all) strike when, and which replicas read or leave."""
+        dice, table = self.dice, self.table
+        for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
+            self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(faults or random_faults.FAULTS), self)
+        self.reader_dice = random.Random(f"readers {seed}")
+        for _ in range(self.reader_dice.choice((0,) * 8 + (1, 2)) if faults is None else 0):
+            self.clock.at(self.reader_dice.expovariate(1 / (0.3 * table.steps)), random_faults.read_data, self)
+        self.leave_dice = random.Random(f"leaves {seed}")
+        for _ in range(self.leave_dice.choice((0, 0, 0, 1, 2)) if faults is None else 0):
+            self.clock.at(self.leave_dice.expovariate(1 / (0.3 * table.steps)), random_faults.ask_leave, self)
 
     def _longer(self, table: JobTable) -> JobTable:
         """Return the job with more steps, and with more microbatches in each."""
@@ -171,9 +182,10 @@ class RandomJob(TimedJob):
         timing.microbatch_mean_s = dice.choice((0.1, 0.3))
         self.answer_s = dice.choice((1.0, 3.0, 10.0))
         for _ in range(dice.choice((1, 1, 2, 3))):
-            self.clock.at(dice.expovariate(1 / (0.2 * self.table.steps)), _form, self, dice.choice((1, 1, 2)))
+            self.clock.at(dice.expovariate(1 / (0.2 * self.table.steps)), random_faults.form, self, dice.choice((1, 1, 2)))
         self.num_to_heal = dice.choice((0, 0, 1, 3))
-        self.strikes = [(dice.choice(_PHASES), dice.choice(_STRIKES)) for _ in range(dice.choice((0, 0, 1, 1, 2, 3)))]
+        num_strikes = dice.choice((0, 0, 1, 1, 2, 3))
+        self.strikes = [(dice.choice(_PHASES), dice.choice(random_faults.STRIKES)) for _ in range(num_strikes)]
 
     def work(self, step: int, label: str) -> Work:
         work = super().work(step, label)
@@ -190,7 +202,7 @@ class RandomJob(TimedJob):
             raise InvariantViolation(6, f"replica {rank.replica.number} saves in step {step} what only {drifted} have")
         if self.num_deaths_in_saves and rank.position == 0:
             self.num_deaths_in_saves -= 1
-            self.clock.after(self.dice.uniform(0, self.save_s), _kill_rank, self, rank)
+            self.clock.after(self.dice.uniform(0, self.save_s), random_faults.kill_rank, self, rank)
 
     # --- newcomers ---
 
@@ -233,7 +245,7 @@ class RandomJob(TimedJob):
             self.excused |= {loss.replica} & unproven
             if self.num_to_heal:
                 self.num_to_heal -= 1
-                self.clock.after(self.newcomer_dice.expovariate(1 / 0.5), _form, self, 1)
+                self.clock.after(self.newcomer_dice.expovariate(1 / 0.5), random_faults.form, self, 1)
         for claim in after.joins if after.generation > before.generation else ():
             self.reached(self.replicas[claim.replica], "is announced")
 
@@ -263,6 +275,13 @@ class RandomJob(TimedJob):
     def deliver_locally(self, one: TimedReplica, position: int, report: Report) -> None:
         arrives = self._in_order((one.ranks[position], one), self.clock.now + self.timing.local_latency_s())
         self.clock.at(arrives, one.feed, report)
+
+    def break_link(self, a: ReplicaId, b: ReplicaId) -> None:
+        """Break the link between two leaders in both directions. Messages on the way are lost."""
+        for here, there in ((a, b), (b, a)):
+            self._broken[here, there] = self._broken.get((here, there), 0) + 1
+            one = self.replicas[here]
+            self.clock.at(self._in_order((self.replicas[there], one), self.clock.now), one.receive, LinkLost(there))
 
     def saving_s(self, rank: TimedRank) -> float:
         if (rank.replica.number, rank.machine.step) not in self.saves or rank.saving:
@@ -328,232 +347,6 @@ class RandomJob(TimedJob):
         """Return a random living rank, or None."""
         living = [each for one in self.replicas for each in one.ranks if each.alive]
         return self.dice.choice(living) if living else None
-
-
-def _kill(job: RandomJob) -> None:
-    one = job.some_rank()
-    if one is not None:
-        _kill_rank(job, one)
-
-
-def _kill_rank(job: RandomJob, one: TimedRank) -> None:
-    if one.alive:
-        number = one.replica.number
-        job.note(f"replica {number} rank {one.position} is killed", number, network=job.is_unproven(number))
-        job.bury(one.replica.number, one.position)
-        job.lose(one.replica.number, LossKind.PROCESS_ENDED, job.dice.expovariate(1 / 0.1))
-
-
-def _kill_two(job: RandomJob) -> None:
-    _kill(job)
-    _kill(job)
-
-
-def _suspect(job: RandomJob) -> None:
-    """Fence a replica although it lives; it continues for a while."""
-    _suspect_one(job, job.dice.randrange(len(job.replicas)))
-
-
-def _suspect_one(job: RandomJob, number: ReplicaId) -> None:
-    job.note(f"replica {number} is fenced, but lives", number, network=job.is_unproven(number))
-    job.lose(number, LossKind.SUSPECTED, 0.0)
-
-
-def _stop(job: RandomJob) -> None:
-    """Stop a rank (SIGSTOP), and continue it (SIGCONT) before or after the time to fence it."""
-    one = job.some_rank()
-    if one is not None:
-        _stop_rank(job, one, job.dice.choice((0.1, 1.0, 4.0, 15.0)))
-
-
-def _stop_rank(job: RandomJob, one: TimedRank, seconds: float) -> None:
-    number = one.replica.number
-    what = f"replica {number} rank {one.position} stands still for {seconds} s"
-    job.note(what, number, network=job.is_unproven(number))
-    job.freezer.freeze(one, job.clock.now + seconds)
-
-
-def _break_link(job: RandomJob) -> None:
-    if len(job.replicas) > 1:
-        _break_between(job, *job.dice.sample(range(len(job.replicas)), 2))
-
-
-def _break_between(job: RandomJob, a: ReplicaId, b: ReplicaId) -> None:
-    job.note(f"the link between replicas {a} and {b} breaks", a, b)
-    for here, there in ((a, b), (b, a)):
-        job._broken[here, there] = job._broken.get((here, there), 0) + 1
-        one = job.replicas[here]
-        job.clock.at(job._in_order((job.replicas[there], one), job.clock.now), one.receive, LinkLost(there))
-
-
-def _fail_operation(job: RandomJob) -> None:
-    """Let a sum or copy fail at one rank, whatever it does elsewhere."""
-    busy = [meeting for meeting in job.meetings.open.values() if meeting.here]
-    if busy:
-        meeting = job.dice.choice(busy)
-        one = job.dice.choice(list(meeting.here.values()))
-        job.note(f"bucket {meeting.operation.bucket} fails on replica {one.replica.number} rank {one.position}")
-        job.hit.add(one.replica.number)
-        job.meetings.fail(one, meeting.operation, ())
-
-
-def _drift(job: RandomJob) -> None:
-    """Change a replica's parameters, or state that no sum depends on, from its next step on."""
-    one = job.dice.choice(job.replicas)
-    if not one.ranks[0].has_entered:
-        _misread(job, one)
-        return
-    of_state = job.other_dice.random() < 0.5
-    job.note(f"{'other state' if of_state else 'the parameters'} of replica {one.number} drift", one.number)
-    drifted = job.counts.state_drifted if of_state else job.counts.drifted
-    drifted.setdefault(one.number, max(each.machine.step for each in one.ranks) + 1)
-
-
-def _raise(job: RandomJob) -> None:
-    """Let a random rank raise, if it runs a pass. The rank names a random microbatch and ends."""
-    one = job.some_rank()
-    if one is not None and one.passing is not None:
-        job.note(f"replica {one.replica.number} rank {one.position} raises", one.replica.number)
-        job.num_raised += 1
-        one.feed(rank.Fail((job.dice.randrange(job.table.microbatches),), "not finite"))
-        job.bury(one.replica.number, one.position)
-        job.lose(one.replica.number, LossKind.EXCEPTION, 1.0)
-
-
-def _save(job: RandomJob) -> None:
-    """Let a replica save a checkpoint before its next step."""
-    one = job.dice.choice(job.replicas)
-    job.note(f"replica {one.number} saves", one.number)
-    job.saves.add((one.number, one.ranks[0].machine.step + 1))
-
-
-def _kill_in_save(job: RandomJob) -> None:
-    """Let the next writer die during the save on which all have agreed, or just before it."""
-    job.num_deaths_in_saves += 1
-
-
-def _ask_exit(job: RandomJob) -> None:
-    """Request the end of the job, as a signal to the launcher does."""
-    job.note("the job is asked to exit")
-    job.exit_asked = True
-    job.clock.after(0.0, job.coordinator.feed, coordinator.ExitAsked("SIGTERM"))  # the clock holds it back from a stopped one
-
-
-def _stop_everybody(job: RandomJob) -> None:
-    """Stop all ranks, so that no member follows a generation in time."""
-    seconds = job.dice.choice((4.0, 15.0))
-    job.note(f"everybody stands still for {seconds} s", *range(len(job.replicas)))
-    for one in job.replicas:
-        for each in one.ranks:
-            job.freezer.freeze(each, job.clock.now + seconds)
-
-
-def _stop_coordinator(job: RandomJob) -> None:
-    """Stop the coordinator. Its inputs and timers wait, and arrive all at once."""
-    seconds = job.dice.choice((0.1, 1.0, 4.0, 60.0))
-    job.note(f"the coordinator stands still for {seconds} s")
-    job.freezer.freeze(job.coordinator, job.clock.now + seconds)
-
-
-def _bad_card(job: RandomJob) -> None:
-    """Break the channels from a replica, those to it, or both, from now on."""
-    owner, ways = job.dice.randrange(len(job.replicas)), job.dice.choice(_WAYS)
-    job.bad_cards.append((owner, ways))
-    job.note(f"the network card of replica {owner} is bad ({ways})", owner, network=True)
-    job.broken |= channels.card(owner, range(len(job.replicas)), ways)
-
-
-def _bad_link(job: RandomJob) -> None:
-    """Break the channels between two replicas, in one direction or both, from now on."""
-    if len(job.replicas) < 2:
-        return
-    a, b = job.dice.sample(range(len(job.replicas)), 2)
-    ways = job.dice.choice(_WAYS)
-    job.note(f"the network between replicas {a} and {b} is bad ({ways})", a, b, network=True)
-    job.broken |= channels.link(a, b, ways)
-
-
-def _miscount(job: RandomJob) -> None:
-    """Let a replica count a microbatch of its current step twice."""
-    one = job.dice.choice(job.replicas)
-    job.note(f"replica {one.number} miscounts", one.number)
-    job.counts.flawed.add((one.number, one.state.step))
-    job.num_miscounts += 1
-
-
-def _read(job: RandomJob) -> None:
-    """Let a rank read data for 4 to 900 s before its next step. It may exceed the deadline."""
-    one, seconds = job.reader_dice.choice(job.replicas), job.reader_dice.choice((4.0, 30.0, 100.0, 900.0))
-    position = job.reader_dice.randrange(job.table.ranks)
-    late = (one.number,) if seconds > job.coordinator.timers_s["deadline_s"] else ()
-    job.note(f"replica {one.number} rank {position} reads for {seconds} s", *late, network=True)
-    job.readings[one.number, position] = seconds
-
-
-def _ask_leave(job: RandomJob) -> None:
-    """Ask one or two replicas to leave. Whether they can is up to the coordinator."""
-    numbers = job.leave_dice.sample(range(len(job.replicas)), min(len(job.replicas), job.leave_dice.choice((1, 1, 2))))
-    job.note(f"replicas {numbers} are asked to leave", network=True)
-    job.clock.after(0.0, job.coordinator.feed, coordinator.LeaveAsked(tuple(numbers), "drain"))
-
-
-def _form(job: RandomJob, num_newcomers: int) -> None:
-    """Ask for newcomers."""
-    job.note(f"newcomers are formed: {num_newcomers}", network=True)
-    job.clock.after(0.0, job.coordinator.feed, coordinator.FormAsked(num_newcomers))
-
-
-# --- faults that are aimed at a newcomer ---
-
-
-def _misread(job: RandomJob, one: TimedReplica) -> None:
-    """Let the next reading of a newcomer bring another state, unless it trains."""
-    job.note(f"what newcomer {one.number} reads next drifts", network=True)
-    job.counts.misread.add(one.number)
-
-
-def _kill_newcomer(job: RandomJob, one: TimedReplica) -> None:
-    _kill_rank(job, job.newcomer_dice.choice(one.ranks))
-
-
-def _stop_newcomer(job: RandomJob, one: TimedReplica) -> None:
-    _stop_rank(job, job.newcomer_dice.choice(one.ranks), job.newcomer_dice.choice((0.1, 1.0, 4.0, 15.0)))
-
-
-def _suspect_newcomer(job: RandomJob, one: TimedReplica) -> None:
-    _suspect_one(job, one.number)
-
-
-def _kill_member(job: RandomJob, one: TimedReplica) -> None:
-    """Kill a member, often one from which the newcomer reads."""
-    _kill_rank(job, job.newcomer_dice.choice(job.replicas[_other(job, one)].ranks))
-
-
-def _stop_member(job: RandomJob, one: TimedReplica) -> None:
-    _stop_rank(job, job.newcomer_dice.choice(job.replicas[_other(job, one)].ranks), job.newcomer_dice.choice((0.1, 1.0, 4.0)))
-
-
-def _break_link_of_newcomer(job: RandomJob, one: TimedReplica) -> None:
-    _break_between(job, one.number, _other(job, one))
-
-
-def _other(job: RandomJob, one: TimedReplica) -> ReplicaId:
-    others = [number for number in job.coordinator.state.roster if number != one.number]
-    return job.newcomer_dice.choice(sorted(one.newcomer.sources) or others or [0])
-
-
-_STRIKES: tuple[Callable[[RandomJob, TimedReplica], None], ...] = (
-    _kill_newcomer, _kill_newcomer, _kill_newcomer, _stop_newcomer, _stop_newcomer, _suspect_newcomer, _kill_member,
-    _kill_member, _stop_member, _break_link_of_newcomer, _misread, _misread,
-    lambda job, _: _save(job), lambda job, _: _ask_exit(job), lambda job, _: _ask_leave(job), lambda job, _: _miscount(job),
-    lambda job, _: _fail_operation(job), lambda job, _: _stop_coordinator(job), lambda job, _: _form(job, 1),
-)  # fmt: skip
-_WAYS: tuple[channels.Ways, ...] = ("out", "in", "both")
-_FAULTS = (
-    _kill, _kill, _kill, _kill_two, _suspect, _stop, _stop, _break_link, _break_link, _fail_operation, _drift, _raise, _save,
-    _ask_exit, _stop_everybody, _stop_coordinator, _bad_card, _bad_link, _miscount,
-    _kill_in_save,
-)  # fmt: skip
 
 
 # --- Judging --------------------------------------------------------------------------------------

@@ -10,201 +10,29 @@ sends after many that it receives.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import msgspec
-from msgspec.structs import replace
-
-from megatron_recover.control_plane.encoding import packed_status
-from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core.joining import older, talkers
 from megatron_recover.core.label import label_of
-from megatron_recover.core.membership_messages import (
-    AddRequests,
-    Entered,
-    Hello,
-    JoinRefused,
-    LeaderMessage,
-    Loss,
-    LossKind,
-    NewGeneration,
-)
+from megatron_recover.core.membership_messages import Hello, Loss, LossKind, NewGeneration
 from megatron_recover.core.rank_messages import Apply, Plan, Report, Stop
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
-from megatron_recover.core.values import Commitment, MicrobatchId, ReplicaId, Status, Statuses, Votes, Work
+from megatron_recover.core.values import MicrobatchId, ReplicaId, Work
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
 from megatron_recover.sim.channels import Channels
 from megatron_recover.sim.timed.account import Deals, JobAccount, RecoveryAccount, StepAccount
+from megatron_recover.sim.timed.actors import Actor, TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.clock import Clock
-from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.meetings import Meetings
 from megatron_recover.sim.timed.memory import Memory
-from megatron_recover.sim.timed.models import MEMBER_BYTES, PACE_BYTES, JobTable, Timing, shape_of
-from megatron_recover.sim.timed.newcomer import Newcomer
+from megatron_recover.sim.timed.models import JobTable, Timing, shape_of
 from megatron_recover.sim.timed.rank import TimedRank
+from megatron_recover.sim.timed.sizes import MessageSizes
 
 MOST_SOURCES = 8
 """Most members from which a rank of a newcomer reads its state."""
-_DISMISSED_S = 1.0
-"""Seconds in which the ranks of a replica that leaves end."""
-
-
-class Actor:
-    """A control thread, busy with one message at a time."""
-
-    def __init__(self, job: TimedJob) -> None:
-        self.job = job
-        self.free_at = 0.0
-
-    def occupied(self, num_bytes: float = 0.0) -> float:
-        """Spend the time of one more message to send; return when it is sent."""
-        return self._spend(self.job.timing.message_s(num_bytes))
-
-    def read(self, num_bytes: float = 0.0) -> None:
-        """Spend the time of one more message that has come."""
-        self._spend(self.job.timing.reading_s(num_bytes))
-
-    def _spend(self, seconds: float) -> float:
-        self.free_at = max(self.free_at, self.job.clock.now) + seconds
-        return self.free_at
-
-
-class TimedReplica(Actor):
-    """One replica: its leader's machine and its ranks."""
-
-    def __init__(
-        self, job: TimedJob, number: ReplicaId, tree_above: int, min_replicas: int, *, is_newcomer: bool = False
-    ) -> None:
-        super().__init__(job)
-        self.number, self.is_newcomer = number, is_newcomer
-        self.state = replica.ReplicaState(number, job.shape, tree_above, min_replicas)
-        self.ranks = [TimedRank(job, self, position) for position in range(job.table.ranks)]
-        self.newcomer = Newcomer(job, self)
-        """Its part before training; without use unless `is_newcomer`."""
-
-    @property
-    def leader_alive(self) -> bool:
-        """True if its leader is alive."""
-        return self.ranks[0].alive
-
-    @property
-    def read_course(self) -> Course:
-        """Return the position of the training loop that a newcomer has read."""
-        return self.newcomer.course
-
-    def served_step(self) -> int:
-        """Return the training step whose state newcomers can read from all ranks, or -1."""
-        steps = {each.served_step() for each in self.ranks}
-        return steps.pop() if len(steps) == 1 else -1
-
-    def receive(self, message: replica.Input) -> None:
-        """Receive a message of another leader or of the coordinator."""
-        if self.leader_alive:
-            self.read(self.job.size_of(message))
-            if isinstance(message, JoinRefused):
-                self.job.refused(self, message.reason, is_fault=message.is_fault)
-            self.feed(message)
-
-    def reported(self, position: int, report: Report) -> None:
-        """Receive a report of a rank: at once from rank 0, later from others."""
-        if position == 0:
-            self.feed(report)
-        else:
-            self.job.deliver_locally(self, position, report)
-
-    def feed(self, message: replica.Input) -> None:
-        """Feed one input to the machine, and carry out its effects."""
-        if not self.leader_alive:
-            return
-        self.state, effects = replica.step(self.state, message)
-        for effect in effects:
-            self.carry_out(effect)
-        self.job.watch(self)
-        if self.is_newcomer:
-            self.newcomer.follow()
-
-    def carry_out(self, effect: replica.Effect) -> None:
-        """Carry out one effect of the machine."""
-        job = self.job
-        if isinstance(effect, replica.ToRanks):
-            if isinstance(effect.order, Plan):
-                job.planned(self, effect.order)
-            job.order(self, effect.order)
-            if self.is_newcomer and isinstance(effect.order, Stop) and effect.order.exit_code:
-                job.turned_away(self.number)
-        elif isinstance(effect, replica.Voted):
-            job.observe(invariants.Voted(self.number, effect.generation, effect.record))
-        elif isinstance(effect, replica.ToPeers):
-            self._to_peers(effect)
-        elif isinstance(effect, replica.ToCoordinator):
-            if isinstance(effect.message, Entered):
-                job.observe(effect.message)
-            job.send(self, job.coordinator, self.occupied(), effect.message)
-        elif isinstance(effect, replica.Committed):
-            job.committed(self, effect)
-
-    def _to_peers(self, effect: replica.ToPeers) -> None:
-        job, message = self.job, effect.message
-        if isinstance(message, Status) and message.state_digest is not None:
-            job.observe(invariants.StateGiven(self.number, message.generation, message.step, message.state_digest))
-        num_bytes = job.size_of(message)
-        for peer in effect.peers:
-            job.send(self, job.replicas[peer], self.occupied(num_bytes), message)
-
-
-class TimedCoordinator(Actor):
-    """The coordinator's machine and its driver."""
-
-    def __init__(self, job: TimedJob, policy: coordinator.MembershipSettings, timers_s: Mapping[str, float]) -> None:
-        super().__init__(job)
-        self.state = coordinator.CoordinatorState(policy)
-        self.timers_s = timers_s
-
-    def receive(self, message: LeaderMessage) -> None:
-        """Receive a message of a leader."""
-        self.read()
-        self.feed(message)
-
-    def feed(self, message: coordinator.Input) -> None:
-        """Feed one input to the machine, and carry out its effects."""
-        before = self.state
-        self.state, effects = coordinator.step(before, message)
-        self.job.judge(before, message, self.state)
-        for effect in effects:
-            self.carry_out(effect)
-
-    def carry_out(self, effect: coordinator.Effect) -> None:
-        """Carry out one effect of the machine."""
-        job = self.job
-        if isinstance(effect, coordinator.Announce):
-            self._announce(effect.generation)
-        elif isinstance(effect, coordinator.Fence):
-            job.fence(effect.replica)
-        elif isinstance(effect, coordinator.Ask):
-            job.send(self, job.replicas[effect.replica], self.occupied(), AddRequests(effect.requests))
-        elif isinstance(effect, coordinator.Form):
-            job.form(effect.replica)
-        elif isinstance(effect, coordinator.Refuse):
-            for number in (effect.refused.newcomer, *((effect.member,) if effect.member is not None else ())):
-                job.send(self, job.replicas[number], self.occupied(), effect.refused)
-        elif isinstance(effect, coordinator.Dismiss):
-            job.send(self, job.replicas[effect.replica], self.occupied(), Stop(0, "it leaves"))
-            job.clock.after(_DISMISSED_S, job.fence, effect.replica)
-        elif isinstance(effect, coordinator.Arm):
-            job.clock.after(self.timers_s[effect.setting], self.feed, coordinator.TimerFired(effect.timer))
-        elif isinstance(effect, coordinator.EndJob):
-            job.end(effect.exit_code, effect.reason)
-
-    def _announce(self, new: NewGeneration) -> None:
-        job = self.job
-        job.observe(invariants.formed(new))
-        job.announced(new)
-        num_bytes = job.size_of(new)
-        for number in new.roster:
-            job.send(self, job.replicas[number], self.occupied(num_bytes), new)
 
 
 class TimedJob:
@@ -271,12 +99,7 @@ class TimedJob:
         for fault in faults:
             self.add_fault(fault)
         self._works: dict[int, Work] = {}
-        self._status_bytes: dict[tuple[ReplicaId, int], tuple[float, float]] = {}
-        """Results of `_bytes_of`, by replica and generation."""
-        self._statuses_bytes: dict[tuple[ReplicaId, int], float] = {}
-        """Bytes of forwarded statuses, by who forwards them up (-1: down) and generation."""
-        self._record_bytes: tuple[Commitment | None, float] = (None, 0.0)
-        """Newest record that was measured, and its bytes."""
+        self._sizes = MessageSizes(lambda: len(older(self.coordinator.state.roster, self.coordinator.state.joins)))
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
         self.hold_s = min(1.0, 0.2 * stall_s)
         """Seconds for which a member holds a step for newcomers at most."""
@@ -362,7 +185,7 @@ class TimedJob:
 
     @property
     def awaits_next_window(self) -> bool:
-        """Return whether a newcomer waits for the next step before it reads, as in production."""
+        """Return whether a newcomer that was refused waits for the next step, as in production."""
         return False
 
     def reached(self, one: TimedReplica, phase: str) -> None:
@@ -411,39 +234,7 @@ class TimedJob:
 
     def size_of(self, message: replica.Input) -> float:
         """Return the bytes of a message on the wire, as far as they grow with the job."""
-        if isinstance(message, NewGeneration):
-            return MEMBER_BYTES * len(message.roster)
-        if isinstance(message, Status):
-            return sum(self._bytes_of(message))
-        if isinstance(message, Statuses):
-            # All that goes down the tree is the same. What goes up depends on the sender.
-            state = self.coordinator.state
-            goes_down = len(message.statuses) == len(older(state.roster, state.joins))
-            key = (-1 if goes_down else message.replica, message.generation)
-            if key not in self._statuses_bytes:
-                self._statuses_bytes[key] = self._bytes_together(message.statuses)
-            return self._statuses_bytes[key]
-        if isinstance(message, Votes):
-            return sum(MEMBER_BYTES * len(ballot.voters) + PACE_BYTES * len(ballot.paces) for ballot in message.ballots)
-        return 0.0
-
-    def _bytes_together(self, statuses: Sequence[Status]) -> float:
-        """Return the bytes of forwarded statuses, with each record once a frame."""
-        found = [(status.committed and status.committed.digest, *self._bytes_of(status)) for status in statuses]
-        records = {record: num_bytes for record, _, num_bytes in found}
-        num_frames = math.ceil(len(found) / STATUSES_A_FRAME)
-        return num_frames * sum(records.values()) + sum(num_bytes for _, num_bytes, _ in found)
-
-    def _bytes_of(self, status: Status) -> tuple[float, float]:
-        """Return the bytes of a status without its record, and of the record, which most share."""
-        key = (status.replica, status.generation)
-        if key not in self._status_bytes:
-            record = status.committed
-            if record is not self._record_bytes[0]:
-                self._record_bytes = record, float(len(msgspec.msgpack.encode(record)))
-            bare = float(len(msgspec.msgpack.encode(packed_status(replace(status, committed=None)))))
-            self._status_bytes[key] = bare, self._record_bytes[1]
-        return self._status_bytes[key]
+        return self._sizes.of(message)
 
     def watch(self, one: TimedReplica) -> None:
         """Feed `WaitExpired` to a leader that waits `stall_s` for statuses or for votes (INV-8).
@@ -559,8 +350,7 @@ class TimedJob:
             now = self.clock.now
             self.account.recoveries[new.generation] = RecoveryAccount(min(deaths, default=now), announced=now)
             self.meetings.forget(new.generation - 2)
-            self._status_bytes.clear()
-            self._statuses_bytes.clear()
+            self._sizes.forget()
 
     def planned(self, one: TimedReplica, plan: Plan) -> None:
         """Account for a plan that a leader sends its ranks."""

@@ -27,12 +27,14 @@ class Newcomer:
 
     __slots__ = (
         "course", "has_asked", "is_admitted", "is_formed", "is_reading", "job", "label", "newest", "num_failed", "one", "open",
-        "skipped", "sources", "turn",
+        "skipped", "sources", "step", "turn",
     )  # fmt: skip
 
     def __init__(self, job: JobParts, one: JoiningReplica) -> None:
         self.job, self.one = job, one
         self.is_formed = self.is_reading = self.has_asked = self.is_admitted = False
+        self.step = -1
+        """Step whose state is read, or was read last."""
         self.newest = -1
         """Newest step whose state all ranks have read; -1: none."""
         self.course = Course()
@@ -43,8 +45,8 @@ class Newcomer:
         """Ranks that have yet to read their part."""
         self.sources: set[ReplicaId] = set()
         """Members from which a rank has read its part."""
-        self.num_failed = 0
-        """Readings that were void, and claims that were refused."""
+        self.num_failed = -1
+        """Void readings, and claims that were refused. -1: none. The first is no try."""
         self.skipped = -1
         """Step in which this newcomer has asked for a hold of the next one; -1: none."""
         self.turn = 0
@@ -56,22 +58,28 @@ class Newcomer:
         self.job.reached(self.one, "is formed")
 
     def ready(self, leader: TimedRank) -> None:
-        """Greet the coordinator: the ranks are ready. Then read the first state."""
+        """Greet the coordinator: the ranks are ready. Then read the state of the step that runs."""
         if all(each.alive for each in self.one.ranks):
             self.is_formed = True
             self.job.reached(self.one, "is ready")
             self.job.send(self.one, self.job.coordinator, self.job.clock.now, self.job.hello(self.one.number))
-            self._look_anew(leader)
+            self.look(leader)
 
     def _look_anew(self, leader: TimedRank) -> None:
-        """Begin to read, if the job lets a newcomer read in a step that runs already."""
+        """Begin to read after a refusal: in the running step only if the job lets newcomers."""
         if self.job.awaits_next_window:
             self.newest = max(self.newest, *(one.served_step() for one in self.job.replicas))
         self.look(leader)
 
     def look(self, leader: TimedRank) -> None:
-        """Begin to read if a step runs whose state was not read, and no claim is open."""
+        """Begin to read if a step runs whose state was not read, and no claim is open.
+
+        The sources of a reading under way say that their step is over, where no newcomer reads in a
+        step that runs already.
+        """
         state, job = self.one.state, self.job
+        if self.is_reading and job.awaits_next_window and all(step > self.step for step in self._served()):
+            self._void()
         is_free = state.phase is replica.ReplicaPhase.JOINING and state.claim is None and not self.is_reading
         if not (self.is_formed and is_free and leader.alive):
             return
@@ -85,12 +93,15 @@ class Newcomer:
             self.skipped = step
             self.one.feed(replica.AskHold(sources[0], next_training(job.replicas[sources[0]].ranks[0].label)))
             return
-        self.is_reading, self.turn, self.sources = True, self.turn + 1, set()
+        self.is_reading, self.turn, self.step, self.sources = True, self.turn + 1, step, set()
         self.open = set(range(len(self.one.ranks)))
         self.label = job.replicas[sources[0]].ranks[0].label
         for each in self.one.ranks:
             self._read(each, step, job.sources(sources))
         job.reached(self.one, "reads")
+
+    def _served(self) -> list[int]:
+        return [step for one in self.job.replicas if (step := one.served_step()) >= 0]
 
     def _sources(self, step: int) -> list[ReplicaId]:
         return [one.number for one in self.job.replicas if one.served_step() == step]
@@ -124,9 +135,9 @@ class Newcomer:
             self._void()
 
     def _void(self) -> None:
-        self.is_reading, self.num_failed = False, self.num_failed + 1
         self.job.refused(self.one, "a step ended while its state was read", is_fault=True)
-        self.job.clock.after(self.job.timing.latency_s(), self._look_anew, self.one.ranks[0])
+        self.is_reading, self.num_failed = False, self.num_failed + 1
+        self.job.clock.after(self.job.timing.latency_s(), self.look, self.one.ranks[0])
 
     def _all_have_read(self, step: int, course: Course) -> None:
         self.newest, self.course = step, course

@@ -16,8 +16,9 @@ from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.replica import Committed
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import Fault, FaultPoint
+from megatron_recover.sim.timed.actors import TimedReplica
 from megatron_recover.sim.timed.healing import Healing
-from megatron_recover.sim.timed.job import TimedJob, TimedReplica
+from megatron_recover.sim.timed.job import TimedJob
 from megatron_recover.sim.timed.models import HEALING, FailuresTable, Losses, PolicyName, Scenario, Timing
 from megatron_recover.sim.timed.outcome import Meter, Outcome
 from megatron_recover.sim.timed.places import Places
@@ -224,7 +225,7 @@ class RecoverJob(TimedJob):
 
     def refused(self, one: TimedReplica, reason: str, *, is_fault: bool) -> None:
         if self.healing is not None:
-            self.healing.refused(one.number, reason, is_fault=is_fault)
+            self.healing.refused(one.number, reason, is_fault=is_fault and one.newcomer.num_failed >= 0)
 
     def committed(self, one: TimedReplica, effect: Committed) -> None:
         super().committed(one, effect)

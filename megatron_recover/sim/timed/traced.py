@@ -23,8 +23,8 @@ from megatron_recover.core.membership_messages import Diverged, Entered, Hello, 
 from megatron_recover.core.rank_messages import Plan
 from megatron_recover.core.values import Claim, ReplicaId, Status, Vote
 from megatron_recover.sim.multiset import voted
+from megatron_recover.sim.timed.actors import TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.fuzz import RandomJob
-from megatron_recover.sim.timed.job import TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.rank import TimedRank
 
