@@ -478,7 +478,7 @@ def test_several_nodes_without_a_key_are_refused_with_the_line_to_add(tmp_path: 
 def test_the_line_about_the_coordinator_says_whether_a_checkpoint_is_left_however_save_is_written(save: str | None) -> None:
     job: Any = SimpleNamespace(
         placement=place([1, 1], num_replicas=2, num_ranks=1, tp=1), node=0, nodes=[SimpleNamespace(name="n0")] * 2,
-        config=RecoverConfig(),
+        config=RecoverConfig(), is_late=False,
         num_ranks=1, num_ranks_here=1, replicas_here=(0,), argv=("train.py", "--save=/x"), save=save and Path(save),
     )  # fmt: skip
     _, line, *_ = several_nodes.notes(job)
@@ -488,7 +488,7 @@ def test_the_line_about_the_coordinator_says_whether_a_checkpoint_is_left_howeve
 def test_a_node_with_another_run_directory_is_told_that_it_is_not_used(tmp_path: Path) -> None:
     job: Any = SimpleNamespace(
         placement=place([1, 1], num_replicas=2, num_ranks=1, tp=1), node=1, nodes=[SimpleNamespace(name="n0")] * 2,
-        config=RecoverConfig(),
+        config=RecoverConfig(), is_late=False,
         num_ranks=1, num_ranks_here=1, replicas_here=(1,), save=None, run_dir=tmp_path / "a" / "nodes" / "1",
     )  # fmt: skip
     first = next(several_nodes.notes(job, tmp_path / "b"))

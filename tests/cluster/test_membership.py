@@ -401,7 +401,7 @@ def test_a_node_with_a_mistake_says_that_the_job_runs_and_not_that_it_waits_for_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words, said in (
-        ("", "it runs: this node waits for the end of the job"),
+        ("", "it runs: this node waits for the end of the job, or until it can be a spare"),
         ("this job already runs", "this job already runs"),
     ):
         joining._Heard(words).take(Idle("it runs"))
