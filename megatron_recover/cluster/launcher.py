@@ -279,6 +279,7 @@ class Launcher:
         """Return the agent, which begins to import; show what is notable in its environment."""
         job = self._job
         given, on_gpus, heals = settings.inherited_environment(), job.rank_start == "warm", job.config.heal != "off"
+        of_spares = min(job.num_ranks, len(job.spares))
         interface = interface_of(job.address, interfaces()) if job.nodes else None
         environment = environment_of_workers(
             given, self._deadlines, on_gpus=on_gpus, **({} if interface is None else {"interface": interface})
@@ -291,7 +292,7 @@ class Launcher:
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
             num_warm=job.num_ranks_here + _NUM_DRY_RUNS if on_gpus else 0,
-            num_ready=max((len(job.slots(replica)) for replica in job.replicas_here), default=0) if heals else 0,
+            num_ready=max((len(job.slots(replica)) for replica in job.replicas_here), default=of_spares) if heals else 0,
             ignored=job.signals, waits=self._beat,
         )  # fmt: skip
 

@@ -160,9 +160,10 @@ def test_a_node_that_comes_after_a_loss_takes_the_place_of_the_lost_one(nodes: N
     assert "has come late, as node 2: its 1 slot is spare" in nodes.said
 
 
-def test_a_spare_node_waits_until_a_node_is_lost(nodes: Nodes) -> None:
-    nodes.start_both()
-    nodes.start("late", 7)
+@pytest.mark.parametrize("rank_start", ["fork", "warm"])
+def test_a_spare_node_waits_until_a_node_is_lost(nodes: Nodes, rank_start: str) -> None:
+    nodes.start_both(rank_start=rank_start)
+    nodes.start("late", 7, rank_start=rank_start)
     nodes.until(lambda: (2, "spare") in nodes.nodes(), "the spare node")
     nodes.until_steps()
     assert nodes.num_steps(2) == 0, "the job has all the replicas that it wants"
