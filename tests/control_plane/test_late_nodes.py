@@ -19,6 +19,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeBeat,
     NodeFailed,
     NodeReady,
+    ReplicaGone,
     Roster,
     SlotsReady,
     StartAnew,
@@ -27,7 +28,8 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.exit_code import ExitCode
-from tests.control_plane.test_healing import SETTINGS, Start, said, start
+from megatron_recover.core.membership_messages import Loss, LossKind
+from tests.control_plane.test_healing import SETTINGS, Start, one_node, said, start
 from tests.control_plane.test_nodes_driver import Agent, Town
 
 __all__ = ["start"]
@@ -178,6 +180,26 @@ def test_a_late_node_that_is_gone_before_it_is_used_costs_nobody_anything(start:
     more.say(READY)
     lose_node(town, agents)
     town.until(lambda: good.of(FormReplica) and more.of(FormReplica))
+
+
+@pytest.mark.parametrize("how", ["is reset", "hangs"])
+def test_a_job_of_one_node_takes_late_nodes_too(start: Start, how: str) -> None:
+    town, [agent] = start(one_node(0, 1), node_silence_s=0.5)
+    late = come(town, 5, slots=1)
+    late.say(READY)
+    town.until(lambda: late.of(Launch))
+    if how == "is reset":
+        late.reset()
+    town.run(0.8, agent)
+    assert [(event.node, event.replicas) for event in town.of(trace.NodeLost)] == [(1, ())]
+    assert len(town.announced(0)) == 1 and not agent.of(JobEnds)
+    pair = [come(town, number) for number in (6, 7)]
+    for each in pair:
+        each.say(READY)
+    agent.say(ReplicaGone(Loss(1, LossKind.CRASHED, "it breaks"), None, None))
+    town.until(lambda: FenceReplica(1) in agent.received)
+    town.run(0.4, agent, *pair)
+    assert all(each.of(FormReplica) for each in pair), "its former processes do not end in time, so that spares take its place"
 
 
 def test_silent_late_nodes_hold_up_no_removal_of_a_member(start: Start) -> None:
