@@ -43,15 +43,21 @@ def main(argv: list[str]) -> int:
             parser.error(f"no job trains in {run_dir}; `megatron-recover status {run_dir}` says more")
         leaving = status.targets(arguments.target, now.replicas, now.nodes, now.roster)
         if not leaving:
-            nodes = ", ".join(node.name for node in now.nodes)
-            parser.error(
-                f"{arguments.target} is no replica and no node of the job; replicas are {' '.join(map(str, now.roster))}, "
-                f"nodes are {nodes}"
-            )
+            parser.error(_why_nobody(arguments.target, now))
         asked = ask(run_dir, parser, drain=arguments.target)
         return _await(run_dir, asked, leaving, arguments.wait, parser)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+
+
+def _why_nobody(target: str, now: status.Status) -> str:
+    """Return why a target names no member of the roster."""
+    if target in map(str, now.forming):
+        return f"replica {target} is formed, and no member yet; ask again once it has joined"
+    if any(node.name == target for node in now.nodes):
+        return f"no replica that trains has a rank on node {target}: none has to leave"
+    roster, nodes = " ".join(map(str, now.roster)), ", ".join(node.name for node in now.nodes)
+    return f"{target} is no replica and no node of the job; replicas are {roster}, nodes are {nodes}"
 
 
 def ask(run_dir: Path, parser: Parser, drain: str = "", replicas: int | None = None) -> str:

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         "after a common step. No microbatch is lost.",
         epilog=f"Exit code {ExitCode.OK:d}: the job has N replicas. {ExitCode.FAILED:d}: one that was to leave was lost first. "
         f"{ExitCode.BAD_INPUT:d}: the job refuses, or there is none. "
-        f"{ExitCode.UNFINISHED:d}: it has another number after the wait, or has not answered.",
+        f"{ExitCode.UNFINISHED:d}: it has another number after the wait, wants another one by now, or has not answered.",
     )
     add_job_arguments(parser)
     parser.add_argument("--replicas", type=int, required=True, metavar="N", help="number of replicas that the job is to have")
@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.replicas < 1:
         parser.error(f"--replicas is {arguments.replicas}; ask for 1 or more, or end the job by SIGTERM to its launcher")
+    if arguments.replicas > status.MOST_REPLICAS:
+        parser.error(f"--replicas is {arguments.replicas}, which no job can have; ask for fewer")
     try:
         run_dir = folder_of_job(arguments)
         now = status.read(run_dir)
@@ -64,6 +66,9 @@ def _await(run_dir: Path, asked: str, number: int, wait_s: float, parser: Parser
                 how = "was lost before it left" if len(lost) == 1 else "were lost before they left"
                 print(f"{named(lost)} {how}; {_here(now)}")
                 return ExitCode.FAILED
+            if answer is not None and now.wanted not in (None, number):
+                print(f"the job wants {now.wanted} replica{'s' if now.wanted != 1 else ''} by now, not {number}; {_here(now)}")
+                return ExitCode.UNFINISHED
             if answer is not None and len(now.roster) == number:
                 reached_at = now.step if reached_at is None else reached_at
                 if now.step > reached_at:  # a step is committed with all of them

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -78,15 +78,19 @@ class Agent:
         output: Output,
         deadlines: Deadlines | None = None,
         num_warm: int = 0,
+        num_ready: int = 0,
         ignored: Sequence[int] = (),
+        waits: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the fork server with the variables of `environment` and no others.
 
         The server imports the modules `preload` and forks ranks; see `is_ready`. With `num_warm`,
         that many warm processes import the modules instead, and ranks are made of them (`warm`).
+        When they are used up, `num_ready` others are kept ready.
         The server ignores `TOLD_TO_ALL` and the signals `ignored`, and so does a rank until it sets
-        handlers.
+        handlers. `waits()` is called every second while `spawn` waits.
         """
+        self._waits = waits
         self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [
@@ -94,6 +98,7 @@ class Agent:
             str(theirs.fileno()),
             str(self._deadlines.reap_s),
             str(num_warm),
+            str(num_ready),
             ",".join(map(str, map(int, ignored))),
             *preload,
         ]
@@ -177,6 +182,7 @@ class Agent:
             isinstance(reply := self._receive(deadline_s=_LOOK_S), messages.Started) and self._answered == (replica, rank)
         ):
             if reply is None and (self.wake_server() or time.monotonic() < until):
+                self._waits()
                 continue
             if reply is None:
                 raise NodeLost(
@@ -400,7 +406,7 @@ class Agent:
                 left.append(Undying(-1, -1, self._server.pid, fields[STATE_FIELD].decode() if fields else "", ""))
         until = time.monotonic() + self._deadlines.close_s
         for key, process in self._processes.items():
-            if not ends_by(process.pidfd, 0.0 if key in given_up else until):
+            if not (process.confirmed or ends_by(process.pidfd, 0.0 if key in given_up else until)):
                 left.append(process.undying())
             process.close()
         self._processes.clear()

@@ -7,7 +7,8 @@ It has ranks from one of two sources:
   pages. CUDA cannot be used after a fork from a process that has asked the driver anything, so
   forks are for machines without a GPU.
 - *Warm processes* (`warm`). The server imports nothing. It starts a fresh interpreter for each rank
-  in advance, which imports the modules and waits; a request turns it into the rank.
+  in advance, which imports the modules and waits; a request turns it into the rank. Some more are
+  always kept ready for newcomers, which would otherwise import when they are formed.
 
 The launcher decides which ranks are started or killed, with two exceptions. When a rank ends, the
 server kills the rest of its process group. When the launcher is gone, or the server cannot go on
@@ -16,10 +17,11 @@ rank and warm process. So no process of a rank's group outlives the rank, and no
 launcher.
 
 `cluster.agent.Agent` runs it as ``python -P -m megatron_recover.cluster.forkserver FD REAP_S
-NUM_WARM SIGNALS MODULE...``. FD is a SOCK_SEQPACKET socket. REAP_S is the wait at the end, in
-seconds, for the children to die. NUM_WARM is the number of warm processes to start in advance; 0:
-fork. SIGNALS are numbers of signals that only the launcher reacts to, separated by commas. A MODULE
-may also be a function to call (``module:function``).
+NUM_WARM NUM_READY SIGNALS MODULE...``. FD is a SOCK_SEQPACKET socket. REAP_S is the wait at the
+end, in seconds, for the children to die. NUM_WARM is the number of warm processes to start in
+advance; 0: fork. NUM_READY is the number of them to keep ready after that. SIGNALS are numbers of
+signals that only the launcher reacts to, separated by commas. A MODULE may also be a function to
+call (``module:function``).
 """
 
 from __future__ import annotations
@@ -143,9 +145,9 @@ class _Forks(_Source):
 class _WarmProcesses(_Source):
     """Ranks that are fresh interpreters, started in advance."""
 
-    def __init__(self, selector: selectors.BaseSelector, num_warm: int, modules: Sequence[str]) -> None:
-        """Start `num_warm` processes that import `modules`."""
-        self._selector, self._modules = selector, modules
+    def __init__(self, selector: selectors.BaseSelector, num_warm: int, modules: Sequence[str], num_ready: int = 0) -> None:
+        """Start `num_warm` processes that import `modules`; keep `num_ready` once they are used."""
+        self._selector, self._modules, self._num_ready = selector, modules, num_ready
         self._idle: list[_Child] = []
         """Children that are no rank yet, in the order of their start."""
         for _ in range(num_warm):
@@ -196,6 +198,19 @@ class _WarmProcesses(_Source):
         A process that still imports counts as the rank at once: it reads the request when it is
         done.
         """
+        child = self._take(descriptors)
+        if len(self._idle) < self._num_ready:
+            self.start_if_possible()
+        return child
+
+    def start_if_possible(self) -> None:
+        """Start one more process, or say why not: a request that finds none tries again."""
+        try:
+            self.start()
+        except OSError as error:
+            _say(f"no other warm process could be started ({error.strerror})")
+
+    def _take(self, descriptors: Sequence[int]) -> _Child:
         while True:
             child = next((each for each in self._idle if each.is_warm), None) or next(iter(self._idle), None) or self.start()
             assert child.control is not None
@@ -218,16 +233,19 @@ class _WarmProcesses(_Source):
 
 
 class _Server:
-    def __init__(self, control: socket.socket, reap_s: float, num_warm: int = 0, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, control: socket.socket, reap_s: float, num_warm: int = 0, modules: Sequence[str] = (), *, num_ready: int = 0
+    ) -> None:
         """Prepare to serve requests on `control`; start `num_warm` processes that import `modules`.
 
-        With `num_warm` 0 ranks are forked. `reap_s`: seconds to wait at the end for the children to
-        die (`Deadlines.reap_s`).
+        - With `num_warm` 0 ranks are forked.
+        - `num_ready` processes are kept ready when those are ranks.
+        - `reap_s`: seconds to wait at the end for the children to die (`Deadlines.reap_s`).
         """
         self._control, self._reap_s = control, reap_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
-        self._warm = _WarmProcesses(self._selector, num_warm, modules) if num_warm else None
+        self._warm = _WarmProcesses(self._selector, num_warm, modules, num_ready) if num_warm else None
         self._source: _Source = self._warm or _Forks(self._selector)
         self._is_ready = self._is_over = False
         self._told: Importing | None = None
@@ -334,10 +352,7 @@ class _Server:
             self._warm.forget(child)
         if child.is_warm:
             _say(f"a warm process ended by {cause_of(status)}; another one takes its place")
-            try:
-                self._warm.start()
-            except OSError as error:  # a request that finds no process tries again
-                _say(f"no other one could be started ({error.strerror})")
+            self._warm.start_if_possible()
             return
         if status < 0 or self._is_ready:  # else its traceback is the last that was printed
             _say(f"a warm process ended by {cause_of(status)} while it imported")
@@ -387,7 +402,7 @@ def _import(modules: Sequence[str]) -> None:
 
 def main() -> None:
     """Import the modules named on the command line, or have warm processes do so; then serve."""
-    descriptor, reap_s, num_warm, ignored, *modules = sys.argv[1:]
+    descriptor, reap_s, num_warm, num_ready, ignored, *modules = sys.argv[1:]
     prepare(map(int, filter(None, ignored.split(","))))
     # Nobody reads the control socket during the imports, so the kernel watches the launcher.
     set_parent_death_signal(signal.SIGKILL)
@@ -398,7 +413,7 @@ def main() -> None:
     # Somebody may have stopped the server. The launcher's death then continues it; it finds the
     # socket closed and kills what is left.
     set_parent_death_signal(signal.SIGCONT)
-    _Server(control, float(reap_s), int(num_warm), modules).run()
+    _Server(control, float(reap_s), int(num_warm), modules, num_ready=int(num_ready)).run()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -217,10 +218,18 @@ def link_logs(job: Job) -> None:
 
 
 def link_logs_of_newcomer(job: Job, replica: int, rank: int, stdout: Path) -> None:
-    """Make the links of one rank of a newcomer, whose log of stdout is `stdout`, if that works."""
-    if job.log_links is not None:
+    """Have the links of one rank of a newcomer made, if that works.
+
+    `stdout`: its log of stdout. A thread makes them: the launcher of a job waits for no disk.
+    """
+
+    def make() -> None:
         with contextlib.suppress(OSError):  # it is no reason to start nobody
             _link_logs_of(job, replica, rank, stdout)
+
+    if job.log_links is not None:
+        with contextlib.suppress(RuntimeError):  # no thread is left
+            threading.Thread(target=make, name=f"links-{replica}.{rank}", daemon=True).start()
 
 
 def _link_logs_of(job: Job, replica: int, rank: int, stdout: Path) -> None:

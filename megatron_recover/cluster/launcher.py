@@ -271,7 +271,7 @@ class Launcher:
     def _make_agent(self) -> Agent:
         """Return the agent, which begins to import; show what is notable in its environment."""
         job = self._job
-        given, on_gpus = settings.inherited_environment(), job.rank_start == "warm"
+        given, on_gpus, heals = settings.inherited_environment(), job.rank_start == "warm", job.config.heal != "off"
         interface = interface_of(job.address, interfaces()) if job.nodes else None
         environment = environment_of_workers(
             given, self._deadlines, on_gpus=on_gpus, **({} if interface is None else {"interface": interface})
@@ -283,7 +283,9 @@ class Launcher:
         return Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
-            num_warm=job.num_ranks_here + _NUM_DRY_RUNS if job.rank_start == "warm" else 0, ignored=job.signals,
+            num_warm=job.num_ranks_here + _NUM_DRY_RUNS if on_gpus else 0,
+            num_ready=max((len(job.slots(replica)) for replica in job.replicas_here), default=0) if heals else 0,
+            ignored=job.signals, waits=self._beat,
         )  # fmt: skip
 
     def _make_parts(self) -> None:
@@ -467,7 +469,11 @@ class Launcher:
 
     def _rank_started(self, replica: int, rank: int) -> None:
         self._ranks.watches(replica, rank)
-        if self._joined is not None:  # the loop does not run until the last rank is started
+        self._beat()
+
+    def _beat(self) -> None:
+        """Show that this node lives: the loop does not run until the last rank is started."""
+        if self._joined is not None:
             self._joined.membership.beat()
 
     # --- Watching ---------------------------------------------------------------------------------

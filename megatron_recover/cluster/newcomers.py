@@ -76,7 +76,10 @@ class Newcomers:
                 why = f"its check failed ({type(error).__name__}: {error})"
             self._loop.post(lambda: self._judged(asked, why))
 
-        threading.Thread(target=judge, name=f"check-{replica}", daemon=True).start()
+        try:
+            threading.Thread(target=judge, name=f"check-{replica}", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread left
+            self._judged(asked, f"its check cannot be started ({error}); raise `ulimit -u`")
         late = f"its check has not ended within {figure(self._deadlines.slots_s)} s"
         self._loop.after(self._deadlines.slots_s, lambda: self._judged(asked, late))
 
@@ -101,7 +104,7 @@ class Newcomers:
         """Start the ranks of a newcomer here. If one cannot be started, end the others again."""
         try:
             self._starting.newcomer(told)
-        except (OSError, NodeLost) as error:  # of a fork server that is gone, the next poll says so, too
+        except (OSError, RuntimeError) as error:  # of a fork server that is gone, the next poll says so, too
             self._fences.fence(told.replica)
             self._send(SlotsUnfit(told.replica, tuple(self._seats.slots(told.replica).values()), str(error)))
 

@@ -7,6 +7,7 @@ returns what is wrong, or nothing; the launcher takes any such function.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,11 +56,10 @@ def check(wanted: Wanted) -> str:
 
 
 def _disk(wanted: Wanted) -> str:
-    file = wanted.run_dir / f".slot-check-{os.getpid()}-{time.monotonic_ns()}"
     try:
         usage = os.statvfs(wanted.run_dir)
-        file.write_bytes(b"1")
-        file.unlink()
+        with tempfile.TemporaryFile(dir=wanted.run_dir) as file:  # a full disk keeps no file of a check
+            file.write(b"1")
     except OSError as error:
         return f"the run directory {wanted.run_dir} takes no file ({error.strerror})"
     free = usage.f_bavail * usage.f_frsize
@@ -107,19 +107,21 @@ def _devices(wanted: Wanted) -> str:
     """Wait for the memory of devices that former ranks have used to be free."""
     if not wanted.gpus:
         return ""
+    in_use = ""
     while True:
         if (query := gpus.start_query()) is None:
             return ""  # no tool that could ask
         try:
             found = gpus.visible(gpus.answered(query, wanted.until_s - time.monotonic()), visible_gpus())
         except OSError as error:
-            return str(error)
+            return in_use or str(error)  # the last question may have had no time for an answer
         missing = [number for number in wanted.gpus if number >= len(found)]
         if missing:
             return f"the driver does not show GPU {missing[0]}"
         used = [found[number] for number in wanted.gpus if found[number].used_mib > _MOST_USED * found[number].total_mib]
         if not used:
             return ""
+        in_use = f"GPU {used[0].number} has {used[0].used_mib} of {used[0].total_mib} MiB in use"
         if time.monotonic() >= wanted.until_s:
-            return f"GPU {used[0].number} has {used[0].used_mib} of {used[0].total_mib} MiB in use"
+            return in_use
         time.sleep(_LOOK_S)

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -39,6 +39,8 @@ _INTERVAL_S = 1.0
 """Seconds between two looks for requests, and between two writes of the state."""
 _LONGEST = 4096
 """Bytes of a request; a longer file is none."""
+MOST_REPLICAS = 2**31 - 1
+"""Largest number of replicas that a request may name. Messages have room for 64 bits."""
 ANSWERS = 16
 """Number of answers to requests that are kept for who asked."""
 _AT_ONCE = ANSWERS // 2
@@ -170,7 +172,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the request, by which its answer is found."""
     drain: str = ""
     """Number of a replica or name of a node that is to be given back."""
-    replicas: int | None = None
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)] | None = None
     """Number of replicas that the job is to have; None: the request is for `drain`."""
     by: str
     """User and host that ask."""

@@ -54,9 +54,10 @@ class Stat:
         return fields_of(text)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, if it is open; `read` then returns what it does of a reaped process."""
         if self._file >= 0:
             os.close(self._file)
+            self._file = -1
 
 
 class WatchedProcess:
@@ -81,8 +82,12 @@ class WatchedProcess:
         """Ids of the threads that had blocked the signal for stacks before that signal was sent."""
 
     def confirm(self) -> None:
-        """Note that the fork server has reaped the process."""
+        """Note that the fork server has reaped the process, and close what showed it.
+
+        A run may have ever more newcomers.
+        """
         self.confirmed, self.confirmed_at = True, time.clock_gettime(time.CLOCK_BOOTTIME)
+        self.close()
 
     def has_handled(self, number: int) -> bool:
         """Return whether a signal sent to the process is neither pending nor being handled.
@@ -136,9 +141,11 @@ class WatchedProcess:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL, None, _PIDFD_SIGNAL_PROCESS_GROUP)
 
     def close(self) -> None:
-        """Close the pidfd and the file in /proc."""
+        """Close the pidfd and the file in /proc, if they are open."""
         self.stat.close()
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
 
 def _mask_of(status: Path, name: bytes) -> int:

@@ -371,8 +371,9 @@ class NodesDriver:
                 refused = self._membership.ask_leave(replicas, reason)
                 self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
             case ScaleAsked() if self._scaling is not None and not self.has_ended:
-                self._loop.send(agent.link, self._scaling.scale(message, self._healing))
-                self._send_state()
+                answer = self._scaling.scale(message, self._healing)
+                self._send_state()  # first: a state with the answer then has the number that is wanted since
+                self._loop.send(agent.link, answer)
             case KillAsked(exit_code, reason):
                 self.end(exit_code, self._named(agent, reason), at_once=True)
             case NodeFailed(exit_code, reason):

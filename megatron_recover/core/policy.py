@@ -190,10 +190,14 @@ def poisoned(
       another only after the first is lost. Of several pairs of failures, the one with the fewest
       common microbatches is named.
     """
+    by_step: dict[str, list[ReplicaFailing]] = {}  # a job that heals has ever more failures
+    for item in _charged(failing, losses):
+        by_step.setdefault(item.label, []).append(item)
     pairs = [
         (sorted({*one.microbatches} & {*other.microbatches}), one, other)
-        for one, other in combinations(_charged(failing, losses), 2)
-        if one.label == other.label and one.replica != other.replica
+        for of_step in by_step.values()
+        for one, other in combinations(of_step, 2)
+        if one.replica != other.replica
     ]
     both, one, other = min((pair for pair in pairs if pair[0]), key=lambda pair: len(pair[0]), default=([], None, None))
     if one is None or other is None:

@@ -268,8 +268,13 @@ class CommitLoop:
         Returns when upstream may begin its first step. Raises `CannotJoin` and `JobStopped`.
         """
         self.join(newcomer.arguments.model)
+
+        def gather(value: Any) -> Sequence[Any]:
+            with self._page.within(Phase.ORDERS):  # a newcomer that waits for a window does not hang
+                return self._gather(value)
+
         entering = Entering(
-            self._driver, reader, newcomer.state, install=newcomer.install, gather=self._gather, record=self._record,
+            self._driver, reader, newcomer.state, install=newcomer.install, gather=gather, record=self._record,
             faults=self._faults,
         )  # fmt: skip
         self._step = self._next_step = entering.enter()

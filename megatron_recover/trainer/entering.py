@@ -46,7 +46,7 @@ class CannotJoin(RuntimeError):
 class Reader(Protocol):
     """Reads state from other replicas (`StateReader`)."""
 
-    def next_window(self, address: str, after: str | None) -> Offer: ...
+    def next_window(self, address: str, after: str | None, still: Callable[[], None]) -> Offer: ...
     def read(self, label: str, sources: Sequence[str], state: State) -> Read: ...
 
 
@@ -135,12 +135,13 @@ class Entering:
                     members = tuple(member for member, _ in sources)
                     return label, (*members[position:], *members[:position])
             sources = self._driver.sources(sources)
+            self._still()
 
     def _current(self, address: str) -> str:
-        return self._reader.next_window(address, None).label
+        return self._reader.next_window(address, None, self._still).label
 
     def _opening(self, address: str, after: str) -> str:
-        label = self._reader.next_window(address, after).label
+        label = self._reader.next_window(address, after, self._still).label
         self._windows.append(self._clock())
         return label
 
@@ -179,19 +180,25 @@ class Entering:
 
         If the job stops meanwhile, all ranks raise `JobStopped`.
         """
-        value: Any = None
+        said: tuple[Any, bool] | None = None
         stopped: SystemExit | None = None
         if self._driver.rank == 0:
             try:
-                value = call()
+                said = call(), False
             except SystemExit as stop:  # `JobStopped`: the other ranks wait for rank 0 here
-                stopped = stop
-        found: tuple[T, bool] = self._gather((value, stopped is not None))[0]
+                said, stopped = (None, True), stop
+        found: tuple[T, bool] | None = None
+        while found is None:
+            found = self._gather(said)[0]
         if stopped is not None:
             raise stopped
         if found[1]:
             self._driver.enter()  # raises what the order to stop says
         return found[0]
+
+    def _still(self) -> None:
+        """Have the other ranks wait on for rank 0: an evaluation may outlast their collective."""
+        self._gather(None)
 
     def _figures(self) -> str:
         """Describe the newest reading and the time between windows."""

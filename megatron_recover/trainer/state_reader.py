@@ -95,14 +95,14 @@ class StateReader:
         self._threads: list[threading.Thread] = []
         """Threads of sources that a read has left to end by themselves, and some that have."""
 
-    def next_window(self, address: str, after: str | None) -> Offer:
+    def next_window(self, address: str, after: str | None, still: Callable[[], None] = lambda: None) -> Offer:
         """Return the first window at a source whose label is not `after`; wait until it opens.
 
-        Raises StateVoid if the source is gone.
+        `still()` is called now and then meanwhile. Raises StateVoid if the source is gone.
         """
         source = self._source(address)
         try:
-            return Offer(*source.next_memory(after))
+            return Offer(*source.next_memory(after, still))
         except SourceLost as error:
             self._forget(source)
             raise StateVoid(f"{address}: {error}") from error

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,7 @@ class Served:
         self.agent._asked, self.agent._fenced = deque([(1, 2)]), set()
         self.agent._answered, self.agent._unwatched, self.agent._pending = None, set(), deque()
         self.agent._pages, self.agent._deadlines = {}, Deadlines.of()
+        self.agent._waits = lambda: None
         self.agent._decode = msgspec.json.Decoder(messages.Reply).decode
 
 
@@ -83,6 +85,38 @@ def test_a_launcher_without_a_descriptor_for_a_rank_says_so(tmp_path: Path, num_
     for each in (served.server, served.agent._control):
         each.close()
     os.close(pidfd)
+
+
+def test_a_rank_whose_end_is_confirmed_leaves_no_descriptor_however_many_there_were(tmp_path: Path) -> None:
+    """Newcomers start and end for days; the launcher had two descriptors for each of their ranks until the end of the run."""
+    served, pid, before = Served(tmp_path), os.getpid(), len(os.listdir("/proc/self/fd"))
+    for replica in range(20):
+        served.agent._asked.append((replica, 0))
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(served.server, [msgspec.json.encode(messages.Started(replica=replica, rank=0, pid=pid))], [pidfd])
+        os.close(pidfd)
+        served.server.send(msgspec.json.encode(messages.Exited(replica=replica, rank=0, status=0)))
+        assert [(end.replica, end.status) for end in served.agent.poll()] == [(replica, 0)]
+        assert served.agent.state(replica, 0) == "" and served.agent.has_ended(replica, 0)
+    assert len(os.listdir("/proc/self/fd")) == before and served.agent.poll() == []
+    for each in (served.server, served.agent._control):
+        each.close()
+
+
+def test_a_launcher_shows_that_it_lives_while_the_fork_server_is_slow_to_start_a_newcomer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node has healthy members, and is removed after `node_s` of silence: a fork may wait for a disk, or for memory."""
+    served, beats = Served(tmp_path), list[float]()
+    served.agent._deadlines = msgspec.structs.replace(Deadlines.of(), fork_s=3.5)
+    served.agent._waits = lambda: beats.append(time.monotonic())
+    monkeypatch.setattr(served.agent, "_request", lambda spawn, descriptors: None)
+    monkeypatch.setattr(served.agent, "wake_server", lambda: False)
+    with pytest.raises(NodeLost, match="did not start a rank within 3.5 s"):
+        served.agent.spawn(4, 0, argv=(), environment={}, output=served.agent._output)
+    assert len(beats) >= 2
+    for each in (served.server, served.agent._control):
+        each.close()
 
 
 def test_a_late_answer_about_another_rank_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

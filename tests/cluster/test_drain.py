@@ -126,6 +126,19 @@ def test_newcomers_that_form_are_told_and_can_be_named_once_they_are_members(
     assert [targets(name, 2, nodes, (0, 3)) for name in ("3", "1", "4", "n0")] == [(3,), (), (), (0, 3)]
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("4", "replica 4 is formed, and no member yet; ask again once it has joined"),
+        ("n1", "no replica that trains has a rank on node n1: none has to leave"),
+        ("5", "5 is no replica and no node of the job; replicas are 0 1, nodes are n0, n1"),
+    ],
+)
+def test_why_nobody_has_to_leave_is_said(target: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, running(forming=(4,), nodes=(NodeStatus(0, "n0", "here", (0, 1)), NodeStatus(1, "n1", "here", ()))))
+    assert said in refusal([target, str(tmp_path)], capsys)
+
+
 def running(**changes: Any) -> Status:
     """The state of a job with two replicas on one node."""
     state = Status(
@@ -182,6 +195,8 @@ def test_requests_come_in_their_order_once_and_what_is_none_is_removed(folder: F
     (place / "1-partial").write_text("{")
     (place / "1-long.json").write_text(json.dumps({"id": "1-long", "drain": "1" * 5000, "by": "a@b"}))
     (place / "1-other.json").write_text(json.dumps({"id": "1-another", "drain": "1", "by": "a@b"}))
+    for name, vast in (("1-vast", 10**30), ("1-negative", -(10**30))):  # no message has room for such a number
+        (place / f"{name}.json").write_text(json.dumps({"id": name, "replicas": vast, "by": "a@b"}))
     (place / "1-unreadable.json").mkdir()
     first, second = ask(folder.run_dir, "1", "a@b"), ask(folder.run_dir, "2", "a@b")
     folder.until(lambda: len(folder.passed) == 2)

@@ -144,6 +144,15 @@ def test_one_that_is_lost_before_it_leaves_is_told(told: Callable[..., Path], ca
     assert capsys.readouterr().out.endswith("replica 1 was lost before it left; 1 replica trains (0)\n")
 
 
+def test_a_number_that_a_later_request_has_replaced_is_not_waited_for(
+    told: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = running(answers=GROWS, wanted=3)
+    run_dir = told(running(), running(wanted=2), first, msgspec.structs.replace(first, wanted=1))
+    assert scale.main([str(run_dir), "--replicas", "3", "--wait", "20"]) == ExitCode.UNFINISHED
+    assert capsys.readouterr().out.endswith("\nthe job wants 1 replica by now, not 3; 2 replicas train (0 1)\n")
+
+
 def test_without_an_answer_the_request_stays(told: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = told(running())
     assert scale.main([str(run_dir), "--replicas", "3", "--wait", "0.1"]) == ExitCode.UNFINISHED
@@ -160,6 +169,7 @@ def test_a_job_that_ends_meanwhile_is_told(told: Callable[..., Path], capsys: py
     [
         (["RUN"], "the following arguments are required: --replicas"),
         (["RUN", "--replicas", "two"], "invalid int value: 'two'"),
+        (["RUN", "--replicas", "9" * 30], f"--replicas is {'9' * 30}, which no job can have; ask for fewer"),
         (["RUN", "--replicas", "0"], "--replicas is 0; ask for 1 or more, or end the job by SIGTERM to its launcher"),
         (["--replicas", "2"], "give the folder of a job, or --jobid"),
         (["/nowhere", "--replicas", "2"], "no job trains in /nowhere"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -21,7 +23,7 @@ from megatron_recover import trace
 from megatron_recover.cluster import forkserver_messages as messages
 from megatron_recover.cluster import slot_check
 from megatron_recover.cluster.agent import Agent
-from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.job import Job, link_logs_of_newcomer
 from megatron_recover.cluster.newcomers import Newcomers
 from megatron_recover.cluster.node import NodeLost
 from megatron_recover.cluster.seats import Seats
@@ -74,10 +76,30 @@ def test_slots_without_a_rank_are_the_spares_of_their_node(tmp_path: Path) -> No
     assert job(tmp_path).spares == ()
 
 
+def test_a_disk_that_hangs_at_the_links_to_a_newcomers_logs_does_not_hold_up_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, links = threading.Event(), tmp_path / "links"
+    make = Path.mkdir
+
+    def hang(folder: Path, *how: Any, **named: Any) -> None:
+        answers.wait(20)
+        make(folder, *how, **named)
+
+    monkeypatch.setattr(Path, "mkdir", hang)
+    since = time.monotonic()
+    link_logs_of_newcomer(job(tmp_path, log_links=links), 2, 0, tmp_path / "stdout")
+    assert time.monotonic() - since < 10
+    [thread] = [each for each in threading.enumerate() if each.name == "links-2.0"]
+    answers.set()
+    thread.join(20)
+    assert (links / "attempt_0" / "4" / "stderr.log").is_symlink()
+
+
 class Node:
     """A node of which the test says who lives."""
 
-    def __init__(self, tmp_path: Path, check: slot_check.Check = lambda wanted: "", *, fails: str = "") -> None:
+    def __init__(self, tmp_path: Path, check: slot_check.Check = lambda wanted: "", *, fails: Exception | None = None) -> None:
         self.living, self.sent, self.started = set[tuple[int, int]](), list[object](), list[int]()
         self.fences: Any = SimpleNamespace(gone=set(), fence=lambda replica: self.fences.gone.add(replica))
         node: Any = SimpleNamespace(lives=lambda *user: user in self.living, former_groups=lambda users: ())
@@ -91,8 +113,8 @@ class Node:
 
     def start(self, told: StartReplica) -> None:
         self.started.append(told.replica)
-        if self.fails:
-            raise NodeLost(self.fails)
+        if self.fails is not None:
+            raise self.fails
 
     def until_sent(self, num: int = 1) -> list[object]:
         end = time.monotonic() + 20
@@ -135,6 +157,19 @@ def test_a_check_that_raises_is_one_that_fails_and_one_that_hangs_is_not_waited_
     assert len(node.sent) == 1
 
 
+def test_a_check_for_which_the_system_has_no_thread_fails_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    node = Node(tmp_path)
+    node.newcomers.handle(FORM)
+    node.turn(0.5)
+    assert node.sent == [SlotsUnfit(2, (2, 3), "its check cannot be started (can't start new thread); raise `ulimit -u`")]
+
+
 def test_a_newcomer_that_is_fenced_while_its_slots_are_checked_is_not_started(tmp_path: Path) -> None:
     node = Node(tmp_path, lambda wanted: time.sleep(0.1) or "")
     node.newcomers.handle(FORM)
@@ -144,8 +179,10 @@ def test_a_newcomer_that_is_fenced_while_its_slots_are_checked_is_not_started(tm
     assert node.sent == [] and node.started == []
 
 
-def test_a_newcomer_of_which_a_rank_cannot_be_started_is_ended_and_not_the_run(tmp_path: Path) -> None:
-    node = Node(tmp_path, fails="raise `ulimit -u`")
+@pytest.mark.parametrize("kind", [NodeLost, OSError, RuntimeError])
+def test_a_newcomer_of_which_a_rank_cannot_be_started_is_ended_and_not_the_run(kind: type[Exception], tmp_path: Path) -> None:
+    """Another newcomer may have taken the last ring meanwhile (`RuntimeError`)."""
+    node = Node(tmp_path, fails=kind("raise `ulimit -u`"))
     node.newcomers.handle(FORM)
     node.until_sent()
     node.newcomers.handle(StartReplica(2, "a:2"))
@@ -182,6 +219,16 @@ def test_a_run_directory_that_is_gone_or_full_is_named(tmp_path: Path, monkeypat
     assert slot_check.check(wanted(tmp_path)) == f"{tmp_path} has 10 MiB of room left"
 
 
+def test_a_check_leaves_no_file_in_a_run_directory_that_takes_no_byte(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # files can be made, as on a full disk
+    try:
+        found = slot_check.check(wanted(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "takes no file (File too large)" in found and not list(tmp_path.iterdir())
+
+
 def test_memory_that_is_too_little_for_the_ranks_is_named(tmp_path: Path) -> None:
     assert "MiB of memory available for 1000000 ranks" in slot_check.check(wanted(tmp_path, num_ranks=1_000_000))
 
@@ -210,6 +257,22 @@ def test_a_device_has_to_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(slot_check, "visible_gpus", lambda: None)
     assert slot_check.check(wanted(tmp_path, gpus=(0, 1))) == said
     assert slot_check.check(wanted(tmp_path, gpus=(0, 2))) == "the driver does not show GPU 2"
+
+
+def test_a_device_that_stays_in_use_is_named_also_where_the_last_question_has_no_time_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered(query: object, timeout_s: float) -> list[gpus.Gpu]:
+        time.sleep(min(0.1, max(0.0, timeout_s)))
+        if timeout_s < 0.1:
+            raise OSError("nvidia-smi does not answer")
+        return [gpus.Gpu(0, "u0", "H", 1000, 500, False)]
+
+    monkeypatch.setattr(gpus, "start_query", lambda: object())
+    monkeypatch.setattr(gpus, "answered", answered)
+    monkeypatch.setattr(slot_check, "visible_gpus", lambda: None)
+    assert slot_check.check(wanted(tmp_path, gpus=(0,))) == "GPU 0 has 500 of 1000 MiB in use"
+    assert slot_check.check(wanted(tmp_path, gpus=(0,), until_s=time.monotonic())) == "nvidia-smi does not answer"
 
 
 def test_a_rank_whose_start_is_answered_after_its_fence_is_killed_and_its_replica_not_gone_before(tmp_path: Path) -> None:

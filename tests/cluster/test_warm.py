@@ -43,10 +43,10 @@ signal.pause()
 
 
 @contextlib.contextmanager
-def agent(folder: Path, num_warm: int, *preload: str) -> Iterator[Agent]:
+def agent(folder: Path, num_warm: int, *preload: str, num_ready: int = 0) -> Iterator[Agent]:
     made = Agent(
         preload=preload, environment=dict(os.environ) | {"PYTHONPATH": f"{ROOT}:{folder}"}, num_warm=num_warm,
-        output=create(folder / "server.log"),
+        num_ready=num_ready, output=create(folder / "server.log"),
     )  # fmt: skip
     try:
         yield made
@@ -109,6 +109,22 @@ def test_a_warm_process_that_dies_is_replaced_and_the_next_rank_starts(tmp_path:
         assert made.pid(0, 0) != warm.pid
         until_all_ended(made, 1)
         assert result.read_text().startswith(str(made.pid(0, 0)))
+
+
+def test_processes_are_kept_ready_for_newcomers_when_the_ranks_have_started(tmp_path: Path) -> None:
+    with agent(tmp_path, 3, "decimal", num_ready=2) as made:
+        until_readable(made.fileno(), made.is_ready, "the warm processes")
+        started = {child.pid for child in warm_processes(made)}
+        spawn(made, tmp_path, 0)
+        assert {child.pid for child in warm_processes(made)} <= started, "enough are left"
+        spawn(made, tmp_path, 1)
+        until_all_ended(made, 2)
+        ready = {child.pid for child in warm_processes(made)}
+        assert len(ready) == 2 and len(ready - started) == 1
+        result = spawn(made, tmp_path, 2)
+        assert made.pid(0, 2) in ready, "a newcomer takes one of them"
+        until_all_ended(made, 1)
+        assert result.read_text().endswith(" 2 True True") and len(warm_processes(made)) == 2
 
 
 def test_a_warm_process_whose_end_is_seen_before_its_report_has_imported_everything() -> None:

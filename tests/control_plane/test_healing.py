@@ -279,7 +279,10 @@ def leave(town: Town, agent: Agent, replica: int) -> None:
 def test_a_job_grows_into_its_spares_and_shrinks_by_the_highest_ids(start: Start) -> None:
     seats, _ = one_node(0, 1)
     town, [agent] = start((seats, (4, 5, 6)))
-    assert scale(town, agent, 3) == ScaleAnswer("i", "", "1 replica is formed while the others train")
+    answer = scale(town, agent, 3)
+    assert answer == ScaleAnswer("i", "", "1 replica is formed while the others train")
+    [*_, state] = [each for each in agent.received[: agent.received.index(answer)] if isinstance(each, JobState)]
+    assert state.wanted == 3, "whoever reads the answer does not take the old number for a newer request"
     town.until(lambda: agent.of(FormReplica))
     assert agent.of(FormReplica) == [FormReplica(2, ((0, 4), (1, 5)))]
     town.run(0.2, agent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations
 from typing import Any
 
@@ -223,6 +224,15 @@ def test_a_node_that_is_lost_before_generation_1_is_not_waited_for() -> None:
 def test_the_last_node_ends_the_job() -> None:
     _, effects = feed(started(2), node_lost(0, 1))
     assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT
+
+
+def test_what_a_loss_costs_does_not_grow_with_the_square_of_all_failures_of_a_job_that_heals() -> None:
+    num = 20_000
+    failing = [ReplicaFailing(replica, f"train {replica}", (4,), "it broke") for replica in range(num)]
+    lost = [Loss(replica, LossKind.EXCEPTION) for replica in range(num)]
+    since = time.monotonic()
+    assert policy.poisoned(failing, lost) is None
+    assert time.monotonic() - since < 5, "all failures compared with each other take half a minute"
 
 
 def test_no_microbatch_is_charged_with_the_loss_of_a_node() -> None:

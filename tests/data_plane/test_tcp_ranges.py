@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -52,12 +53,12 @@ def in_background(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 def test_a_reader_waits_for_the_next_memory_for_longer_than_for_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may take minutes. The exporter says that it waits."""
-    patient = replace(DEADLINES, beat_s=0.05, sum_s=0.3)
+    patient, beats = replace(DEADLINES, beat_s=0.05, sum_s=0.3), list[float]()
     with exporting(deadlines=patient) as exporter, source_of(exporter.address, deadlines=patient) as source:
         exporter.register(Bytes("train 1", b"1"))
-        thread, outcome = in_background(lambda: source.next_memory("train 1"))
+        thread, outcome = in_background(lambda: source.next_memory("train 1", lambda: beats.append(time.monotonic())))
         time.sleep(0.7)
-        assert not outcome
+        assert not outcome and len(beats) > 1, "who waits is told so"
         exporter.withdraw()
         exporter.register(Bytes("train 2", b"22"))
         thread.join(30)
@@ -306,6 +307,20 @@ def test_a_source_that_is_shut_down_ends_its_call_and_serves_no_other() -> None:
         source.shut_down()
         with pytest.raises(SourceLost):
             source.next_memory(None)
+
+
+def test_a_source_that_is_shut_down_while_it_connects_ends_its_call_at_once() -> None:
+    """A rank of a newcomer that was admitted ends its sources before its first step, and the members wait for that step."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as crowd:
+        with pytest.raises(TimeoutError):  # the kernel answers nobody any more, as for a host that is gone
+            while True:
+                crowd.enter_context(socket.create_connection(full.getsockname(), 0.5))
+        with source_of(f"127.0.0.1:{full.getsockname()[1]}") as source:
+            thread, outcome = in_background(lambda: source.next_memory(None))
+            time.sleep(0.3)
+            source.shut_down()
+            thread.join(5)
+            assert isinstance(outcome[0], SourceLost)
 
 
 def test_a_failure_of_the_memory_is_told_and_ends_that_reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,9 +204,9 @@ def test_a_rank_holds_between_steps_what_the_plan_says(tmp_path: pathlib.Path) -
 )
 def test_a_lost_replica_comes_back(shape: dict[str, int], flags: str, tmp_path: pathlib.Path) -> None:
     """Its processes import while the others train, so the job has many steps."""
-    made = Job(**shape, steps=200, microbatches=24, heal="in-place")
+    made = Job(**shape, steps=100, microbatches=24, heal="in-place")
     (tmp_path / "reference").mkdir()
-    reference = run(Job(**shape, steps=200, microbatches=24), tmp_path / "reference", flags=flags, queues=32).expect()
+    reference = run(Job(**shape, steps=100, microbatches=24), tmp_path / "reference", flags=flags, queues=32).expect()
     outcome = run(made, tmp_path, flags=flags, chaos=chaos_text("1 0 backward step=5"), queues=32).expect()
     assert outcome.events("generation")[-1]["roster"] == [0, 2], outcome.output
     code, report = check(outcome.run_dir, reference.run_dir)

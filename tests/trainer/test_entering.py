@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_recover.trainer.state import Scalar, State
 from megatron_recover.trainer.state_reader import Offer, Read, StateVoid
 
 PATIENCE_S = 20
+BEAT_S = 0.1
 MEMBERS = ((4, "four"), (5, "five"))
 
 
@@ -36,9 +38,10 @@ class OneNumber(State):
 class Ranks:
     """All ranks of one newcomer, a thread each."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, patience_s: float = PATIENCE_S) -> None:
+        """`patience_s`: the longest that a gather may take."""
         self.num_ranks = num_ranks
-        self.barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
+        self.barrier = threading.Barrier(num_ranks, timeout=patience_s)
         self.slots: list[Any] = [None] * num_ranks
         self.events: list[trace.Event] = []
 
@@ -89,6 +92,8 @@ class Job:
         """Labels whose windows close while they are read, so that the next one is open afterwards."""
         self.silent: set[str] = set()
         """Addresses that offer no window."""
+        self.num_beats = 0
+        """Beats of a member before it offers a window: it evaluates."""
 
     def enter(self, rank: int) -> int:
         state = OneNumber()
@@ -145,8 +150,11 @@ class FakeReader:
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
 
-    def next_window(self, address: str, after: str | None) -> Offer:
+    def next_window(self, address: str, after: str | None, still: Callable[[], None]) -> Offer:
         assert self.rank == 0, "rank 0 chooses the window"
+        for _ in range(self.job.num_beats):
+            time.sleep(BEAT_S)
+            still()
         if address.split(":")[0] in self.job.silent:
             raise StateVoid("gone")
         if after == f"train {self.job.step}":
@@ -175,6 +183,13 @@ def test_all_ranks_read_one_window_each_from_its_own_position(num_ranks: int) ->
     assert job.asked == [("train 0", 4)], "the member whose window it was"
     assert sorted(rank for rank, _ in job.installed) == list(range(num_ranks))
     assert {(event.num_bytes, event.num_sources, event.num_tries) for event in ranks.events} == {(4, 1, 1)}
+
+
+def test_a_window_that_opens_after_an_evaluation_longer_than_any_collective_is_waited_for() -> None:
+    ranks = Ranks(3, patience_s=20 * BEAT_S)
+    job = Job(ranks, [None])
+    job.num_beats = 30
+    assert ranks.run(job.enter) == [0] * 3
 
 
 def test_a_window_that_closes_while_it_is_read_is_followed_by_the_next_one() -> None:

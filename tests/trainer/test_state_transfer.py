@@ -496,7 +496,7 @@ class Scripted:
         self.may_read, self.has_damaged = threading.Event(), threading.Event()
         self.may_read.set()
 
-    def next_memory(self, after: str | None) -> Description:
+    def next_memory(self, after: str | None, still: Callable[[], None] = lambda: None) -> Description:
         raise SourceLost("none")
 
     def begin(self, expected: Description) -> bytes:

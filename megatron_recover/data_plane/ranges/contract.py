@@ -113,8 +113,11 @@ class Source(Protocol):
 
     address: str
 
-    def next_memory(self, after: str | None) -> Description:
-        """Return the description of the first memory whose label is not `after`; wait for it."""
+    def next_memory(self, after: str | None, still: Callable[[], None] = lambda: None) -> Description:
+        """Return the description of the first memory whose label is not `after`; wait for it.
+
+        `still()` is called whenever the exporter says that it waits.
+        """
 
     def begin(self, expected: Description) -> bytes:
         """Begin to read the memory that is `expected`, and return its `about`; wait for it.

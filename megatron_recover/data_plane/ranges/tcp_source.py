@@ -29,7 +29,7 @@ from megatron_recover.data_plane.ranges.frames import (
     Withdrawn,
 )
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.host.addresses import outlast_cuts, parse_address, prepare
+from megatron_recover.host.addresses import family_of, outlast_cuts, parse_address, prepare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,9 +51,9 @@ class TcpSource:
         self._frames: Frames | None = None
         self._label, self._layout = "", 0
 
-    def next_memory(self, after: str | None) -> Description:
+    def next_memory(self, after: str | None, still: Callable[[], None] = lambda: None) -> Description:
         """Return as `Source.next_memory` does."""
-        match self._ask(LookFor(after)):
+        match self._ask(LookFor(after), still):
             case Found(label, layout, num_bytes):
                 return Description(label, layout, num_bytes)
             case other:
@@ -111,13 +111,14 @@ class TcpSource:
         if self._sock is not None:
             self._sock.close()
 
-    def _ask(self, request: Message) -> Message:
+    def _ask(self, request: Message, still: Callable[[], None] = lambda: None) -> Message:
         """Send a request and return the answer, however long the exporter says that it waits."""
         self._send(request)
         while True:
             answer, _, _ = self._receive(self._connected())
             if not isinstance(answer, Still):
                 return answer
+            still()
 
     def _send(self, request: Message) -> None:
         try:
@@ -155,13 +156,15 @@ class TcpSource:
     def _dial(self, until: float) -> Frames:
         """Return a connection that is proven. Raises OSError, Refused or `SourceLost`."""
         host, port = parse_address(self.address)
-        sock = socket.create_connection((host, port), max(until - time.monotonic(), REDIAL_S))
+        sock = socket.socket(family_of(host), socket.SOCK_STREAM)
         with self._lock:
-            self._sock = sock
+            self._sock = sock  # before it connects: `shut_down` ends that, too
             if self._is_shut_down:
                 sock.close()
                 raise SourceLost("this rank reads no more")
         try:
+            sock.settimeout(max(until - time.monotonic(), REDIAL_S))
+            sock.connect((host, port))
             prepare(sock)
             nonce = secrets.token_bytes(NONCE_BYTES)
             connector = Connector(self._key, self._me, Party(Role.STATE, 0, self._me.rank), port=port, nonce=nonce)
