@@ -21,6 +21,7 @@ from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.observe.verify.check import Verdict, check, describe
 from tests import forks
+from tests.cluster import test_newcomers
 from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
 from tests.cluster.running import FOR_EVER
 from tests.cluster.test_joins import IN_PLACE, TOY
@@ -171,6 +172,26 @@ def test_a_spare_node_waits_until_a_node_is_lost(nodes: Nodes, rank_start: str) 
     nodes.until(lambda: nodes.num_steps(2) > 15, "steps of the newcomer")
     outcome, _ = nodes.end("n0", "late")
     assert outcome.roster == (0, 2) and num_changes(outcome) == 2, outcome.output
+
+
+def test_healthy_slots_of_a_lost_replica_and_late_ones_form_a_replica_together(nodes: Nodes) -> None:
+    """Three slots a node, and two ranks a replica: replica 1 has one rank on each node, and loses the one on node 1."""
+    (nodes.folder / "mode").write_text("wait")
+    nodes.spec = replace(nodes.spec, script=str(test_newcomers.TOY), replicas=3, ranks=2, slots=3)
+    nodes.start_both()
+    nodes.kill_group("n1")
+    nodes.until(lambda: "replica 2 lost" in nodes.said, "the loss")
+    nodes.start("late", 1)
+    nodes.until(lambda: sum(replica > 2 for replica, _ in test_newcomers.notes(nodes.folder)) == 4, "two newcomers")
+    nodes.until_steps()
+    nodes.programs["n0"].terminate()
+    assert {nodes.programs[name].wait(DEADLINE_S) for name in ("n0", "late")} == {ExitCode.INTERRUPTED}, nodes.output()
+    found = {key: note["context"] for key, note in test_newcomers.notes(nodes.folder).items() if key[0] > 2}
+    late = 2 * test_newcomers.NEXT_NODE
+    assert {slot for _, slot in found} == {2, late, late + 1, late + 2}
+    over_both = [replica for replica, slot in found if slot == 2]
+    where = {(each["leader"], each["store"]) for (replica, _), each in found.items() if replica in over_both}
+    assert len(where) == 1 and all(store for _, store in where), "its ranks have one leader and one store"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
