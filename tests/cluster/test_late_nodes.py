@@ -171,7 +171,10 @@ def test_a_spare_node_waits_until_a_node_is_lost(nodes: Nodes, rank_start: str) 
     nodes.kill_group("n1")
     nodes.until(lambda: nodes.num_steps(2) > 15, "steps of the newcomer")
     outcome, _ = nodes.end("n0", "late")
-    assert outcome.roster == (0, 2) and num_changes(outcome) == 2, outcome.output
+    assert outcome.roster == (0, 2), outcome.output
+    assert sum(bool(event.losses) for event in outcome.of(trace.Generation)) == 1, (
+        "on a busy machine it may join at a second try"
+    )
 
 
 def test_healthy_slots_of_a_lost_replica_and_late_ones_form_a_replica_together(nodes: Nodes) -> None:
