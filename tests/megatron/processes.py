@@ -202,6 +202,7 @@ class Training:
             {}
             if layout.num_experts is None
             else {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.1, "moe_ffn_hidden_size": 32, "add_bias_linear": False,
+                  "moe_router_dtype": "fp32",  # DeepEP's kernels take no other weights
                   **dispatcher(layout.dispatcher)}
         )  # fmt: skip
         config = TransformerConfig(
