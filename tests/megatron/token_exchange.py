@@ -109,8 +109,7 @@ class Buffer:
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, **_: Any) -> tuple[Any, ...]:
         """Return tokens for each rank, None (no other nodes), tokens for each expert, which ranks get a token, and an event."""
-        is_for_expert = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool).scatter_(1, topk_idx % (num_experts + 1), True)
-        is_for_expert = is_for_expert[:, :-1]  # no expert has index -1
+        is_for_expert = (topk_idx.unsqueeze(2) == torch.arange(num_experts)).any(1)  # index -1: of no expert
         is_for_rank = is_for_expert.unflatten(1, (self.group.size(), -1)).any(2)
         return is_for_rank.sum(0), None, is_for_expert.sum(0), is_for_rank, EventOverlap()
 

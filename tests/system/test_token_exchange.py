@@ -20,18 +20,13 @@ EXPERTS = (
     "--overlap-grad-reduce --overlap-param-gather --recover-state-digest-interval 1"
 )
 OVER_LANES = Job(lanes=2, steps=4, extra=tuple(shlex.split(EXPERTS)))
-OVER_TENSORS = Job(
-    tp=2, steps=4, extra=(*shlex.split(EXPERTS), "--expert-tensor-parallel-size", "1", "--sequence-parallel")
-)  # fmt: skip
+OVER_TENSORS = Job(tp=2, steps=4, extra=(*OVER_LANES.extra, "--expert-tensor-parallel-size", "1", "--sequence-parallel"))
 CASES = {
-    "hybridep": (OVER_LANES, "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", 3),
-    "deepep": (OVER_LANES, "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", 3),
-    "hybridep, experts over tensor-parallel ranks": (
-        OVER_TENSORS,
-        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
-        2,
-    ),
+    "hybridep": (OVER_LANES, "hybridep", 3),
+    "deepep": (OVER_LANES, "deepep", 3),
+    "hybridep, experts over tensor-parallel ranks": (OVER_TENSORS, "hybridep", 2),
 }
+"""Jobs, backends and numbers of replicas."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,8 +34,9 @@ def test_a_job_with_the_flex_dispatcher_loses_a_replica_and_ends_as_one_with_ups
     name: str, tmp_path: pathlib.Path, reference: Callable[[Job], pathlib.Path], data: pathlib.Path
 ) -> None:
     """Each token has two experts, so every sum over experts has two terms, and its order changes nothing."""
-    job, flags, replicas = CASES[name]
-    flex = dataclasses.replace(job, extra=(*job.extra, *flags.split()))
+    job, backend, replicas = CASES[name]
+    flags = ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", backend)
+    flex = dataclasses.replace(job, extra=(*job.extra, *flags))
     all_to_all = dataclasses.replace(job, extra=(*job.extra, "--moe-token-dispatcher-type", "alltoall"))
     undisturbed = run_job(dataclasses.replace(flex, replicas=1), tmp_path / "run1", data, script=SCRIPT).expect()
     found = run_job(
