@@ -278,13 +278,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     the work of a member excuses the waits of others. A rank that hangs where nothing distinguishes
     a hang from slow work is ended after this time, and so is a collective inside a replica."""
 
-    def with_node(self, node_s: float) -> Deadlines:
-        """Return the waits of a job whose nodes are removed after `node_s` of silence.
+    def with_node(self, node_s: float | None) -> Deadlines:
+        """Return the waits of a job whose nodes are removed after `node_s` of silence; None: these.
 
         That is `--node-timeout`. What depends on it keeps its proportions. With a short one, beats
         are as short: if a coordinator is cut off from several nodes at once, no node may have been
         silent for `node_s` while the last beat of another still counts (`core/node_silence.py`).
         """
+        if node_s is None:
+            return self
         factor = node_s / self.node_s
         return msgspec.structs.replace(
             self,

@@ -109,9 +109,7 @@ class Launcher:
         slots before a newcomer is started in them.
         """
         self._job, self._quiet, self._seats = job, quiet, Seats(job)
-        self._deadlines = deadlines or job.config.deadlines
-        if job.node_s is not None:
-            self._deadlines = self._deadlines.with_node(job.node_s)
+        self._deadlines = (deadlines or job.config.deadlines).with_node(job.node_s)
         self._joined, self._slot_check = joined, slot_check
         self._loop = Loop() if joined is None else joined.loop
         self._key = keys.make_key() if joined is None else joined.key

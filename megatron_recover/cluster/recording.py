@@ -129,12 +129,17 @@ class Recording:
         self._log = ring.RingLog(self._add(_LAUNCHER, 0), clock)
         if coordinator is not None:
             self.follow_coordinator(coordinator)
+        self._add_shown_logs()
+        self._start()
+
+    def _add_shown_logs(self) -> None:
+        """Add the logs of what the console shows."""
+        job = self._job
         self.output(job.run_dir / TRAIN_LOG, shown_of=messages.TRAIN_LOG)
         self.output(job.run_dir / LAUNCHER_LOG, shown_of=messages.LAUNCHER_LOG)
         for stream in job.streams.filters:
             which = messages.FILTERED_STDOUT if stream is Stream.OUT else messages.FILTERED_STDERR
             self.output(job.filtered_log_of(stream), shown_of=which)
-        self._start()
 
     @property
     def account(self) -> Account:

@@ -103,11 +103,8 @@ class RankDriver:
         checkpoint in the background. The trainer sets it; the next `begin` reports that of rank
         0."""
         self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
-        self._clock = clock
-        self._record, self._faults, self._end_process = record, faults, end_process
-        self._deadlines = deadlines or config.deadlines
-        if context.node_s is not None:
-            self._deadlines = self._deadlines.with_node(context.node_s)
+        self._clock, self._record, self._faults, self._end_process = clock, record, faults, end_process
+        self._deadlines = (deadlines or config.deadlines).with_node(context.node_s)
         self._naming = NamingRight(self._deadlines.lease_s)
         self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())
