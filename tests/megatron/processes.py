@@ -24,6 +24,7 @@ from megatron_recover.core.rank_messages import Apply, Plan
 from megatron_recover.core.values import BucketVersion, Compute, Held, Record, Shape, Work
 from megatron_recover.data_plane.transport import Revoked
 from tests.forks import CONTEXT, results_of
+from tests.megatron import token_exchange
 from tests.megatron.split_attention import SplitAttention, part
 
 DEADLINE_S = 120.0
@@ -39,6 +40,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int = 1
     ep: int = 1
     num_experts: int | None = None
+    dispatcher: str = "allgather"
+    """Who brings tokens to their experts: of upstream's three types, or a backend of its flex dispatcher."""
     distributed_optimizer: bool = False
     bf16: bool = False
     per_token: bool = False
@@ -198,8 +201,10 @@ class Training:
         moe = (
             {}
             if layout.num_experts is None
-            else {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.1, "moe_ffn_hidden_size": 32, "add_bias_linear": False}
-        )
+            else {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.1, "moe_ffn_hidden_size": 32, "add_bias_linear": False,
+                  "moe_router_dtype": "fp32",  # DeepEP's kernels take no other weights
+                  **dispatcher(layout.dispatcher)}
+        )  # fmt: skip
         config = TransformerConfig(
             num_layers=2 * layout.pp if layout.vpp else 2, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True,
             hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=layout.tp,
@@ -256,13 +261,23 @@ class Training:
             forward_step_func=forward_step, data_iterator=self.iterators, model=self.chunks,
             num_microbatches=self.layout.num_microbatches, seq_length=Tokens.seq_length, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
+        gradients = [parameter.main_grad.clone() for chunk in self.chunks for parameter in chunk.parameters()]
         success, norm, _ = self.optimizer.step()
         return {
+            "gradients": gradients,
             "losses": [report["lm loss"].clone() for report in losses],
             "parameters": [parameter.detach().clone() for chunk in self.chunks for parameter in chunk.parameters()],
             "norm": float(norm),
             "success": success,
         }
+
+
+def dispatcher(name: str) -> dict[str, str]:
+    """The settings of a dispatcher; kernels that need a GPU get their substitute."""
+    if name not in token_exchange.BACKENDS:
+        return {"moe_token_dispatcher_type": name}
+    token_exchange.install()
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": name}
 
 
 def upstream_alone(layout: Layout) -> list[dict[str, Any]]:

@@ -44,10 +44,11 @@ def test_at_most_so_many_of_upstreams_configurations_are_refused(lines: list[acc
         assert len(refused) <= number, (kind, refused)
     rows = re.findall(r"^\| .+ \| (\d+) \| (\d+) \| (\d+) \|$", DOCUMENT.read_text(), re.MULTILINE)
     listed = tomllib.loads(EVIDENCE.read_text())
+    without_kernels = {**listed["substitute"], **listed["cuda"], **listed["upstream"]}
     untried = [
         line.kind
         for line, each in zip(lines, configurations, strict=True)
-        if not each.refused and any(flag in {**listed["cuda"], **listed["upstream"]} for flag in needed(line.words))
+        if not each.refused and any(flag in without_kernels for flag in needed(line.words))
     ]
     kinds = ("release", "functional", "example")
     counts = [(AT_MOST[kind], untried.count(kind), sum(one.kind == kind for one in configurations)) for kind in kinds]
@@ -139,5 +140,8 @@ def test_every_flag_of_an_accepted_configuration_is_in_a_job_with_a_kill_or_has_
     assert sorted(left) == [], "give it in a job with a kill, or list it"
     assert sorted((elsewhere.keys() | others.keys()) - flags) == [], "no accepted configuration has it"
     assert sorted(tested & (elsewhere.keys() | others.keys())) == [], "a job has it"
+    assert sorted(listed["substitute"].keys() - tested) == [], "no job has it"
+    for flag, told in listed["substitute"].items():
+        assert (ROOT / told.partition(" for ")[0]).is_file(), flag
     for flag, file in elsewhere.items():
         assert re.search(rf"{flag}\b(?!-)|\b{flag[2:].replace('-', '_')}\b", (ROOT / file).read_text()), (flag, file)

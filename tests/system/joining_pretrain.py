@@ -21,6 +21,7 @@ import psutil
 from megatron_recover.config import RankContext, rank_context
 from megatron_recover.control_plane.rank_driver import RankDriver
 from megatron_recover.faults import Fault, FaultInjector, FaultPoint, Passages
+from tests.megatron import token_exchange
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 ORDERS = "JOINING_ORDERS"
@@ -49,6 +50,8 @@ class Orders(msgspec.Struct, frozen=True):
     newcomers_raise: bool = False
     newcomers_get: tuple[str, ...] = ()
     """Further flags that newcomers alone have."""
+    substitute: bool = False
+    """All ranks have the substitute of DeepEP."""
 
 
 def main() -> None:
@@ -60,6 +63,8 @@ def main() -> None:
     context = rank_context()
     if context is not None and not context.dry_run:
         orders = msgspec.json.decode(os.environ[ORDERS], type=Orders)
+        if orders.substitute:
+            token_exchange.install()
         (pathlib.Path(context.run_dir) / f"pid.{context.replica}.{context.rank}").write_text(str(os.getpid()))
         if context.newcomer and orders.newcomers_raise:
             raise RuntimeError("this script does not run in newcomers")

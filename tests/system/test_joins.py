@@ -133,6 +133,21 @@ def test_a_replica_comes_back_and_the_job_is_what_it_would_have_been(
     assert_exact(outcome, reference(case.job))
 
 
+@slow
+def test_a_replica_with_the_flex_dispatcher_comes_back(
+    tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
+) -> None:
+    """All ranks have the substitute of DeepEP (`tests/megatron/token_exchange.py`)."""
+    job = dataclasses.replace(TWO, lanes=2, extra=(*EXPERTS, *ZERO1, "--bf16", "--moe-router-dtype", "fp32"))
+    flex, all_to_all = (
+        dataclasses.replace(job, extra=(*job.extra, "--moe-token-dispatcher-type", *flags))
+        for flags in (("flex", "--moe-flex-dispatcher-backend", "hybridep"), ("alltoall",))
+    )
+    outcome = run(flex, tmp_path / "run", data, DEATH, substitute=True).expect()
+    assert rosters(outcome)[-1] == [0, 2]
+    assert_exact(outcome, reference(all_to_all))
+
+
 # --- A newcomer dies ------------------------------------------------------------------------------
 
 OUTSIDE = ("form", "start_up", "state_read", "claim")
