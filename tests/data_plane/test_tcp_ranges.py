@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.authentication.handshake import Party, Reply, Role
+from megatron_recover.authentication.handshake import _CHALLENGE as CHALLENGE
+from megatron_recover.authentication.handshake import MAGIC, Party, Reply, Role
 from megatron_recover.data_plane.ranges import tcp_exporter
 from megatron_recover.data_plane.ranges.contract import CHUNK_BYTES, Description, Range, SourceLost, Void
 from megatron_recover.data_plane.ranges.frames import Begun, Found, Frames, Get, LookFor, Piece, Still
@@ -380,3 +381,24 @@ def test_a_source_dials_again_when_it_was_crowded_out() -> None:
             source.next_memory(None)
         thread.join(30)
         assert len(calls) == 3
+
+
+def test_a_source_that_proves_itself_byte_by_byte_is_given_up_when_its_time_is_over() -> None:
+    num_sent: list[int] = []
+
+    def dribble(listener: socket.socket) -> None:
+        connection = listener.accept()[0]
+        with contextlib.suppress(OSError):
+            for each in CHALLENGE.pack(MAGIC, bytes(32), bytes(32))[:-1]:
+                time.sleep(0.1)
+                connection.sendall(bytes([each]))
+                num_sent.append(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=dribble, args=(listener,), daemon=True)
+        thread.start()
+        source = TcpSource(f"127.0.0.1:{listener.getsockname()[1]}", b"k" * 32, NEWCOMER, SHORT)
+        with pytest.raises(SourceLost, match="no connection"):
+            source.next_memory(None)
+        thread.join(30)
+        assert len(num_sent) < CHALLENGE.size - 1  # it was cut off, and did not end by itself

@@ -162,14 +162,21 @@ class TcpSource:
             if self._is_shut_down:
                 sock.close()
                 raise SourceLost("this rank reads no more")
-        try:
+
+        def bound() -> None:  # a timeout of a socket is that of one call, and whoever answers byte by byte makes many
             sock.settimeout(max(until - time.monotonic(), REDIAL_S))
+
+        try:
+            bound()
             sock.connect((host, port))
             prepare(sock)
             nonce = secrets.token_bytes(NONCE_BYTES)
             connector = Connector(self._key, self._me, Party(Role.STATE, 0, self._me.rank), port=port, nonce=nonce)
             answer = connector.opening
             while connector.wanted:
+                if time.monotonic() >= until:
+                    raise TimeoutError("it did not prove itself in time")
+                bound()
                 sock.sendall(answer)
                 if not (got := sock.recv(connector.wanted)):
                     raise Refused("the other end hung up")
