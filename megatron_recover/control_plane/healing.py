@@ -9,7 +9,7 @@ member waits for any of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -71,6 +71,8 @@ class Healing:
         self._nodes: dict[ReplicaId, tuple[int, ...]] = {replica: _nodes(of) for replica, of in seats.items()}
         """Replica -> numbers of the nodes with ranks of it."""
         self._lost_nodes: set[int] = set()
+        self._drained: set[int] = set()
+        """Numbers of the nodes that were given back, also of those that still prepare."""
         self._confirmed: dict[ReplicaId, set[int]] = {}
         """Lost replica -> numbers of the nodes that have seen the end of all its ranks there."""
         self._broken: dict[ReplicaId, int] = {}
@@ -137,7 +139,19 @@ class Healing:
 
     def node_joined(self, node: int, num_slots: int) -> None:
         """Use the slots of a node that came after the start: all of them are spares."""
-        self._pasts = slots.node_joined(self._pasts, node, num_slots)
+        self._pasts = slots.drained(slots.node_joined(self._pasts, node, num_slots), self._drained)
+        self._again_at_s = 0.0
+        self._loop.post(self.heal)
+
+    @property
+    def drained(self) -> frozenset[int]:
+        """Return the numbers of the nodes that were given back."""
+        return frozenset(self._drained)
+
+    def drain(self, nodes: Collection[int]) -> None:
+        """Use no slot of these nodes again; the caller removes what is formed there."""
+        self._drained.update(nodes)
+        self._pasts = slots.drained(self._pasts, self._drained)
         self._again_at_s = 0.0
         self._loop.post(self.heal)
 

@@ -73,6 +73,8 @@ class LateNodes:
 
     def start_anew(self, agent: Agent) -> None:
         """Have a node that was lost, and has no rank of the job any more, meet the others anew."""
+        if agent.number in self._healing.drained:
+            return  # it was given back, and would become a spare
         if agent.number > 0 and not agent.starts_anew:  # the launcher of node 0 keeps the trace of the job
             agent.starts_anew = True
             self._loop.send(agent.link, StartAnew())

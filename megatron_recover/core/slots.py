@@ -13,6 +13,9 @@ Note [Where newcomers are formed]
     A replica whose slots are all healthy, but of which a process has not ended yet, is waited for:
     spares do not replace it before `Settings.patience_s`.
 
+    The slots of a replica that has left as requested are used only once more replicas are wanted.
+    The slots of a node that was drained are never used again, whatever was in them.
+
 Note [When a slot is set aside]
     The slots of a replica *break of their own* if it ends otherwise than by a signal from outside
     or with its node: a crash, an exception, a hang. From the second break in a row on, slots are
@@ -88,6 +91,8 @@ class Past(Value, frozen=True):
     """True if its node is lost."""
     is_given_back: bool = False
     """True if its replica has left the job as requested: healing does not use the slot."""
+    is_drained: bool = False
+    """True if its node was given back: no newcomer is ever formed in the slot."""
 
     @property
     def is_taken(self) -> bool:
@@ -144,11 +149,14 @@ def seated(seats: Mapping[ReplicaId, Sequence[Slot]], spares: Iterable[Slot] = (
 def taken(pasts: Pasts, replica: ReplicaId, slots: Sequence[Slot]) -> Pasts:
     """Return the slots after `replica` has taken `slots`, by rank.
 
-    Raises ValueError if a process of a former user of one of them may live.
+    Raises ValueError if a process of a former user of one of them may live, or if its node is
+    drained.
     """
     known = {each.slot: each for each in pasts}
     for rank, slot in enumerate(slots):
         past = known[slot]
+        if past.is_drained:
+            raise ValueError(f"node {slot.node} slot {slot.slot} is not free for replica {replica}: the node is drained")
         if past.is_taken or not past.is_gone:
             raise ValueError(f"node {slot.node} slot {slot.slot} is not free for replica {replica}: {_user(past)} is there")
         known[slot] = replace(past, user=replica, rank=rank, lost_at_s=None, is_gone=False)
@@ -220,6 +228,14 @@ def node_lost(pasts: Pasts, node: int) -> Pasts:
     return tuple(replace(each, is_lost=True) if each.slot.node == node else each for each in pasts)
 
 
+def drained(pasts: Pasts, nodes: Collection[int]) -> Pasts:
+    """Return the slots after these nodes were given back. Their slots are never used again.
+
+    Replicas that sit there, and live, are not concerned: the caller has them leave.
+    """
+    return tuple(replace(each, is_drained=True) if each.slot.node in nodes else each for each in pasts)
+
+
 def proven(pasts: Pasts, replica: ReplicaId) -> Pasts:
     """Return the slots after a newcomer has committed `Settings.proven_steps` steps in them."""
     return _each(pasts, replica, lambda past: replace(past, num_breaks=0, num_caused=0, num_set_aside=0, until_s=None, why=""))
@@ -258,11 +274,12 @@ class Room(Value, frozen=True):
 def room(pasts: Pasts, staying: Collection[ReplicaId], settings: Settings) -> Room:
     """Return for how many replicas there are slots. `staying`: those that live and do not leave.
 
-    Slots of lost nodes, and slots that are never used again, are none. A slot that is set aside for
-    a time is one.
+    Slots of lost and of drained nodes, and slots that are never used again, are none. A slot that
+    is set aside for a time is one.
     """
     mine = {each.user for each in pasts if each.is_taken and each.user in staying}
-    usable = [each for each in pasts if not (each.is_lost or each.num_set_aside > settings.budget) and each.user not in mine]
+    out = [each.is_lost or each.is_drained or each.num_set_aside > settings.budget for each in pasts]
+    usable = [each for each, is_out in zip(pasts, out, strict=True) if not is_out and each.user not in mine]
     back: dict[ReplicaId, int] = {}
     num_free = 0
     for each in usable:
@@ -352,6 +369,8 @@ def _hindrance(past: Past, settings: Settings, now_s: float) -> LeftOut | None:
     """Return why a slot without a living replica cannot be used now; None if it can."""
     if past.is_lost:
         return LeftOut(past.slot, f"node {past.slot.node} is lost")
+    if past.is_drained:
+        return LeftOut(past.slot, f"node {past.slot.node} is drained")
     if past.num_set_aside > settings.budget:
         times = f"it was set aside {settings.budget} times before" if settings.budget else "no try is left"
         return LeftOut(past.slot, f"never used again, as {times}: {past.why}")

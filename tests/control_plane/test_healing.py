@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.control_plane.node_messages import (
+    DrainAnswer,
     DrainAsked,
     FenceDone,
     FenceReplica,
@@ -388,3 +389,102 @@ def test_newcomers_that_are_given_up_for_a_smaller_number_do_not_speak_against_t
         scale(town, agent, 2)
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
+
+
+# --- A node that is given back -------------------------------------------------------------------------------------------
+
+
+def drain(town: Town, agent: Agent, name: str) -> DrainAnswer:
+    """What the job answers."""
+    known = len(agent.of(DrainAnswer))
+    agent.say(DrainAsked((), f"drain {name}", "i", name))
+    town.until(lambda: len(agent.of(DrainAnswer)) > known)
+    return agent.of(DrainAnswer)[-1]
+
+
+def node_words(town: Town, *agents: Agent) -> list[str]:
+    town.run(0.2, *agents)
+    return [node.state for node in agents[0].of(JobState)[-1].nodes]
+
+
+def test_a_drained_node_has_all_its_slots_out_of_use_for_good(start: Start) -> None:
+    """Node 1 has a member, a lost replica whose processes may live, and spares."""
+    two = {1: ((0, 0), (1, 1)), 2: ((0, 2), (1, 3))}
+    town, agents = start(one_node(0), (two, (4, 5)), ({3: ((0, 0), (1, 1))}, ()))
+    lose(town, agents[1], 2)
+    answer = drain(town, agents[0], "n1")
+    assert answer == DrainAnswer(
+        "i", (), "", "no new replica is formed on n1 any more; replica 1 leaves after a common step", (1,)
+    )
+    leave(town, agents[1], 1)
+    agents[1].say(FenceDone(2))
+    town.run(0.5, *agents)
+    assert not any(agent.of(FormReplica) for agent in agents)
+    assert node_words(town, *agents) == ["here", "drained", "here"]
+    assert "no newcomer is formed on node 1: slots 2, 3, 4 and 5: node 1 is drained" in said(agents[0])
+    assert scale(town, agents[0], 4).refused.startswith("there are slots for 2 replicas; "), "nor for this"
+    lose(town, agents[2], 3)
+    agents[2].say(FenceDone(3))
+    town.until(lambda: agents[2].of(FormReplica))
+    assert agents[2].of(FormReplica) == [FormReplica(4, ((0, 0), (1, 1)))] and not agents[1].of(FormReplica)
+
+
+def test_a_newcomer_whose_slots_are_being_checked_or_that_forms_on_a_drained_node_is_removed(start: Start) -> None:
+    for is_started in (False, True):
+        town, agents = start(one_node(0), ({1: ((0, 0), (1, 1))}, (2, 3)), ({}, (0, 1)))
+        lose(town, agents[1], 1)
+        agents[1].say(FenceDone(1))
+        town.until(lambda agents=agents: agents[1].of(FormReplica))
+        if is_started:
+            agents[1].say(SlotsReady(2, "a:22"))
+            town.until(lambda agents=agents: agents[1].of(StartReplica))
+        answer = drain(town, agents[0], "n1")
+        assert (answer.why, answer.leaving) == ("", ())
+        assert answer.text == "no new replica is formed on n1 any more; replica 2 is not formed there any more"
+        town.until(lambda agents=agents: FenceReplica(2) in agents[1].received)
+        agents[1].say(SlotsReady(2, "a:22"))
+        agents[1].say(FenceDone(2))
+        town.until(lambda agents=agents: agents[2].of(FormReplica))
+        town.run(0.4, *agents)
+        assert len(agents[1].of(FormReplica)) == 1 and len(agents[1].of(StartReplica)) == is_started
+        assert agents[2].of(FormReplica) == [FormReplica(3, ((0, 0), (1, 1)))], "the job still wants two replicas"
+
+
+def test_who_drains_a_node_again_reads_what_has_become_of_it(start: Start) -> None:
+    town, agents = start(one_node(0), one_node(1), ({}, (0, 1)))
+    drain(town, agents[0], "n1")
+    assert drain(town, agents[0], "n1").why == "node n1 is drained already: replica 1 still leaves"
+    leave(town, agents[1], 1)
+    told = "node n1 is drained already: no replica has a rank there, and no new one is formed there"
+    assert drain(town, agents[0], "n1").why == told
+    assert not drain(town, agents[0], "n2").why, "a node without ranks"
+    agents[2].hang_up()
+    town.until(lambda: town.of(trace.NodeLost))
+    assert drain(town, agents[0], "n2").why == "node n2 is lost, or not used by the job: nothing of it is in use"
+
+
+def test_a_refused_drain_of_a_node_changes_nothing(start: Start) -> None:
+    """Node 0 has both members, and a newcomer of which it has a rank."""
+    town, agents = start(({0: ((0, 0), (1, 1)), 1: ((0, 2), (1, 3))}, (4,)), ({2: ((0, 0), (1, 1))}, ()))
+    membership = town.nodes._membership
+    assert membership is not None
+    agents[1].hang_up()
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    town.run(0.2, agents[0])
+    before, events, states = membership.state, len(town.events), agents[0].of(JobState)
+    assert drain(town, agents[0], "n0").why == "replica 0 does not leave: no replica would stay"
+    town.run(0.2, agents[0])
+    assert (membership.state, len(town.events), agents[0].of(JobState)) == (before, events, states)
+    lose(town, agents[0], 1)
+    agents[0].say(FenceDone(1))
+    town.until(lambda: agents[0].of(FormReplica))
+    assert drain(town, agents[0], "n0").why == "replica 0 does not leave: no replica would stay"
+    town.run(0.2, agents[0])
+    assert not [each for each in agents[0].of(FenceReplica) if each.replica > 1], "the newcomer goes on"
+
+
+def test_a_job_without_healing_drains_a_node_with_members_alone(start: Start) -> None:
+    town, agents = start(one_node(0), one_node(1), ({}, (0, 1)), settings=None)
+    assert "no new one is formed in this job: none has to leave" in drain(town, agents[0], "n2").why
+    assert drain(town, agents[0], "n1").leaving == (1,)
+    assert drain(town, agents[0], "n1").why == "node n1 is drained already: replica 1 still leaves"

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.control_plane.node_messages import (
+    DrainAnswer,
     EndAsked,
     FenceDone,
     FenceReplica,
@@ -29,7 +30,7 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import Loss, LossKind
-from tests.control_plane.test_healing import SETTINGS, Start, one_node, said, start
+from tests.control_plane.test_healing import SETTINGS, Start, drain, leave, one_node, said, start
 from tests.control_plane.test_nodes_driver import Agent, Town
 
 __all__ = ["start"]
@@ -266,3 +267,28 @@ def test_a_signal_to_a_late_node_ends_it_alone(start: Start) -> None:
     assert late.of(JobEnds)[0].exit_code == ExitCode.INTERRUPTED
     town.run(0.2, *agents)
     assert not any(agent.of(JobEnds) for agent in agents)
+
+
+def test_the_drain_of_a_late_node_that_still_prepares_is_not_forgotten(start: Start) -> None:
+    town, agents = start(*TWO_NODES)
+    late = come(town, 5)
+    assert drain(town, agents[0], "n5") == DrainAnswer("i", (), "", "no new replica is formed on n5 any more")
+    late.say(READY)
+    town.until(lambda: late.of(Launch))
+    town.run(0.1, *agents, late)
+    assert states(agents[0])[-1] == (2, "n5", "drained")
+    lose_node(town, agents)
+    town.run(0.4, agents[0], late)
+    assert not late.of(FormReplica) and "no newcomer is formed on node 2: slot 0: node 2 is drained" in said(agents[0])
+    assert drain(town, agents[0], "n5").why.startswith("node n5 is drained already: ")
+
+
+def test_a_drained_node_that_is_lost_and_heard_again_does_not_come_anew(start: Start) -> None:
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    drain(town, agents[0], "n1")
+    leave(town, agents[1], 1)
+    town.run(0.8, agents[0])
+    assert town.of(trace.NodeLost)
+    agents[1].say(NodeBeat())
+    town.run(0.3, *agents)
+    assert not agents[1].of(StartAnew)

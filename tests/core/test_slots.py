@@ -223,6 +223,23 @@ def test_a_node_that_joins_replaces_what_a_lost_one_had_and_gives_room_for_more(
     assert "node 2 is lost" in plan(slots.node_lost(joined, 2), 1), "nor does a number come back"
 
 
+def test_no_slot_of_a_drained_node_is_used_again_whatever_was_in_it() -> None:
+    """Node 1 has a replica that was lost, one that has left, one that lives, and spares."""
+    pasts = slots.seated({0: seat(0, 0), 1: seat(1, 0), 2: seat(1, 2), 3: seat(1, 4)}, spares=(*seat(1, 6), *seat(2, 0)))
+    pasts = killed(slots.gone(slots.given_back(pasts, 2, now_s=100.0), 2), 1)
+    pasts = slots.drained(pasts, {1})
+    assert plan(pasts, 3) == "\n".join(
+        ["2.0 2.1 in healthy and spare slots (node 2: slots 0 and 1)"]
+        + [f"not 1.{slot} node 1 is drained [None]" for slot in (0, 1, 6, 7)]
+    )
+    assert slots.room(pasts, {0, 3}, SETTINGS) == slots.Room(3, ()), "nor for another number of replicas"
+    assert slots.room(pasts, {0}, SETTINGS) == slots.Room(2, ()), "replica 3 leaves"
+    pasts = slots.lent_again(killed(pasts, 3), {2})
+    assert "1." not in "".join(line for line in plan(pasts, 3).splitlines() if not line.startswith("not "))
+    with pytest.raises(ValueError, match="node 1 slot 6 is not free for replica 4: the node is drained"):
+        slots.taken(pasts, 4, seat(1, 6))
+
+
 def test_slots_that_were_given_back_are_used_again_once_more_replicas_are_wanted_and_every_former_process_has_ended() -> None:
     pasts = slots.lent_again(slots.given_back(THREE, 1, now_s=100.0), {1})
     assert plan(pasts, 1).startswith("not 0.2 a process of replica 1 may live [110.0]\n")
