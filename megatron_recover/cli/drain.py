@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _why_nobody(target: str, now: status.Status) -> str:
-    """Return why a target names nothing that can be given back; empty for a node without members."""
+    """Return why a target names nothing to give back; empty for a node without members."""
     if target in map(str, now.forming):
         return f"replica {target} is formed, and no member yet; ask again once it has joined"
     states = [node.state for node in now.nodes if node.name == target]

@@ -155,7 +155,7 @@ def members_on(name: str, nodes: Iterable[HasReplicas], roster: Sequence[int]) -
 
 
 def is_node(name: str, num_replicas: int, nodes: Iterable[HasReplicas], roster: Sequence[int]) -> bool:
-    """Return whether a target of `drain` is the name of a node. The number of a replica goes first."""
+    """Return whether a target of `drain` names a node. The number of a replica goes first."""
     is_replica = any(name == str(replica) for replica in (*range(num_replicas), *roster))
     return not is_replica and any(node.name == name for node in nodes)
 

@@ -81,7 +81,7 @@ class Agents:
         return [each for each in self.used if not each.is_lost]
 
     def numbers_of(self, name: str) -> frozenset[int]:
-        """Return the numbers of the nodes of this name that are there, also of those that were lost."""
+        """Return the numbers of the nodes of this name that are there, also of lost ones."""
         return frozenset(each.number for each in self.used if each.hello.name == name)
 
     def links(self) -> Mapping[int, Link]:

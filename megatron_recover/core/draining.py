@@ -46,9 +46,7 @@ def named(replicas: Sequence[ReplicaId], one: str, several: str) -> str:
     return f"replica {who} {one}" if len(replicas) == 1 else f"replicas {who} {several}"
 
 
-def drained(
-    state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *, is_drained: bool, forms: bool
-) -> Drain:
+def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *, is_drained: bool, forms: bool) -> Drain:
     """Return what a request to give a node back leads to.
 
     - `node`: its name. `hosted`: all replicas that have, or have had, ranks there.

@@ -33,6 +33,7 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.core import slots
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaLeaving
+from megatron_recover.core.request import TOO_FEW
 from tests.control_plane.test_nodes_driver import Agent, Town
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,7 +49,8 @@ def start() -> Iterator[Start]:
 
     def starting(
         *nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS, lost: tuple[int, ...] = (),
-        node_silence_s: float = 1000.0, hello: Mapping[str, object] = MappingProxyType({}), early: int | None = None,
+        shared: MembershipSettings | None = None, node_silence_s: float = 1000.0,
+        hello: Mapping[str, object] = MappingProxyType({}), early: int | None = None,
     ) -> tuple[Town, list[Agent]]:  # fmt: skip
         """`hello`: fields of each. `early`: a node of this number comes once the others have met."""
         town = Town(least=len(nodes), most=len(nodes), node_silence_s=node_silence_s)
@@ -60,8 +62,8 @@ def start() -> Iterator[Start]:
             mine = [replica for replica in seats if replica not in led]
             led.update(mine)
             leaders = tuple((replica, f"a:{replica}") for replica in mine)
-            shared = MembershipSettings(num_replicas=town.num_replicas)
-            agent.say(NodeReady(shared, tuple(seats), leaders, (), tuple(seats.items()), spares, settings))
+            described = shared or MembershipSettings(num_replicas=town.num_replicas)
+            agent.say(NodeReady(described, tuple(seats), leaders, (), tuple(seats.items()), spares, settings))
         town.until(lambda: all(agent.of(Launch) for agent in agents))
         for agent in agents:
             agent.say(NodeLaunched())
@@ -155,13 +157,18 @@ def test_a_newcomer_that_ends_is_tried_again_at_once_if_it_was_killed_and_later_
     assert agent.of(FormReplica)[2:] == [FormReplica(4, ((0, 2), (1, 3)))]
 
 
-def test_a_replica_that_somebody_has_stopped_is_replaced_at_once_however_often(start: Start) -> None:
-    town, [agent] = start(one_node(0, 1))
-    for replica in (1, 2, 3, 4):
+def test_a_newcomer_that_somebody_stops_again_and_again_is_put_off_and_its_slots_are_never_given_up(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=1))
+    for replica in (1, 2, 3, 4, 5):
         agent.say(ReplicaGone(Loss(replica, LossKind.HUNG, "rank 0 stopped"), None, 0, is_from_outside=True))
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
+        if replica > 2:
+            town.run(0.9 * 2 ** (replica - 3), agent)
+            assert len(agent.of(FormReplica)) == replica - 1, "it is put off"
         town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica)
+    assert "slots 2 and 3: put off for 1 s: replica 3: process ended (rank 0 stopped)" in said(agent)
+    assert "never used again" not in said(agent)
 
 
 def test_the_machine_knows_when_no_newcomer_can_be_formed_any_more(start: Start) -> None:
@@ -187,7 +194,7 @@ def test_only_the_slot_of_the_rank_that_broke_is_blamed(start: Start) -> None:
     assert agent.of(FormReplica) == [FormReplica(2, ((0, 2), (1, 3))), FormReplica(3, ((0, 2), (1, 7)))]
 
 
-def test_slots_that_are_not_fit_are_set_aside_and_the_newcomer_is_removed_without_a_generation(start: Start) -> None:
+def test_slots_that_are_not_fit_are_put_off_and_the_newcomer_is_removed_without_a_generation(start: Start) -> None:
     town, [agent] = start(one_node(0, 1))
     lose(town, agent, 1)
     agent.say(FenceDone(1))
@@ -197,9 +204,41 @@ def test_slots_that_are_not_fit_are_set_aside_and_the_newcomer_is_removed_withou
     agent.say(FenceDone(2))
     town.run(0.5, agent)
     assert len(agent.of(FormReplica)) == 1 and len(agent.of(Roster)) == 2
-    assert "node 0: slot 3: set aside for 1 s (1 of 2): no room on the disk" in said(agent)
+    assert "node 0: slot 3: put off for 1 s: no room on the disk" in said(agent)
     town.run(0.8, agent)
     assert [each.replica for each in agent.of(FormReplica)] == [2, 3]
+
+
+def test_a_job_with_too_few_members_does_not_wait_for_checks_that_fail_for_good(start: Start) -> None:
+    """It waits as often as the budget allows to set a slot aside, here twice, and then ends."""
+    waits = MembershipSettings(num_replicas=2, min_replicas=2, waits_for_newcomers=True)
+    town, [agent] = start(one_node(0, 1), shared=waits)
+    membership = town.nodes._membership
+    assert membership is not None
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    for replica in (2, 3, 4):
+        town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica - 1)
+        town.run(0.1, agent)
+        assert not membership.state.requests and membership.state.has_room
+        agent.say(SlotsUnfit(replica, (2,), "no room on the disk"))
+        town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
+        agent.say(FenceDone(replica))
+        town.run(0.3, agent)
+    assert not membership.state.has_room and membership.state.requests == (TOO_FEW,), "the members end as with `end`"
+    town.run(5.0, agent)
+    assert len(agent.of(FormReplica)) == 3, "nobody is formed for a job that ends"
+
+
+def test_a_job_that_has_enough_members_tries_slots_again_however_often_their_checks_have_failed(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0))
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    for replica in (2, 3, 4):
+        town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica - 1)
+        agent.say(SlotsUnfit(replica, (3,), "no room on the disk"))
+        town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
+        agent.say(FenceDone(replica))
 
 
 def test_a_newcomer_that_is_lost_before_all_nodes_are_ready_is_not_started(start: Start) -> None:
