@@ -624,6 +624,8 @@ class NodesDriver:
         replicas = self._replicas.get(agent.number, ())
         name = agent.hello.name
         self._removed[agent.hello.identity] = agent.number
+        if agent.is_late:
+            self._start.late_lost(name, was_used=bool(replicas))
         self._report.node_lost(agent.number, name, replicas)
         self._traces.left(agent.number, f"the node was lost: {detail}")
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))

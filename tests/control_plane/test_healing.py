@@ -158,16 +158,16 @@ def test_a_newcomer_that_ends_is_tried_again_at_once_if_it_was_killed_and_later_
 
 
 def test_a_newcomer_that_somebody_stops_again_and_again_is_put_off_and_its_slots_are_never_given_up(start: Start) -> None:
-    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=1))
+    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=1, backoff_s=0.1))
     for replica in (1, 2, 3, 4, 5):
         agent.say(ReplicaGone(Loss(replica, LossKind.HUNG, "rank 0 stopped"), None, 0, is_from_outside=True))
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
         if replica > 2:
-            town.run(0.9 * 2 ** (replica - 3), agent)
+            town.run(0.07 * 2 ** (replica - 3), agent)
             assert len(agent.of(FormReplica)) == replica - 1, "it is put off"
         town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica)
-    assert "slots 2 and 3: put off for 1 s: replica 3: process ended (rank 0 stopped)" in said(agent)
+    assert "slots 2 and 3: put off for 0.1 s: replica 3: process ended (rank 0 stopped)" in said(agent)
     assert "never used again" not in said(agent)
 
 
@@ -212,26 +212,25 @@ def test_slots_that_are_not_fit_are_put_off_and_the_newcomer_is_removed_without_
 def test_a_job_with_too_few_members_does_not_wait_for_checks_that_fail_for_good(start: Start) -> None:
     """It waits as often as the budget allows to set a slot aside, here twice, and then ends."""
     waits = MembershipSettings(num_replicas=2, min_replicas=2, waits_for_newcomers=True)
-    town, [agent] = start(one_node(0, 1), shared=waits)
+    town, [agent] = start(one_node(0, 1), shared=waits, settings=replace(SETTINGS, backoff_s=0.2))
     membership = town.nodes._membership
     assert membership is not None
     lose(town, agent, 1)
     agent.say(FenceDone(1))
     for replica in (2, 3, 4):
         town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica - 1)
-        town.run(0.1, agent)
         assert not membership.state.requests and membership.state.has_room
         agent.say(SlotsUnfit(replica, (2,), "no room on the disk"))
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
-        town.run(0.3, agent)
+        town.run(0.1, agent)
     assert not membership.state.has_room and membership.state.requests == (TOO_FEW,), "the members end as with `end`"
-    town.run(5.0, agent)
+    town.run(1.0, agent)
     assert len(agent.of(FormReplica)) == 3, "nobody is formed for a job that ends"
 
 
 def test_a_job_that_has_enough_members_tries_slots_again_however_often_their_checks_have_failed(start: Start) -> None:
-    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0))
+    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0, backoff_s=0.1))
     lose(town, agent, 1)
     agent.say(FenceDone(1))
     for replica in (2, 3, 4):

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover import trace
+from megatron_recover.control_plane import job_start
 from megatron_recover.control_plane.node_messages import (
     DrainAnswer,
     EndAsked,
@@ -257,6 +258,92 @@ def test_a_spare_whose_link_was_reset_comes_anew(start: Start) -> None:
     town.run(0.1, *agents)
     back.say(NodeBeat())
     town.until(lambda: back.of(StartAnew))
+
+
+def test_a_late_node_whose_link_is_reset_before_it_has_read_its_number_is_told_and_can_come_as_another(start: Start) -> None:
+    town, agents = start(*TWO_NODES)
+    late = Agent(town, 5, slots=1)
+    town.until(lambda: any(agent.number == 2 for agent in town.nodes._agents))
+    late.reset()
+    town.until(lambda: town.of(trace.NodeLost))
+    back = Agent(town, 5, slots=1)
+    town.run(0.1, *agents)
+    assert not back.of(Met)
+    back.say(NodeBeat())
+    town.until(lambda: back.of(StartAnew))
+    back.hang_up()
+    assert come(town, 6, name="n5").of(Met)[0].you == 3
+
+
+def test_a_host_that_comes_again_and_again_and_is_of_no_use_is_taken_no_more(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time it gets a number of its own."""
+    monkeypatch.setattr(job_start, "MOST_WASTED", 3)
+    town, agents = start(*TWO_NODES)
+    ways = (Agent.hang_up, Agent.reset, lambda late: late.say(replace(READY, healing=None)))
+    for number, leave_by in enumerate(ways):
+        late = come(town, 5 + number, name="n5")
+        assert late.of(Met)[0].you == 2 + number
+        leave_by(late)
+        town.run(0.1, *agents)
+        late.hang_up()
+        town.run(0.1, *agents)
+    late = come(town, 9, name="n5")
+    assert not late.of(Met) and "n5 has come 3 times and was lost each time before it was of use" in late.of(JobEnds)[0].reason
+    assert "node n5 has come late and is turned away: n5 has come 3 times" in said(agents[0])
+    assert come(town, 10).of(Met)[0].you == 5, "another host is"
+
+
+def test_a_host_that_was_of_use_begins_to_count_anew(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_start, "MOST_WASTED", 1)
+    town, agents = start(*TWO_NODES)
+    late = [come(town, number) for number in (5, 6)]
+    for agent in late:
+        agent.say(READY)
+    lose_node(town, agents)
+    town.until(lambda: all(agent.of(FormReplica) for agent in late))
+    late[0].hang_up()
+    town.until(lambda: len(town.of(trace.NodeLost)) == 2)
+    come(town, 7, name="n5").hang_up()
+    town.until(lambda: len(town.of(trace.NodeLost)) == 3)
+    assert come(town, 8, name="n5").of(JobEnds)
+
+
+def test_a_lost_node_on_which_a_newcomer_had_ranks_starts_anew_only_once_those_have_ended_too(start: Start) -> None:
+    """Replica 1 has ended there, and replica 2 has been formed in its place."""
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    agents[1].say(ReplicaGone(Loss(1, LossKind.PROCESS_ENDED, "it is gone"), None, None))
+    town.until(lambda: FenceReplica(1) in agents[1].received)
+    agents[1].say(FenceDone(1))
+    town.until(lambda: agents[1].of(FormReplica))
+    agents[1].say(SlotsReady(2, "a:22"))
+    town.until(lambda: agents[1].of(StartReplica))
+    town.run(0.8, agents[0])
+    assert [event.replicas for event in town.of(trace.NodeLost)] == [(1, 2)]
+    agents[1].say(NodeBeat())
+    town.run(0.2, *agents)
+    assert FenceReplica(2) in agents[1].received and not agents[1].of(StartAnew), "ranks of the newcomer may live"
+    agents[1].say(FenceDone(2))
+    town.until(lambda: agents[1].of(StartAnew))
+    told = (
+        "node 1 (n1) meets the others anew, under a new number; where --run-dir is not shared, the trace of node 1 stays on n1"
+    )
+    assert told in said(agents[0])
+
+
+def test_node_0_is_never_told_to_start_anew(start: Start) -> None:
+    """Its launcher keeps the trace of the job, and has the coordinator."""
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    late = town.nodes._late
+    assert late is not None
+    [owner] = [agent for agent in town.nodes._agents if agent.number == 0]
+    late.start_anew(owner)
+    town.run(0.1, *agents)
+    assert not agents[0].of(StartAnew) and not owner.starts_anew
+    other = next(agent for agent in town.nodes._agents if agent.number == 1)
+    late.start_anew(other)
+    town.until(lambda: agents[1].of(StartAnew))
 
 
 def test_a_signal_to_a_late_node_ends_it_alone(start: Start) -> None:
