@@ -31,6 +31,8 @@ BAD_ARGUMENTS = "bad arguments: "
 """Prefix of each line in which a rank reports what it refuses; the launcher shows the rest."""
 FOR_CONSOLE = "for the console: "
 """Prefix of each line of a dry run that the launcher shows, without the prefix."""
+_MOST_TRIES = 2**63 - 1
+"""Largest budget: a message has room for 64 bits."""
 DRY_RUN_PASSED = 100
 """Exit code of a dry run that got to where training begins; 0: the script never got there."""
 
@@ -85,7 +87,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which a slot is set aside that breaks of its own (not by a signal from outside)
     twice before a new replica there has committed 10 steps; twice as long each next time."""
     heal_budget: int = 3
-    """Number of times that a slot is set aside before it is never used again."""
+    """Number of times that a slot is set aside before it is never used again. With `below_min`
+    `wait`, also the number of times that a slot whose check fails, or whose newcomers are ended
+    from outside before they have joined, is put off before nobody waits for it."""
     accept_unknown_megatron: bool = False
     """Train with a Megatron of which some functions have other bodies than those that were read for
     this release. What is guaranteed holds for the bodies that were read."""
@@ -119,6 +123,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"--recover-heal-backoff-s is {self.heal_backoff_s:g}; it must be a number of seconds above 0")
         if self.heal_budget < 0:
             found.append(f"--recover-heal-budget is {self.heal_budget}; it must be 0 (set aside for good at once) or more")
+        if self.heal_budget > _MOST_TRIES:
+            why = f"which does not fit into 64 bits; give {_MOST_TRIES} or less"
+            found.append(f"--recover-heal-budget is {self.heal_budget}, {why}")
         if self.digest_interval < 0:
             found.append(f"--recover-digest-interval is {self.digest_interval}; it must be 0 (never) or more")
         if self.state_digest_interval < 1:

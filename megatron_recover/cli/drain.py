@@ -24,9 +24,9 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="megatron-recover drain",
         description="Have a replica, or all replicas with ranks on a node, leave a running job after a common step. No "
-        "microbatch is lost. The job goes on with the others, and uses their slots again only if "
-        "`megatron-recover scale` asks for more replicas.",
-        epilog=f"Exit code {ExitCode.OK:d}: they have left. {ExitCode.FAILED:d}: one was lost before. "
+        "microbatch is lost. The job goes on with the others. It uses the slots of a replica again only if "
+        "`megatron-recover scale` asks for more replicas, and a slot of a node never, also one without a rank.",
+        epilog=f"Exit code {ExitCode.OK:d}: they have left, or the node had none. {ExitCode.FAILED:d}: one was lost before. "
         f"{ExitCode.BAD_INPUT:d}: the job refuses, or there is none. "
         f"{ExitCode.UNFINISHED:d}: they have not left in time, or the job has not answered.",
     )
@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
         if now is None or now.exit_code is not None:
             parser.error(f"no job trains in {run_dir}; `megatron-recover status {run_dir}` says more")
         leaving = status.targets(arguments.target, now.replicas, now.nodes, now.roster)
-        if not leaving:
-            parser.error(_why_nobody(arguments.target, now))
+        if not leaving and (why := _why_nobody(arguments.target, now)):
+            parser.error(why)
         asked = ask(run_dir, parser, drain=arguments.target)
         return _await(run_dir, asked, leaving, arguments.wait, parser)
     except (OSError, ValueError) as error:
@@ -51,11 +51,13 @@ def main(argv: list[str]) -> int:
 
 
 def _why_nobody(target: str, now: status.Status) -> str:
-    """Return why a target names no member of the roster."""
+    """Return why a target names nothing to give back; empty for a node without members."""
     if target in map(str, now.forming):
         return f"replica {target} is formed, and no member yet; ask again once it has joined"
-    if any(node.name == target for node in now.nodes):
-        return f"no replica that trains has a rank on node {target}: none has to leave"
+    states = [node.state for node in now.nodes if node.name == target]
+    if states:
+        is_lost = all(state == "lost" for state in states)
+        return f"node {target} is lost: nothing of it is in use" if is_lost else ""
     roster, nodes = " ".join(map(str, now.roster)), ", ".join(node.name for node in now.nodes)
     return f"{target} is no replica and no node of the job; replicas are {roster}, nodes are {nodes}"
 
@@ -77,19 +79,21 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
             for answer in now.answers:
                 if answer.id == asked and answer.refused:
                     parser.error(answer.refused)
-                is_accepted = is_accepted or answer.id == asked
+                if answer.id == asked and not is_accepted:
+                    is_accepted, leaving = True, answer.leaving or (() if answer.text else leaving)
+                    print(answer.text, end="\n" if answer.text else "", flush=True)
             if set(leaving) & set(now.lost):
                 lost = tuple(sorted(set(leaving) & set(now.lost)))
                 how = "was lost before it left" if len(lost) == 1 else "were lost before they left"
                 print(f"{named(lost)} {how}; {_rest(now)}")
                 return ExitCode.FAILED
-            if not set(leaving) & set(now.roster):
-                print(f"{named(leaving)} {'has' if len(leaving) == 1 else 'have'} left; {_rest(now)}")
+            if (leaving or is_accepted) and not set(leaving) & set(now.roster):
+                print(f"{_have_left(leaving)}; {_rest(now)}")
                 return ExitCode.OK
             if now.exit_code is not None:
                 parser.error(f"the job has ended with exit code {now.exit_code}: {now.reason}")
         time.sleep(_LOOK_S)
-    if is_accepted:
+    if is_accepted:  # with members that leave: without any it has returned
         has, leave = ("has", "it leaves") if len(leaving) == 1 else ("have", "they leave")
         text = f"{named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step"
     else:
@@ -99,6 +103,11 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
         )
     print(text)
     return ExitCode.UNFINISHED
+
+
+def _have_left(leaving: tuple[int, ...]) -> str:
+    """Return in words that replicas have left."""
+    return f"{named(leaving)} {'has' if len(leaving) == 1 else 'have'} left" if leaving else "no replica had to leave"
 
 
 def named(replicas: tuple[int, ...]) -> str:

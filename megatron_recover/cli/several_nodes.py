@@ -63,8 +63,12 @@ def prepare(arguments: argparse.Namespace, line: Choice, words: Sequence[str], f
 
 
 def again(line: Choice) -> Choice:
-    """Return the launch line for a node that was lost and meets the others of its job anew."""
-    return msgspec.structs.replace(line, nodes=msgspec.structs.replace(line.nodes, join_s=min(line.nodes.join_s, _AGAIN_S)))
+    """Return the launch line for a node that was lost and meets the others of its job anew.
+
+    It never owns the endpoint. Where its job has ended meanwhile, it would begin another one.
+    """
+    join_s = min(line.nodes.join_s, _AGAIN_S)
+    return msgspec.structs.replace(line, nodes=msgspec.structs.replace(line.nodes, join_s=join_s, is_host=False))
 
 
 def join(arguments: argparse.Namespace, line: Choice, wanted: Wanted, request: EndRequest) -> tuple[Joined, str]:

@@ -63,6 +63,8 @@ from megatron_recover.host.process_stat import cause_of, state_of
 _LOOK_S = 1.0
 """Seconds without an event after which the server looks at the warm processes that are no ranks
 yet."""
+_LONGEST_PAUSE_S = 60.0
+"""Longest pause in seconds before a warm process that was lost is replaced."""
 _STOPPED = "T"
 
 
@@ -142,6 +144,37 @@ class _Forks(_Source):
         gc.enable()
 
 
+class Pauses:
+    """Decides when a process is started in the place of one that was lost.
+
+    The first is started at once. If another is lost before there was a calm of `_LONGEST_PAUSE_S`,
+    there is a pause before the next start, twice as long each time: whatever ends them, such as
+    want of memory, may end every one, and each import costs several seconds of a core.
+    """
+
+    def __init__(self) -> None:
+        self.num_owed = 0
+        """Number of processes that are to be started."""
+        self.pause_s = 0.0
+        """Newest pause in seconds; 0: none was needed."""
+        self._from_s = self._calm_from_s = 0.0
+
+    def lost(self, now_s: float) -> None:
+        """Note that a process was lost, by a clock that only grows."""
+        self.num_owed += 1
+        is_calm = now_s >= self._calm_from_s
+        self.pause_s = 0.0 if is_calm else min(_LONGEST_PAUSE_S, max(_LOOK_S, 2 * self.pause_s))
+        self._from_s = now_s + self.pause_s
+        self._calm_from_s = self._from_s + _LONGEST_PAUSE_S
+
+    def due(self, now_s: float) -> int:
+        """Return the number of processes to start now; they are owed no longer."""
+        if now_s < self._from_s:
+            return 0
+        number, self.num_owed = self.num_owed, 0
+        return number
+
+
 class _WarmProcesses(_Source):
     """Ranks that are fresh interpreters, started in advance."""
 
@@ -150,13 +183,14 @@ class _WarmProcesses(_Source):
         self._selector, self._modules, self._num_ready = selector, modules, num_ready
         self._idle: list[_Child] = []
         """Children that are no rank yet, in the order of their start."""
+        self._pauses = Pauses()
         for _ in range(num_warm):
             self.start()
 
     @property
     def has_idle(self) -> bool:
-        """Return whether a process is no rank yet."""
-        return bool(self._idle)
+        """Return whether a process is no rank yet, or is to be started."""
+        return bool(self._idle) or self._pauses.num_owed > 0
 
     def importing(self) -> Importing | None:
         """Return how far the processes are; None if all have imported everything."""
@@ -209,6 +243,17 @@ class _WarmProcesses(_Source):
             self.start()
         except OSError as error:
             _say(f"no other warm process could be started ({error.strerror})")
+
+    def replace_lost(self) -> float:
+        """Start a process in the place of one that was lost, now or later; return the pause."""
+        self._pauses.lost(time.monotonic())
+        self.start_owed()
+        return self._pauses.pause_s
+
+    def start_owed(self) -> None:
+        """Start the processes whose pause is over."""
+        for _ in range(self._pauses.due(time.monotonic())):
+            self.start_if_possible()
 
     def _take(self, descriptors: Sequence[int]) -> _Child:
         while True:
@@ -272,6 +317,7 @@ class _Server:
         """Continue warm processes that are stopped; report how far they are until all are ready."""
         assert self._warm is not None
         self._warm.wake()
+        self._warm.start_owed()
         if not self._is_ready and (news := self._warm.importing()) not in (None, self._told):
             self._told = news
             self._send(news, [])
@@ -351,8 +397,9 @@ class _Server:
         if child.control is not None:
             self._warm.forget(child)
         if child.is_warm:
-            _say(f"a warm process ended by {cause_of(status)}; another one takes its place")
-            self._warm.start_if_possible()
+            pause_s = self._warm.replace_lost()
+            later = f" in {pause_s:g} s" if pause_s else ""
+            _say(f"a warm process ended by {cause_of(status)}; another one takes its place{later}")
             return
         if status < 0 or self._is_ready:  # else its traceback is the last that was printed
             _say(f"a warm process ended by {cause_of(status)} while it imported")

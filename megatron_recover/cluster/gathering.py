@@ -74,7 +74,7 @@ class Collector:
         One that is lost and has had no rank is not awaited.
         """
         for node in nodes:
-            if node.number not in self._names and node.state in ("spare", "here"):
+            if node.number not in self._names and node.state in ("spare", "here", "drained"):
                 self._names[node.number] = node.name
                 self._late.add(node.number)
                 self._awaited.add(node.number)

@@ -31,7 +31,16 @@ from megatron_recover.cluster.membership import LOOK_THERE, CoordinatorProcess, 
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import EndAsked, GivesUp, Idle, JobEnds, Met, NodeFailed, NodeHello
+from megatron_recover.control_plane.node_messages import (
+    EndAsked,
+    GivesUp,
+    Idle,
+    JobEnds,
+    Met,
+    NodeFailed,
+    NodeHello,
+    StartAnew,
+)
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import TELL_S
 from megatron_recover.control_plane.wire import Message
@@ -123,7 +132,7 @@ class Place:
 
         The address comes first. Without one this node could never write it, and others would wait.
         """
-        if self._file is None or os.path.lexists(endpoint_file.owner_file(self._file)):
+        if self._file is None or self._meeting.is_host is False or os.path.lexists(endpoint_file.owner_file(self._file)):
             return ""
         meeting = self._meeting
         address = self._awaited(
@@ -231,7 +240,7 @@ class Place:
         membership, kept = joined.membership, ""
         _say(f"node {host_name()} ({self.address}) {self._purpose(where, mistake)}")
         place = "here, at" if self._is_here else "at"
-        heard = _Heard(f"this job already runs {place} {where}" if mistake else "")
+        heard = _Heard(f"this job already runs {place} {where}" if mistake else "", membership.greet_anew)
         membership.handle(heard.take, heard.lose)
         until = joined.loop.time() + TELL_S if mistake else math.inf
         while heard.met is None or kept:
@@ -342,9 +351,13 @@ class Place:
 class _Heard:
     """The messages of the coordinator to a node that waits for others."""
 
-    def __init__(self, if_idle: str = "") -> None:
-        """`if_idle`: what to say of a job that does not use this node; empty: the node waits."""
-        self._if_idle = if_idle
+    def __init__(self, if_idle: str = "", greet_anew: Callable[[], None] = lambda: None) -> None:
+        """Note what is heard from now on.
+
+        - `if_idle`: what to say of a job that does not use this node; empty: the node waits.
+        - `greet_anew()` introduces this node as another one.
+        """
+        self._if_idle, self._greet_anew = if_idle, greet_anew
         self.met: Met | None = None
         self.end: NotMet | None = None
         self.lost = ""
@@ -366,6 +379,8 @@ class _Heard:
                 _say(self._if_idle or f"{reason}: this node waits for the end of the job, or until it can be a spare")
             case GivesUp(reason):
                 self.gives_up = reason
+            case StartAnew() if self.met is None:  # `Met` was lost with the link, and its number, too
+                self._greet_anew()
 
     def lose(self, why: str) -> None:
         self.lost = why

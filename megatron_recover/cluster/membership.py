@@ -192,6 +192,16 @@ class Membership:
         """Note, before this node ends without ranks, whether the coordinator is silent."""
         self.has_given_up = self.silent_s() >= self._deadlines.node_s
 
+    def greet_anew(self) -> None:
+        """Introduce this node under a new identity, over a new link.
+
+        The coordinator had given the former one a number, and has lost that node since.
+        """
+        self._hello = msgspec.structs.replace(self._hello, identity=new_identity())
+        if self._link is not None:
+            self._loop.drop(self._link)
+        self._connect()
+
     def listen_anew(self) -> None:
         """Count the silence from now: the thread waited elsewhere, and has read nothing."""
         self._heard_at = self._loop.time()

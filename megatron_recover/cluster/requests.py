@@ -45,8 +45,8 @@ class Requests:
         if isinstance(answer, ScaleAnswer):
             self._answer(status.Answer(answer.id, answer.refused, answer.text, answer.leaving))
             return
-        refused = "; ".join(f"replica {replica} does not leave: {why}" for replica, why in answer.refused)
-        self._answer(status.Answer(answer.id, refused))
+        refused = answer.why or "; ".join(f"replica {replica} does not leave: {why}" for replica, why in answer.refused)
+        self._answer(status.Answer(answer.id, refused, answer.text, answer.leaving))
 
     def keep(self, state: JobState | None, exit_code: int | None = None, reason: str = "") -> None:
         """Have the state of the job written, on node 0. None: the newest one."""
@@ -90,12 +90,12 @@ class Requests:
         if request.replicas is not None:
             self._send(ScaleAsked(request.replicas, f"scale to {request.replicas} of {by}", request.id))
             return
-        replicas = status.targets(request.drain, self._job.num_replicas, state.nodes, state.roster)
-        if replicas:
-            self._send(DrainAsked(replicas, f"drain {target} of {by}", request.id))
+        node = request.drain if status.is_node(request.drain, self._job.num_replicas, state.nodes, state.roster) else ""
+        replicas = status.targets(request.drain, self._job.num_replicas, state.nodes, state.roster) if not node else ()
+        if node or replicas:
+            self._send(DrainAsked(replicas, f"drain {target} of {by}", request.id, node))
         else:
-            why = f"the job has no replica {target} and no node of that name with replicas"
-            self._answer(status.Answer(request.id, why))
+            self._answer(status.Answer(request.id, f"the job has no replica {target} and no node of that name"))
 
     def _repeat(self, request: str) -> None:
         """Give the answer to a request again, if newer answers have displaced it."""

@@ -53,7 +53,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
     number: int
     name: str
-    state: Literal["here", "silent", "lost", "spare", "idle"]
+    state: Literal["here", "silent", "lost", "spare", "idle", "drained"]
     replicas: tuple[int, ...]
 
 
@@ -64,9 +64,9 @@ class Answer(msgspec.Struct, frozen=True):
     refused: str
     """Reason why the request is refused, in whole or in part; empty if it is not."""
     text: str = ""
-    """The consequences in words; empty for `drain`."""
+    """The consequences in words; empty for `drain` of a replica."""
     leaving: tuple[int, ...] = ()
-    """The members that leave for `scale`."""
+    """The members that leave for it."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +152,12 @@ def members_on(name: str, nodes: Iterable[HasReplicas], roster: Sequence[int]) -
     """Return the members of the roster that have ranks on the nodes of this name."""
     on_node = {replica for node in nodes if node.name == name for replica in node.replicas}
     return tuple(replica for replica in roster if replica in on_node)
+
+
+def is_node(name: str, num_replicas: int, nodes: Iterable[HasReplicas], roster: Sequence[int]) -> bool:
+    """Return whether a target of `drain` names a node. The number of a replica goes first."""
+    is_replica = any(name == str(replica) for replica in (*range(num_replicas), *roster))
+    return not is_replica and any(node.name == name for node in nodes)
 
 
 def targets(name: str, num_replicas: int, nodes: Iterable[HasReplicas], roster: Sequence[int]) -> tuple[int, ...]:

@@ -80,6 +80,10 @@ class Agents:
         """Return those of `used` whose nodes are not lost."""
         return [each for each in self.used if not each.is_lost]
 
+    def numbers_of(self, name: str) -> frozenset[int]:
+        """Return the numbers of the nodes of this name that are there, also of lost ones."""
+        return frozenset(each.number for each in self.used if each.hello.name == name)
+
     def links(self) -> Mapping[int, Link]:
         """Return the links of `used`, by the number of the node."""
         return {each.number: each.link for each in self.used}

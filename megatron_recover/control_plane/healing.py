@@ -9,7 +9,7 @@ member waits for any of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -71,13 +71,16 @@ class Healing:
         self._nodes: dict[ReplicaId, tuple[int, ...]] = {replica: _nodes(of) for replica, of in seats.items()}
         """Replica -> numbers of the nodes with ranks of it."""
         self._lost_nodes: set[int] = set()
+        self._drained: set[int] = set()
+        """Numbers of the nodes that were given back, also of those that still prepare."""
         self._confirmed: dict[ReplicaId, set[int]] = {}
         """Lost replica -> numbers of the nodes that have seen the end of all its ranks there."""
         self._broken: dict[ReplicaId, int] = {}
         """Replica -> the first of its ranks that an agent has named as the cause of its loss."""
         self._blameless: set[ReplicaId] = set()
-        """Replicas whose loss is not their slots' own: of stopped ranks, or, once a slot was found
-        unfit, of newcomers that were not started for that."""
+        """Replicas whose loss is not their slots' own: somebody has stopped a rank."""
+        self._given_up: set[ReplicaId] = set()
+        """Newcomers that were removed here: they are not wanted any more, or a slot is unfit."""
         self._next: slots.Newcomer | None = None
         """The newcomer for which the machine is asked for an id."""
         self._forming: dict[ReplicaId, _Forming] = {}
@@ -107,10 +110,16 @@ class Healing:
         loss = next(each for each in reversed(self._membership.state.losses) if each.replica == replica)
         self._forming.pop(replica, None)
         self._again_at_s = 0.0
-        kind = LossKind.PROCESS_ENDED if replica in self._blameless else loss.kind
+        kind = LossKind.PROCESS_ENDED if replica in self._blameless | self._given_up else loss.kind
         self._pasts = slots.lost(
-            self._pasts, replica, kind, loss.detail, self._settings, now_s=self._loop.time(), rank=self._broken.get(replica)
+            self._pasts, replica, kind, loss.detail, self._settings, now_s=self._loop.time(),
+            rank=self._broken.get(replica), is_early=self._is_early(replica),
         )  # fmt: skip
+
+    def _is_early(self, replica: ReplicaId) -> bool:
+        """Return whether a lost replica was a newcomer that never was a member, and was wanted."""
+        is_newcomer = replica >= self._membership.state.policy.num_replicas
+        return is_newcomer and replica not in self._since and replica not in self._given_up
 
     def left(self, replica: ReplicaId) -> None:
         """Note that a replica leaves as requested: its slots are given back."""
@@ -137,7 +146,19 @@ class Healing:
 
     def node_joined(self, node: int, num_slots: int) -> None:
         """Use the slots of a node that came after the start: all of them are spares."""
-        self._pasts = slots.node_joined(self._pasts, node, num_slots)
+        self._pasts = slots.drained(slots.node_joined(self._pasts, node, num_slots), self._drained)
+        self._again_at_s = 0.0
+        self._loop.post(self.heal)
+
+    @property
+    def drained(self) -> frozenset[int]:
+        """Return the numbers of the nodes that were given back."""
+        return frozenset(self._drained)
+
+    def drain(self, nodes: Collection[int]) -> None:
+        """Use no slot of these nodes again; the caller removes what is formed there."""
+        self._drained.update(nodes)
+        self._pasts = slots.drained(self._pasts, self._drained)
         self._again_at_s = 0.0
         self._loop.post(self.heal)
 
@@ -181,6 +202,7 @@ class Healing:
 
     def drop(self, replica: ReplicaId, why: str) -> None:
         """Give up a newcomer that is not wanted any more."""
+        self._given_up.add(replica)
         self._membership.lost(Loss(replica, LossKind.PROCESS_ENDED, why))  # its slots are not to blame
 
     def _staying(self) -> set[ReplicaId]:
@@ -212,7 +234,7 @@ class Healing:
         if plan.again_at_s is not None:
             self._again_at_s = plan.again_at_s
         # The slots of one that forms are room: they are free again if it is lost.
-        has_room = bool(plan.newcomers or self._membership.state.forming) or plan.again_at_s is not None
+        has_room = bool(plan.newcomers or self._membership.state.forming) or plan.may_form_later
         self._membership.know_room(has_room)
 
     def form(self, replica: ReplicaId) -> None:
@@ -251,10 +273,10 @@ class Healing:
                 self._send(each, StartReplica(ready.replica, forming.leader, forming.store))
 
     def _unfit_there(self, node: int, unfit: SlotsUnfit) -> None:
-        """Set slots aside that are not fit, and remove the newcomer that was to use them."""
+        """Put slots off that are not fit, and remove the newcomer that was to use them."""
         if node not in self._nodes.get(unfit.replica, ()):
             return
-        self._blameless.add(unfit.replica)
+        self._given_up.add(unfit.replica)
         blamed = {Slot(node, slot) for slot in unfit.slots}
         self._pasts = slots.unfit(self._pasts, blamed, unfit.why, self._settings, now_s=self._loop.time())
         self._membership.lost(Loss(unfit.replica, LossKind.SUSPECTED, f"it could not be started: {unfit.why}"))

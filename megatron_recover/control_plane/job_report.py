@@ -28,7 +28,7 @@ class JobReport:
 
     def send(
         self, progress: tuple[int, tuple[int, ...], int], replicas: Mapping[int, tuple[int, ...]], silent: frozenset[int],
-        wanted: int | None = None,
+        wanted: int | None = None, drained: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         """Send node 0 the state of the job, if node 0 is there and the state has changed.
 
@@ -36,16 +36,17 @@ class JobReport:
         - `replicas`: number of a node -> the replicas that have ranks there.
         - `silent`: numbers of the nodes that are silent.
         - `wanted`: number of replicas that the job wants.
+        - `drained`: numbers of the nodes that were given back.
         """
         if (owner := self._agents.owner) is None:
             return
-        state = JobState(*progress, self._states(frozenset(progress[1]), replicas, silent), wanted)
+        state = JobState(*progress, self._states(frozenset(progress[1]), replicas, silent, drained), wanted)
         if state != self._told:
             self._told = state
             self._loop.send(owner.link, state)
 
     def _states(
-        self, roster: frozenset[int], replicas: Mapping[int, tuple[int, ...]], silent: frozenset[int]
+        self, roster: frozenset[int], replicas: Mapping[int, tuple[int, ...]], silent: frozenset[int], drained: frozenset[int]
     ) -> tuple[NodeState, ...]:
         """Return the state of all nodes that there are or have been, in order; idle ones come last.
 
@@ -56,7 +57,8 @@ class JobReport:
             number, name = agent.number, agent.hello.name
             if number not in states and not agent.is_lost:  # else it was turned away
                 members = tuple(replica for replica in replicas.get(number, ()) if replica in roster)
-                word = _word(agent, is_silent=number in silent, has_members=bool(members))
+                is_drained = number in drained and not members
+                word = _word(agent, is_silent=number in silent, has_members=bool(members), is_drained=is_drained)
                 state = NodeState(number, name, word, members)
                 if number < 0:  # several nodes may have this number
                     idle.append(state)
@@ -65,12 +67,16 @@ class JobReport:
         return (*(states[number] for number in sorted(states)), *idle)
 
 
-def _word(agent: Agent, *, is_silent: bool, has_members: bool) -> Literal["here", "silent", "spare", "idle"]:
+def _word(
+    agent: Agent, *, is_silent: bool, has_members: bool, is_drained: bool
+) -> Literal["here", "silent", "spare", "idle", "drained"]:
     """Return the word for the state of a node that is not lost."""
     if agent.number < 0:
         return "idle"
     if is_silent:
         return "silent"
+    if is_drained:
+        return "drained"
     if has_members or not agent.is_late:
         return "here"
     return "spare" if agent.is_spare else "idle"

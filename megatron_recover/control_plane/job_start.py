@@ -31,6 +31,8 @@ from megatron_recover.deadlines import Deadlines
 
 _EARLIER = 0.95
 """Part of `deadline_s` after which the coordinator names the nodes for which all others wait."""
+MOST_WASTED = 32
+"""Number of times in a row that a host may come late and be lost before it is of use."""
 
 
 class NodesSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +89,8 @@ class JobStart:
         """The settings on which all nodes agree; None until they are ready."""
         self._job = secrets.randbits(63)
         """A random number that tells this job from other starts at the same endpoint."""
+        self._wasted: dict[str, int] = {}
+        """Name of a host -> number of times in a row that it came late and was lost without use."""
         self._is_over = False
         self._are_all_ready = False
         self._is_last_call_over = False
@@ -156,7 +160,20 @@ class JobStart:
     def mistake_of_late(self, hello: NodeHello) -> str:
         """Return why a node that comes after the start cannot be a spare; empty if it can."""
         assert self._first is not None
-        return mistake_of_late(hello, self._first, [node.slots for node in self.nodes[: self._num_met]])
+        mistake = mistake_of_late(hello, self._first, [node.slots for node in self.nodes[: self._num_met]])
+        if not mistake and (times := self._wasted.get(hello.name, 0)) >= MOST_WASTED:
+            return (
+                f"{hello.name} has come {times} times and was lost each time before it was of use, and is not taken any more; "
+                "look there, and start no more launchers there before the next start of the job"
+            )
+        return mistake
+
+    def late_lost(self, name: str, *, was_used: bool) -> None:
+        """Note that a node that came after the start is lost. `was_used`: it has had ranks.
+
+        Each time it comes back it gets another number, which all later nodes are told of.
+        """
+        self._wasted[name] = 0 if was_used else self._wasted.get(name, 0) + 1
 
     def meet_late(self, agent: Agent) -> None:
         """Give a node that comes after the start a number that no node has had, and send `Met`."""

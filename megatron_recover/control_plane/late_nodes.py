@@ -24,6 +24,7 @@ from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import JobEnds, Launch, NodeReady, Roster, Say, StartAnew, TraceDone
 from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.trace.merging import FOLDER
 
 
 class LateNodes:
@@ -73,14 +74,25 @@ class LateNodes:
 
     def start_anew(self, agent: Agent) -> None:
         """Have a node that was lost, and has no rank of the job any more, meet the others anew."""
+        if agent.number in self._healing.drained:
+            return  # it was given back, and would become a spare
         if agent.number > 0 and not agent.starts_anew:  # the launcher of node 0 keeps the trace of the job
             agent.starts_anew = True
+            number, name = agent.number, agent.hello.name
+            self._say(
+                Say(
+                    f"node {number} ({name}) meets the others anew, under a new number; where --run-dir is not shared, the "
+                    f"trace of node {number} stays on {name}, in {FOLDER}/{number} of that folder: copy it from there"
+                )
+            )
             self._loop.send(agent.link, StartAnew())
             self._loop.send(agent.link, TraceDone(agent.number))  # node 0 gathers only at the end of the job
 
     def _turn_away(self, agent: Agent, why: str) -> None:
         """End the run on a node that cannot take part. The job goes on."""
         agent.is_lost = True
+        if agent.number >= 0:
+            self._start.late_lost(agent.hello.name, was_used=False)
         self._watch.forget(agent.number)
         name = agent.hello.name
         self._loop.send(agent.link, JobEnds(ExitCode.BAD_INPUT, f"{name} cannot join the job, which goes on: {why}"))

@@ -130,12 +130,14 @@ class EndAsked(Value, frozen=True):
 
 
 class DrainAsked(Value, frozen=True):
-    """A request that these replicas leave the job, while the others go on."""
+    """A request that replicas leave the job, or that a node is not used any more."""
 
     replicas: tuple[ReplicaId, ...]
     reason: str
     id: str = ""
     """Name of the request, for its answer."""
+    node: str = ""
+    """Name of the node that is to be given back; empty: the request is for `replicas`."""
 
 
 class ScaleAsked(Value, frozen=True):
@@ -325,6 +327,12 @@ class DrainAnswer(Value, frozen=True):
     id: str
     refused: tuple[tuple[ReplicaId, str], ...]
     """(replica, reason) of those that do not leave."""
+    why: str = ""
+    """Reason and remedy if the request for a node is refused, else empty."""
+    text: str = ""
+    """The consequences for a node, in words."""
+    leaving: tuple[ReplicaId, ...] = ()
+    """The members that leave for it."""
 
 
 class ScaleAnswer(Value, frozen=True):
@@ -370,9 +378,9 @@ class NodeState(Value, frozen=True):
 
     number: int
     name: str
-    state: Literal["here", "silent", "lost", "spare", "idle"]
+    state: Literal["here", "silent", "lost", "spare", "idle", "drained"]
     """`spare`: it came after the start, and newcomers may be formed on it. `idle`: it is not used;
-    it may be about to become a spare."""
+    it may be about to become a spare. `drained`: it was given back, and has no member any more."""
     replicas: tuple[ReplicaId, ...]
     """The replicas with ranks there: all at the start for a lost node, else those of the roster."""
 

@@ -36,7 +36,6 @@ from megatron_recover.control_plane.late_nodes import LateNodes
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.node_messages import (
     DismissReplica,
-    DrainAnswer,
     DrainAsked,
     EndAsked,
     FenceDone,
@@ -387,9 +386,10 @@ class NodesDriver:
                 self._loop.send(agent.link, TraceDone(agent.number))  # node 0 gathers only at the end of the job
             case EndAsked(reason) if agent.number >= 0 or self._stage is Stage.MEETING:
                 self._ask_exit(agent, reason)
-            case DrainAsked(replicas, reason, request) if self._membership is not None:
-                refused = self._membership.ask_leave(replicas, reason)
-                self._loop.send(agent.link, DrainAnswer(request, tuple(refused.items())))
+            case DrainAsked() if self._scaling is not None and not self.has_ended:
+                nodes = self._agents.numbers_of(message.node)
+                hosted = {replica for number in nodes for replica in self._replicas.get(number, ())}
+                self._loop.send(agent.link, self._scaling.drain(message, nodes, hosted, self._healing))
             case ScaleAsked() if self._scaling is not None and not self.has_ended:
                 answer = self._scaling.scale(message, self._healing)
                 self._send_state()  # first: a state with the answer then has the number that is wanted since
@@ -624,6 +624,8 @@ class NodesDriver:
         replicas = self._replicas.get(agent.number, ())
         name = agent.hello.name
         self._removed[agent.hello.identity] = agent.number
+        if agent.is_late:
+            self._start.late_lost(name, was_used=bool(replicas))
         self._report.node_lost(agent.number, name, replicas)
         self._traces.left(agent.number, f"the node was lost: {detail}")
         self._record(trace.NodeLost(node=agent.number, name=name, replicas=replicas, detail=detail))
@@ -644,4 +646,5 @@ class NodesDriver:
     def _send_state(self) -> None:
         if self._membership is not None:
             wanted = None if self._scaling is None else self._scaling.wanted()
-            self._report.send(self._membership.progress, self._replicas, self._watch.silent, wanted)
+            drained = frozenset[int]() if self._healing is None else self._healing.drained
+            self._report.send(self._membership.progress, self._replicas, self._watch.silent, wanted, drained)

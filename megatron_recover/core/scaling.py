@@ -14,10 +14,9 @@ Note [The wanted number]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_recover.core import policy
 from megatron_recover.core.coordinator_state import CoordinatorState, MembershipSettings
+from megatron_recover.core.draining import named
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import older
 from megatron_recover.core.leaving import asked, judged
@@ -44,18 +43,13 @@ class Change(Value, frozen=True):
         """Return what will happen, in words."""
         found = []
         if self.leaving:
-            found.append(f"{_named(self.leaving, 'leaves', 'leave')} after a common step")
+            found.append(f"{named(self.leaving, 'leaves', 'leave')} after a common step")
         if self.dropped:
-            found.append(f"{_named(self.dropped, 'is', 'are')} not formed any more")
+            found.append(f"{named(self.dropped, 'is', 'are')} not formed any more")
         if self.num_missing:
             number = "1 replica is" if self.num_missing == 1 else f"{self.num_missing} replicas are"
             found.append(f"{number} formed while the others train")
         return "; ".join(found) or "nothing has to change"
-
-
-def _named(replicas: Sequence[ReplicaId], one: str, several: str) -> str:
-    who = " ".join(map(str, replicas))
-    return f"replica {who} {one}" if len(replicas) == 1 else f"replicas {who} {several}"
 
 
 def num_asked_to_leave(state: CoordinatorState) -> int:

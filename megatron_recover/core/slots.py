@@ -13,6 +13,9 @@ Note [Where newcomers are formed]
     A replica whose slots are all healthy, but of which a process has not ended yet, is waited for:
     spares do not replace it before `Settings.patience_s`.
 
+    The slots of a replica that has left as requested are used only once more replicas are wanted.
+    The slots of a node that was drained are never used again, whatever was in them.
+
 Note [When a slot is set aside]
     The slots of a replica *break of their own* if it ends otherwise than by a signal from outside
     or with its node: a crash, an exception, a hang. From the second break in a row on, slots are
@@ -20,8 +23,20 @@ Note [When a slot is set aside]
     good. That is one slot, if its own rank has caused two breaks. Otherwise nobody knows what is
     wrong, and it is every slot of the replica that has seen two: a crash loop that ends another
     rank each time is no longer than one that always ends the same. A newcomer that has committed
-    `Settings.proven_steps` steps ends the row: the next break is the first again. A slot that fails
-    its check is set aside at once.
+    `Settings.proven_steps` steps ends the row: the next break is the first again.
+
+Note [When a slot is put off]
+    What is no break of a slot's own may pass, and is never the reason to give a slot up. It only
+    must not loop: slots are put off, for as long as if they were set aside, and then tried again.
+
+    - A slot that fails its check is put off at once.
+    - The slots of a newcomer that was ended from outside before it was a member are put off from
+      the second time in a row on. The first may be chance. A member that is ended from outside is
+      always replaced at once.
+
+    A job with too few members, which waits for newcomers, does not wait for slots that were put
+    off, or set aside, more often than `Settings.budget` (`Plan.may_form_later`). It would never
+    end. They are no room for more replicas either.
 """
 
 from __future__ import annotations
@@ -78,16 +93,24 @@ class Past(Value, frozen=True):
     """Those of them that the rank in this slot has caused."""
     num_set_aside: int = 0
     """Number of times that the slot was set aside in that row."""
+    num_ended_early: int = 0
+    """Newcomers in a row that were ended here from outside before they were members."""
+    num_put_off: int = 0
+    """Number of times that the slot was set aside, or put off for another reason, in that row."""
     for_s: float = 0.0
-    """Time for which the slot was set aside the last time."""
+    """Time for which the slot was set aside or put off the last time."""
     until_s: float | None = None
-    """Time until which the slot is set aside; None: it never was in that row."""
+    """Time until which the slot is set aside or put off; None: it never was in that row."""
     why: str = ""
-    """Its last break in words."""
+    """Its last break, or the reason why it was put off, in words."""
+    is_broken: bool = False
+    """True if it was set aside the last time, and not put off for another reason."""
     is_lost: bool = False
     """True if its node is lost."""
     is_given_back: bool = False
     """True if its replica has left the job as requested: healing does not use the slot."""
+    is_drained: bool = False
+    """True if its node was given back: no newcomer is ever formed in the slot."""
 
     @property
     def is_taken(self) -> bool:
@@ -118,6 +141,8 @@ class LeftOut(Value, frozen=True):
     """Time at which it may be used; None: that depends on an event, or it is never used again."""
     is_usual: bool = False
     """True if nobody has to know: its processes have only begun to end."""
+    is_worth_a_wait: bool = True
+    """False if the slot was put off more often than the budget allows to set it aside."""
 
 
 class Plan(Value, frozen=True):
@@ -130,6 +155,11 @@ class Plan(Value, frozen=True):
     def again_at_s(self) -> float | None:
         """Return the time at which another plan may form more; None: no time by itself."""
         return min((each.again_at_s for each in self.left_out if each.again_at_s is not None), default=None)
+
+    @property
+    def may_form_later(self) -> bool:
+        """Return whether a job with too few members may hope for a later plan."""
+        return any(each.again_at_s is not None and each.is_worth_a_wait for each in self.left_out)
 
 
 # --- What happens to slots ------------------------------------------------------------------------
@@ -144,11 +174,14 @@ def seated(seats: Mapping[ReplicaId, Sequence[Slot]], spares: Iterable[Slot] = (
 def taken(pasts: Pasts, replica: ReplicaId, slots: Sequence[Slot]) -> Pasts:
     """Return the slots after `replica` has taken `slots`, by rank.
 
-    Raises ValueError if a process of a former user of one of them may live.
+    Raises ValueError if a process of a former user of one of them may live, or if its node is
+    drained.
     """
     known = {each.slot: each for each in pasts}
     for rank, slot in enumerate(slots):
         past = known[slot]
+        if past.is_drained:
+            raise ValueError(f"node {slot.node} slot {slot.slot} is not free for replica {replica}: the node is drained")
         if past.is_taken or not past.is_gone:
             raise ValueError(f"node {slot.node} slot {slot.slot} is not free for replica {replica}: {_user(past)} is there")
         known[slot] = replace(past, user=replica, rank=rank, lost_at_s=None, is_gone=False)
@@ -156,15 +189,20 @@ def taken(pasts: Pasts, replica: ReplicaId, slots: Sequence[Slot]) -> Pasts:
 
 
 def lost(
-    pasts: Pasts, replica: ReplicaId, kind: LossKind, detail: str, settings: Settings, *, now_s: float, rank: int | None = None
-) -> Pasts:
-    """Return the slots after the loss of `replica`. `rank`: the rank that caused it, if known."""
+    pasts: Pasts, replica: ReplicaId, kind: LossKind, detail: str, settings: Settings, *, now_s: float,
+    rank: int | None = None, is_early: bool = False,
+) -> Pasts:  # fmt: skip
+    """Return the slots after the loss of `replica`.
+
+    - `rank`: the rank that caused it, if known.
+    - `is_early`: the replica was a newcomer that never was a member.
+    """
     if not any(each.user == replica and each.is_taken for each in pasts):
         return pasts
     pasts = _each(pasts, replica, lambda past: replace(past, lost_at_s=now_s))
-    if kind in OUTSIDE:
-        return pasts
     why = f"replica {replica}: {kind.value}{f' ({detail})' if detail else ''}"
+    if kind in OUTSIDE:
+        return _ended_early(pasts, replica, why, settings, now_s) if is_early and kind is not LossKind.NODE_LOST else pasts
 
     def broken(past: Past) -> Past:
         return replace(past, num_breaks=past.num_breaks + 1, num_caused=past.num_caused + (past.rank == rank), why=why)
@@ -176,14 +214,19 @@ def lost(
     return tuple(_set_aside(each, settings, now_s) if each.slot in blamed else each for each in pasts)
 
 
+def _ended_early(pasts: Pasts, replica: ReplicaId, why: str, settings: Settings, now_s: float) -> Pasts:
+    """Return the slots of a newcomer that was ended from outside before it was a member."""
+
+    def ended(past: Past) -> Past:
+        past = replace(past, num_ended_early=past.num_ended_early + 1)
+        return _put_off(past, why, settings, now_s) if past.num_ended_early >= _STRIKES else past
+
+    return _each(pasts, replica, ended)
+
+
 def unfit(pasts: Pasts, slots: Collection[Slot], why: str, settings: Settings, *, now_s: float) -> Pasts:
     """Return the slots after the check of `slots` has failed for the reason `why`."""
-    return tuple(
-        _set_aside(replace(each, num_breaks=_STRIKES, num_caused=_STRIKES, why=why), settings, now_s)
-        if each.slot in slots
-        else each
-        for each in pasts
-    )
+    return tuple(_put_off(each, why, settings, now_s) if each.slot in slots else each for each in pasts)
 
 
 def gone(pasts: Pasts, replica: ReplicaId) -> Pasts:
@@ -220,9 +263,23 @@ def node_lost(pasts: Pasts, node: int) -> Pasts:
     return tuple(replace(each, is_lost=True) if each.slot.node == node else each for each in pasts)
 
 
+def drained(pasts: Pasts, nodes: Collection[int]) -> Pasts:
+    """Return the slots after these nodes were given back. Their slots are never used again.
+
+    Replicas that sit there, and live, are not concerned: the caller has them leave.
+    """
+    return tuple(replace(each, is_drained=True) if each.slot.node in nodes else each for each in pasts)
+
+
 def proven(pasts: Pasts, replica: ReplicaId) -> Pasts:
     """Return the slots after a newcomer has committed `Settings.proven_steps` steps in them."""
-    return _each(pasts, replica, lambda past: replace(past, num_breaks=0, num_caused=0, num_set_aside=0, until_s=None, why=""))
+    return _each(
+        pasts, replica,
+        lambda past: replace(
+            past, num_breaks=0, num_caused=0, num_set_aside=0, num_ended_early=0, num_put_off=0, until_s=None, why="",
+            is_broken=False,
+        ),
+    )  # fmt: skip
 
 
 def _each(pasts: Pasts, replica: ReplicaId, change: Callable[[Past], Past]) -> Pasts:
@@ -230,8 +287,13 @@ def _each(pasts: Pasts, replica: ReplicaId, change: Callable[[Past], Past]) -> P
 
 
 def _set_aside(past: Past, settings: Settings, now_s: float) -> Past:
-    for_s = settings.backoff_s * 2 ** min(past.num_set_aside, _MOST_DOUBLINGS)
-    return replace(past, num_set_aside=past.num_set_aside + 1, for_s=for_s, until_s=now_s + for_s)
+    past = _put_off(past, past.why, settings, now_s)
+    return replace(past, num_set_aside=past.num_set_aside + 1, is_broken=True)
+
+
+def _put_off(past: Past, why: str, settings: Settings, now_s: float) -> Past:
+    for_s = settings.backoff_s * 2 ** min(past.num_put_off, _MOST_DOUBLINGS)
+    return replace(past, num_put_off=past.num_put_off + 1, for_s=for_s, until_s=now_s + for_s, why=why, is_broken=False)
 
 
 def _sorted(pasts: Iterable[Past]) -> Pasts:
@@ -258,11 +320,12 @@ class Room(Value, frozen=True):
 def room(pasts: Pasts, staying: Collection[ReplicaId], settings: Settings) -> Room:
     """Return for how many replicas there are slots. `staying`: those that live and do not leave.
 
-    Slots of lost nodes, and slots that are never used again, are none. A slot that is set aside for
-    a time is one.
+    Slots of lost and of drained nodes, and slots that are never used again, are none, nor are those
+    that were put off more often than the budget. A slot that is set aside for a time is one.
     """
     mine = {each.user for each in pasts if each.is_taken and each.user in staying}
-    usable = [each for each in pasts if not (each.is_lost or each.num_set_aside > settings.budget) and each.user not in mine]
+    out = [each.is_lost or each.is_drained or each.num_put_off > settings.budget for each in pasts]
+    usable = [each for each, is_out in zip(pasts, out, strict=True) if not is_out and each.user not in mine]
     back: dict[ReplicaId, int] = {}
     num_free = 0
     for each in usable:
@@ -352,12 +415,15 @@ def _hindrance(past: Past, settings: Settings, now_s: float) -> LeftOut | None:
     """Return why a slot without a living replica cannot be used now; None if it can."""
     if past.is_lost:
         return LeftOut(past.slot, f"node {past.slot.node} is lost")
+    if past.is_drained:
+        return LeftOut(past.slot, f"node {past.slot.node} is drained")
     if past.num_set_aside > settings.budget:
         times = f"it was set aside {settings.budget} times before" if settings.budget else "no try is left"
         return LeftOut(past.slot, f"never used again, as {times}: {past.why}")
     if past.until_s is not None and now_s < past.until_s:
-        which = f"{past.num_set_aside} of {settings.budget}"
-        return LeftOut(past.slot, f"set aside for {past.for_s:g} s ({which}): {past.why}", past.until_s)
+        which = f"set aside for {past.for_s:g} s ({past.num_set_aside} of {settings.budget})"
+        how = which if past.is_broken else f"put off for {past.for_s:g} s"
+        return LeftOut(past.slot, f"{how}: {past.why}", past.until_s, is_worth_a_wait=past.num_put_off <= settings.budget)
     if not past.is_gone:
         until_s = (past.lost_at_s or 0.0) + settings.patience_s
         is_early = now_s < until_s

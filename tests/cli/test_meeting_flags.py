@@ -9,7 +9,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
-from megatron_recover.cli import launch_line, run_flags
+from megatron_recover.cli import launch_line, run_flags, several_nodes
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.config import RecoverConfig
 
@@ -194,3 +194,11 @@ def test_several_ranks_of_a_gpu_are_for_one_node() -> None:
     with pytest.raises(ValueError, match="--recover-ranks-per-gpu is 2, for trials on few GPUs of one node, .*; leave it out"):
         launch_line.judge(line, num_processes=4, config=RecoverConfig(ranks_per_gpu=2))
     launch_line.judge(read(""), num_processes=4, config=RecoverConfig(ranks_per_gpu=2))
+
+
+@pytest.mark.parametrize("conf", ["", " --rdzv-conf is_host=true"])
+def test_a_node_that_meets_the_others_anew_never_owns_the_endpoint(conf: str) -> None:
+    """Where its job has ended meanwhile, it would begin another one."""
+    line = read(f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:1{conf}")
+    assert several_nodes.again(line).nodes.is_host is False
+    assert several_nodes.again(line).nodes.join_s <= 60

@@ -130,12 +130,12 @@ def test_newcomers_that_form_are_told_and_can_be_named_once_they_are_members(
     ("target", "said"),
     [
         ("4", "replica 4 is formed, and no member yet; ask again once it has joined"),
-        ("n1", "no replica that trains has a rank on node n1: none has to leave"),
+        ("n1", "node n1 is lost: nothing of it is in use"),
         ("5", "5 is no replica and no node of the job; replicas are 0 1, nodes are n0, n1"),
     ],
 )
 def test_why_nobody_has_to_leave_is_said(target: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, running(forming=(4,), nodes=(NodeStatus(0, "n0", "here", (0, 1)), NodeStatus(1, "n1", "here", ()))))
+    write(tmp_path, running(forming=(4,), nodes=(NodeStatus(0, "n0", "here", (0, 1)), NodeStatus(1, "n1", "lost", (2,)))))
     assert said in refusal([target, str(tmp_path)], capsys)
 
 
@@ -336,8 +336,8 @@ def test_a_request_is_carried_out_once_when_the_state_is_known(monkeypatch: pyte
     made.keep(STATE)
     made.carry_out()
     assert kept[0].lost == (1,)
-    assert [(each.replicas, each.id) for each in sent] == [((0, 1), "k")] and len(sent[0].reason) < 250
-    assert kept[-1].answers == (Answer("i", f"the job has no replica {'9' * 100} and no node of that name with replicas"),)
+    assert [(each.node, each.replicas, each.id) for each in sent] == [("n0", (), "k")] and len(sent[0].reason) < 250
+    assert kept[-1].answers == (Answer("i", f"the job has no replica {'9' * 100} and no node of that name"),)
     found += [Request(id="k", drain="n0", by="b"), Request(id="i", drain="9", by="b")]
     made.carry_out()
     assert len(sent) == 1 and len(kept[-1].answers) == 1
@@ -349,7 +349,7 @@ def test_a_request_is_carried_out_once_when_the_state_is_known(monkeypatch: pyte
     assert "i" not in {each.id for each in kept[-1].answers}
     found.append(Request(id="i", drain="none", by="a@b"))
     made.carry_out()
-    assert kept[-1].answers[-1] == Answer("i", f"the job has no replica {'9' * 100} and no node of that name with replicas"), (
+    assert kept[-1].answers[-1] == Answer("i", f"the job has no replica {'9' * 100} and no node of that name"), (
         "a recorder asks for it again"
     )
 
@@ -420,6 +420,33 @@ def test_several_replicas_that_have_left_are_told_as_several(
     monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
     assert drain.main(["n1", str(tmp_path)]) == ExitCode.OK
     assert capsys.readouterr().out == "replicas 1 2 have left; 1 of 3 replicas goes on\n"
+
+
+def test_a_node_without_members_is_drained_once_the_job_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = (NodeStatus(0, "n0", "here", (0, 1)), NodeStatus(1, "n1", "spare", ()))
+    states = [running(nodes=nodes), running(nodes=nodes), running(nodes=nodes, answers=(Answer("i", "", "no new replica"),))]
+    monkeypatch.setattr("megatron_recover.cluster.status.read", lambda run_dir: states.pop(0))
+    monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
+    monkeypatch.setattr(drain, "_LOOK_S", 0.01)
+    assert drain.main(["n1", str(tmp_path)]) == ExitCode.OK
+    assert capsys.readouterr().out == "no new replica\nno replica had to leave; 2 of 2 replicas go on\n" and not states
+
+
+def test_drain_waits_for_the_members_that_the_job_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A newcomer may have become a member there since the state was read."""
+    nodes = (NodeStatus(0, "n0", "here", (0,)), NodeStatus(1, "n1", "here", (1,)))
+    answers = (Answer("i", "", "replicas 1 2 leave", (1, 2)),)
+    rosters = [(0, 1), (0, 1, 2), (0, 2), (0,)]
+    states = [running(nodes=nodes, roster=roster, answers=answers if number else ()) for number, roster in enumerate(rosters)]
+    monkeypatch.setattr("megatron_recover.cluster.status.read", lambda run_dir: states.pop(0))
+    monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
+    monkeypatch.setattr(drain, "_LOOK_S", 0.01)
+    assert drain.main(["n1", str(tmp_path)]) == ExitCode.OK
+    assert "replicas 1 2 have left; 1 of 2 replicas goes on\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

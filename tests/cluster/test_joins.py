@@ -27,8 +27,9 @@ def joining(tmp_path: Path, *faults: str, **others: object) -> Outcome:
         "pace_s": 0.02,
         "config": IN_PLACE,
         "heals": True,
+        "script": str(TOY),
     } | others
-    outcome = run(Spec(run_dir=str(tmp_path / "run"), faults=tuple(map(fault, faults)), script=str(TOY), **settings))
+    outcome = run(Spec(run_dir=str(tmp_path / "run"), faults=tuple(map(fault, faults)), **settings))
     assert outcome.exit_code == 0, outcome.output
     outcome.assert_exactly_once()
     verdict = check(tmp_path / "run")
@@ -49,6 +50,15 @@ def test_a_lost_replica_comes_back_under_a_new_id(tmp_path: Path) -> None:
     assert outcome.roster == (0, 2), outcome.output
     first = outcome.sums(2, 0)[0]["step"]
     assert [line["step"] for line in outcome.sums(2, 0)] == list(range(first, outcome.spec.steps))
+
+
+def test_a_newcomer_joins_in_the_very_step_of_the_loss(tmp_path: Path) -> None:
+    """Its state is that with which the step began in which its predecessor has died."""
+    outcome = joining(tmp_path, "1 0 backward 3", script=str(TOY.with_name("same_step_toy.py")))
+    lost_in = outcome.sums(1, 0)[-1]["step"] + 1
+    assert [line["step"] for line in outcome.sums(2, 0)] == list(range(lost_in, outcome.spec.steps))
+    made = [(each.generation, [loss.replica for loss in each.losses], each.newcomers) for each in outcome.of(trace.Generation)]
+    assert made == [(1, [], ()), (2, [1], ()), (3, [], (2,))]
 
 
 def test_a_newcomer_that_comes_too_late_is_turned_away_and_the_others_go_on_without_it(tmp_path: Path) -> None:

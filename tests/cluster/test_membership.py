@@ -14,20 +14,21 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.authentication.handshake import OTHER_PROTOCOL
-from megatron_recover.cluster import joining
+from megatron_recover.authentication.handshake import OTHER_PROTOCOL, Party, Role
+from megatron_recover.cluster import endpoint_file, joining
 from megatron_recover.cluster import membership as members
 from megatron_recover.cluster.endpoint_file import claim, publish
 from megatron_recover.cluster.joining import Place
 from megatron_recover.cluster.meeting import JOIN_S, MISSING_JOBS, Meeting
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import EndRequest
+from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.job_start import NodesSettings
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import Idle, JobEnds, Met, NodeBeat, NodeHello
+from megatron_recover.control_plane.node_messages import Idle, JobEnds, Met, NodeBeat, NodeHello, StartAnew
 from megatron_recover.control_plane.node_watch import PREPARING_SILENCES
 from megatron_recover.control_plane.nodes_driver import NodesDriver
-from megatron_recover.control_plane.wire import Message, listen
+from megatron_recover.control_plane.wire import Link, Message, listen
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import HOST, address_of, bind_free
@@ -91,6 +92,50 @@ def test_an_agent_that_meets_the_coordinator_of_another_start_knows_that_its_own
     until(lambda: why)
     assert why == ["another job has begun at its address"] and membership.is_lost and not list(second._agents)
     second.close()
+    loop.close()
+
+
+def test_a_node_whose_number_was_lost_with_its_link_introduces_itself_as_another_one() -> None:
+    loop = Loop()
+    listener = listen(f"{HOST}:0")
+    address, deadlines = address_of(listener), Deadlines.of(60.0)
+    hellos, links = list[NodeHello](), list[Link]()
+
+    def accept(link: Link, peer: Party) -> None:
+        links.append(link)
+        loop.watch(link, lambda link, message: hellos.append(message) if isinstance(message, NodeHello) else None, ignore)
+
+    def ignore(link: Link, why: str) -> None:
+        pass
+
+    gate = Gate(
+        loop, listener, KEY, Role.COORDINATOR, lambda peer, wanted: True, accept, clock=NodeClock(None),
+        expects=lambda: 4, also=(), report=lambda name, number: None,
+    )  # fmt: skip
+    membership = Membership(
+        address, NodeHello(7, "a", 1), key=KEY, clock=NodeClock(None), loop=loop, deadlines=deadlines, patience_s=60.0
+    )
+    heard = joining._Heard("", membership.greet_anew)
+    membership.handle(heard.take, heard.lose)
+
+    def until(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 30.0
+        while not condition():
+            assert time.monotonic() < end
+            loop.run_once(0.05)
+
+    until(lambda: hellos)
+    loop.send(links[0], StartAnew())
+    until(lambda: len(hellos) == 2)
+    assert hellos[0].identity == 7 != hellos[1].identity and replace(hellos[1], identity=7) == hellos[0]
+    loop.send(links[1], Met((), 3, "/run", ""))
+    until(lambda: heard.met)
+    loop.send(links[1], StartAnew())
+    loop.send(links[1], Idle("it is read"))
+    until(lambda: heard.is_idle)
+    assert len(hellos) == 2, "who knows its number ends its run instead"
+    membership.close()
+    gate.close()
     loop.close()
 
 
@@ -275,6 +320,15 @@ def test_a_signal_ends_the_wait_for_a_name_server(monkeypatch: pytest.MonkeyPatc
 def _file_meeting(folder: Path, **given: Any) -> Meeting:
     fields = {"local_addr": HOST, "join_s": 30, **given}
     return Meeting(least_nodes=2, most_nodes=2, endpoint_file=folder / "endpoint", **fields)
+
+
+def test_a_node_that_meets_the_others_anew_claims_no_file_although_nobody_else_has(tmp_path: Path) -> None:
+    meeting = _file_meeting(tmp_path, is_host=False)
+    assert meeting.endpoint_file is not None
+    publish(meeting.endpoint_file, f"{HOST}:1")
+    assert not Place(meeting, Deadlines.of(60.0), EndRequest()).may_own
+    assert not os.path.lexists(endpoint_file.owner_file(meeting.endpoint_file))
+    assert Place(replace(meeting, is_host=None), Deadlines.of(60.0), EndRequest()).may_own
 
 
 def test_a_node_without_an_address_claims_no_endpoint_that_others_would_wait_for(tmp_path: Path) -> None:

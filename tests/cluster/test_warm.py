@@ -111,6 +111,23 @@ def test_a_warm_process_that_dies_is_replaced_and_the_next_rank_starts(tmp_path:
         assert result.read_text().startswith(str(made.pid(0, 0)))
 
 
+def test_warm_processes_that_are_lost_one_after_another_are_replaced_after_pauses_that_double() -> None:
+    pauses, found = forkserver.Pauses(), []
+    now_s = 1000.0
+    for _ in range(9):
+        pauses.lost(now_s)
+        found.append(pauses.pause_s)
+        assert pauses.due(now_s + 0.9 * pauses.pause_s) == (0 if pauses.pause_s else 1)
+        now_s += pauses.pause_s
+        assert pauses.due(now_s) == (1 if pauses.pause_s else 0) and not pauses.num_owed
+    assert found == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    pauses.lost(now_s + 1.0)
+    pauses.lost(now_s + 2.0)
+    assert pauses.due(now_s + 62.0) == 2, "none is forgotten"
+    pauses.lost(now_s + 300.0)
+    assert pauses.due(now_s + 300.0) == 1, "after a calm there is no pause"
+
+
 def test_processes_are_kept_ready_for_newcomers_when_the_ranks_have_started(tmp_path: Path) -> None:
     with agent(tmp_path, 3, "decimal", num_ready=2) as made:
         until_readable(made.fileno(), made.is_ready, "the warm processes")

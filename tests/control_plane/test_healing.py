@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.control_plane.node_messages import (
+    DrainAnswer,
     DrainAsked,
     FenceDone,
     FenceReplica,
@@ -32,6 +33,7 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.core import slots
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaLeaving
+from megatron_recover.core.request import TOO_FEW
 from tests.control_plane.test_nodes_driver import Agent, Town
 
 pytestmark = pytest.mark.timeout(120)
@@ -47,7 +49,8 @@ def start() -> Iterator[Start]:
 
     def starting(
         *nodes: tuple[Seats, tuple[int, ...]], settings: slots.Settings | None = SETTINGS, lost: tuple[int, ...] = (),
-        node_silence_s: float = 1000.0, hello: Mapping[str, object] = MappingProxyType({}), early: int | None = None,
+        shared: MembershipSettings | None = None, node_silence_s: float = 1000.0,
+        hello: Mapping[str, object] = MappingProxyType({}), early: int | None = None,
     ) -> tuple[Town, list[Agent]]:  # fmt: skip
         """`hello`: fields of each. `early`: a node of this number comes once the others have met."""
         town = Town(least=len(nodes), most=len(nodes), node_silence_s=node_silence_s)
@@ -59,8 +62,8 @@ def start() -> Iterator[Start]:
             mine = [replica for replica in seats if replica not in led]
             led.update(mine)
             leaders = tuple((replica, f"a:{replica}") for replica in mine)
-            shared = MembershipSettings(num_replicas=town.num_replicas)
-            agent.say(NodeReady(shared, tuple(seats), leaders, (), tuple(seats.items()), spares, settings))
+            described = shared or MembershipSettings(num_replicas=town.num_replicas)
+            agent.say(NodeReady(described, tuple(seats), leaders, (), tuple(seats.items()), spares, settings))
         town.until(lambda: all(agent.of(Launch) for agent in agents))
         for agent in agents:
             agent.say(NodeLaunched())
@@ -154,13 +157,18 @@ def test_a_newcomer_that_ends_is_tried_again_at_once_if_it_was_killed_and_later_
     assert agent.of(FormReplica)[2:] == [FormReplica(4, ((0, 2), (1, 3)))]
 
 
-def test_a_replica_that_somebody_has_stopped_is_replaced_at_once_however_often(start: Start) -> None:
-    town, [agent] = start(one_node(0, 1))
-    for replica in (1, 2, 3, 4):
+def test_a_newcomer_that_somebody_stops_again_and_again_is_put_off_and_its_slots_are_never_given_up(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=1, backoff_s=0.1))
+    for replica in (1, 2, 3, 4, 5):
         agent.say(ReplicaGone(Loss(replica, LossKind.HUNG, "rank 0 stopped"), None, 0, is_from_outside=True))
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
+        if replica > 2:
+            town.run(0.07 * 2 ** (replica - 3), agent)
+            assert len(agent.of(FormReplica)) == replica - 1, "it is put off"
         town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica)
+    assert "slots 2 and 3: put off for 0.1 s: replica 3: process ended (rank 0 stopped)" in said(agent)
+    assert "never used again" not in said(agent)
 
 
 def test_the_machine_knows_when_no_newcomer_can_be_formed_any_more(start: Start) -> None:
@@ -186,7 +194,7 @@ def test_only_the_slot_of_the_rank_that_broke_is_blamed(start: Start) -> None:
     assert agent.of(FormReplica) == [FormReplica(2, ((0, 2), (1, 3))), FormReplica(3, ((0, 2), (1, 7)))]
 
 
-def test_slots_that_are_not_fit_are_set_aside_and_the_newcomer_is_removed_without_a_generation(start: Start) -> None:
+def test_slots_that_are_not_fit_are_put_off_and_the_newcomer_is_removed_without_a_generation(start: Start) -> None:
     town, [agent] = start(one_node(0, 1))
     lose(town, agent, 1)
     agent.say(FenceDone(1))
@@ -196,9 +204,40 @@ def test_slots_that_are_not_fit_are_set_aside_and_the_newcomer_is_removed_withou
     agent.say(FenceDone(2))
     town.run(0.5, agent)
     assert len(agent.of(FormReplica)) == 1 and len(agent.of(Roster)) == 2
-    assert "node 0: slot 3: set aside for 1 s (1 of 2): no room on the disk" in said(agent)
+    assert "node 0: slot 3: put off for 1 s: no room on the disk" in said(agent)
     town.run(0.8, agent)
     assert [each.replica for each in agent.of(FormReplica)] == [2, 3]
+
+
+def test_a_job_with_too_few_members_does_not_wait_for_checks_that_fail_for_good(start: Start) -> None:
+    """It waits as often as the budget allows to set a slot aside, here twice, and then ends."""
+    waits = MembershipSettings(num_replicas=2, min_replicas=2, waits_for_newcomers=True)
+    town, [agent] = start(one_node(0, 1), shared=waits, settings=replace(SETTINGS, backoff_s=0.2))
+    membership = town.nodes._membership
+    assert membership is not None
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    for replica in (2, 3, 4):
+        town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica - 1)
+        assert not membership.state.requests and membership.state.has_room
+        agent.say(SlotsUnfit(replica, (2,), "no room on the disk"))
+        town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
+        agent.say(FenceDone(replica))
+        town.run(0.1, agent)
+    assert not membership.state.has_room and membership.state.requests == (TOO_FEW,), "the members end as with `end`"
+    town.run(1.0, agent)
+    assert len(agent.of(FormReplica)) == 3, "nobody is formed for a job that ends"
+
+
+def test_a_job_that_has_enough_members_tries_slots_again_however_often_their_checks_have_failed(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0, backoff_s=0.1))
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    for replica in (2, 3, 4):
+        town.until(lambda replica=replica: len(agent.of(FormReplica)) == replica - 1)
+        agent.say(SlotsUnfit(replica, (3,), "no room on the disk"))
+        town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
+        agent.say(FenceDone(replica))
 
 
 def test_a_newcomer_that_is_lost_before_all_nodes_are_ready_is_not_started(start: Start) -> None:
@@ -388,3 +427,102 @@ def test_newcomers_that_are_given_up_for_a_smaller_number_do_not_speak_against_t
         scale(town, agent, 2)
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
+
+
+# --- A node that is given back -------------------------------------------------------------------------------------------
+
+
+def drain(town: Town, agent: Agent, name: str) -> DrainAnswer:
+    """What the job answers."""
+    known = len(agent.of(DrainAnswer))
+    agent.say(DrainAsked((), f"drain {name}", "i", name))
+    town.until(lambda: len(agent.of(DrainAnswer)) > known)
+    return agent.of(DrainAnswer)[-1]
+
+
+def node_words(town: Town, *agents: Agent) -> list[str]:
+    town.run(0.2, *agents)
+    return [node.state for node in agents[0].of(JobState)[-1].nodes]
+
+
+def test_a_drained_node_has_all_its_slots_out_of_use_for_good(start: Start) -> None:
+    """Node 1 has a member, a lost replica whose processes may live, and spares."""
+    two = {1: ((0, 0), (1, 1)), 2: ((0, 2), (1, 3))}
+    town, agents = start(one_node(0), (two, (4, 5)), ({3: ((0, 0), (1, 1))}, ()))
+    lose(town, agents[1], 2)
+    answer = drain(town, agents[0], "n1")
+    assert answer == DrainAnswer(
+        "i", (), "", "no new replica is formed on n1 any more; replica 1 leaves after a common step", (1,)
+    )
+    leave(town, agents[1], 1)
+    agents[1].say(FenceDone(2))
+    town.run(0.5, *agents)
+    assert not any(agent.of(FormReplica) for agent in agents)
+    assert node_words(town, *agents) == ["here", "drained", "here"]
+    assert "no newcomer is formed on node 1: slots 2, 3, 4 and 5: node 1 is drained" in said(agents[0])
+    assert scale(town, agents[0], 4).refused.startswith("there are slots for 2 replicas; "), "nor for this"
+    lose(town, agents[2], 3)
+    agents[2].say(FenceDone(3))
+    town.until(lambda: agents[2].of(FormReplica))
+    assert agents[2].of(FormReplica) == [FormReplica(4, ((0, 0), (1, 1)))] and not agents[1].of(FormReplica)
+
+
+def test_a_newcomer_whose_slots_are_being_checked_or_that_forms_on_a_drained_node_is_removed(start: Start) -> None:
+    for is_started in (False, True):
+        town, agents = start(one_node(0), ({1: ((0, 0), (1, 1))}, (2, 3)), ({}, (0, 1)))
+        lose(town, agents[1], 1)
+        agents[1].say(FenceDone(1))
+        town.until(lambda agents=agents: agents[1].of(FormReplica))
+        if is_started:
+            agents[1].say(SlotsReady(2, "a:22"))
+            town.until(lambda agents=agents: agents[1].of(StartReplica))
+        answer = drain(town, agents[0], "n1")
+        assert (answer.why, answer.leaving) == ("", ())
+        assert answer.text == "no new replica is formed on n1 any more; replica 2 is not formed there any more"
+        town.until(lambda agents=agents: FenceReplica(2) in agents[1].received)
+        agents[1].say(SlotsReady(2, "a:22"))
+        agents[1].say(FenceDone(2))
+        town.until(lambda agents=agents: agents[2].of(FormReplica))
+        town.run(0.4, *agents)
+        assert len(agents[1].of(FormReplica)) == 1 and len(agents[1].of(StartReplica)) == is_started
+        assert agents[2].of(FormReplica) == [FormReplica(3, ((0, 0), (1, 1)))], "the job still wants two replicas"
+
+
+def test_who_drains_a_node_again_reads_what_has_become_of_it(start: Start) -> None:
+    town, agents = start(one_node(0), one_node(1), ({}, (0, 1)))
+    drain(town, agents[0], "n1")
+    assert drain(town, agents[0], "n1").why == "node n1 is drained already: replica 1 still leaves"
+    leave(town, agents[1], 1)
+    told = "node n1 is drained already: no replica has a rank there, and no new one is formed there"
+    assert drain(town, agents[0], "n1").why == told
+    assert not drain(town, agents[0], "n2").why, "a node without ranks"
+    agents[2].hang_up()
+    town.until(lambda: town.of(trace.NodeLost))
+    assert drain(town, agents[0], "n2").why == "node n2 is lost, or not used by the job: nothing of it is in use"
+
+
+def test_a_refused_drain_of_a_node_changes_nothing(start: Start) -> None:
+    """Node 0 has both members, and a newcomer of which it has a rank."""
+    town, agents = start(({0: ((0, 0), (1, 1)), 1: ((0, 2), (1, 3))}, (4,)), ({2: ((0, 0), (1, 1))}, ()))
+    membership = town.nodes._membership
+    assert membership is not None
+    agents[1].hang_up()
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    town.run(0.2, agents[0])
+    before, events, states = membership.state, len(town.events), agents[0].of(JobState)
+    assert drain(town, agents[0], "n0").why == "replica 0 does not leave: no replica would stay"
+    town.run(0.2, agents[0])
+    assert (membership.state, len(town.events), agents[0].of(JobState)) == (before, events, states)
+    lose(town, agents[0], 1)
+    agents[0].say(FenceDone(1))
+    town.until(lambda: agents[0].of(FormReplica))
+    assert drain(town, agents[0], "n0").why == "replica 0 does not leave: no replica would stay"
+    town.run(0.2, agents[0])
+    assert not [each for each in agents[0].of(FenceReplica) if each.replica > 1], "the newcomer goes on"
+
+
+def test_a_job_without_healing_drains_a_node_with_members_alone(start: Start) -> None:
+    town, agents = start(one_node(0), one_node(1), ({}, (0, 1)), settings=None)
+    assert "no new one is formed in this job: none has to leave" in drain(town, agents[0], "n2").why
+    assert drain(town, agents[0], "n1").leaving == (1,)
+    assert drain(town, agents[0], "n1").why == "node n1 is drained already: replica 1 still leaves"

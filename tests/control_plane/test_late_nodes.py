@@ -6,7 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover import trace
+from megatron_recover.control_plane import job_start
 from megatron_recover.control_plane.node_messages import (
+    DrainAnswer,
     EndAsked,
     FenceDone,
     FenceReplica,
@@ -29,7 +31,7 @@ from megatron_recover.control_plane.node_messages import (
 from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import Loss, LossKind
-from tests.control_plane.test_healing import SETTINGS, Start, one_node, said, start
+from tests.control_plane.test_healing import SETTINGS, Start, drain, leave, one_node, said, start
 from tests.control_plane.test_nodes_driver import Agent, Town
 
 __all__ = ["start"]
@@ -258,6 +260,92 @@ def test_a_spare_whose_link_was_reset_comes_anew(start: Start) -> None:
     town.until(lambda: back.of(StartAnew))
 
 
+def test_a_late_node_whose_link_is_reset_before_it_has_read_its_number_is_told_and_can_come_as_another(start: Start) -> None:
+    town, agents = start(*TWO_NODES)
+    late = Agent(town, 5, slots=1)
+    town.until(lambda: any(agent.number == 2 for agent in town.nodes._agents))
+    late.reset()
+    town.until(lambda: town.of(trace.NodeLost))
+    back = Agent(town, 5, slots=1)
+    town.run(0.1, *agents)
+    assert not back.of(Met)
+    back.say(NodeBeat())
+    town.until(lambda: back.of(StartAnew))
+    back.hang_up()
+    assert come(town, 6, name="n5").of(Met)[0].you == 3
+
+
+def test_a_host_that_comes_again_and_again_and_is_of_no_use_is_taken_no_more(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time it gets a number of its own."""
+    monkeypatch.setattr(job_start, "MOST_WASTED", 3)
+    town, agents = start(*TWO_NODES)
+    ways = (Agent.hang_up, Agent.reset, lambda late: late.say(replace(READY, healing=None)))
+    for number, leave_by in enumerate(ways):
+        late = come(town, 5 + number, name="n5")
+        assert late.of(Met)[0].you == 2 + number
+        leave_by(late)
+        town.run(0.1, *agents)
+        late.hang_up()
+        town.run(0.1, *agents)
+    late = come(town, 9, name="n5")
+    assert not late.of(Met) and "n5 has come 3 times and was lost each time before it was of use" in late.of(JobEnds)[0].reason
+    assert "node n5 has come late and is turned away: n5 has come 3 times" in said(agents[0])
+    assert come(town, 10).of(Met)[0].you == 5, "another host is"
+
+
+def test_a_host_that_was_of_use_begins_to_count_anew(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_start, "MOST_WASTED", 1)
+    town, agents = start(*TWO_NODES)
+    late = [come(town, number) for number in (5, 6)]
+    for agent in late:
+        agent.say(READY)
+    lose_node(town, agents)
+    town.until(lambda: all(agent.of(FormReplica) for agent in late))
+    late[0].hang_up()
+    town.until(lambda: len(town.of(trace.NodeLost)) == 2)
+    come(town, 7, name="n5").hang_up()
+    town.until(lambda: len(town.of(trace.NodeLost)) == 3)
+    assert come(town, 8, name="n5").of(JobEnds)
+
+
+def test_a_lost_node_on_which_a_newcomer_had_ranks_starts_anew_only_once_those_have_ended_too(start: Start) -> None:
+    """Replica 1 has ended there, and replica 2 has been formed in its place."""
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    agents[1].say(ReplicaGone(Loss(1, LossKind.PROCESS_ENDED, "it is gone"), None, None))
+    town.until(lambda: FenceReplica(1) in agents[1].received)
+    agents[1].say(FenceDone(1))
+    town.until(lambda: agents[1].of(FormReplica))
+    agents[1].say(SlotsReady(2, "a:22"))
+    town.until(lambda: agents[1].of(StartReplica))
+    town.run(0.8, agents[0])
+    assert [event.replicas for event in town.of(trace.NodeLost)] == [(1, 2)]
+    agents[1].say(NodeBeat())
+    town.run(0.2, *agents)
+    assert FenceReplica(2) in agents[1].received and not agents[1].of(StartAnew), "ranks of the newcomer may live"
+    agents[1].say(FenceDone(2))
+    town.until(lambda: agents[1].of(StartAnew))
+    told = (
+        "node 1 (n1) meets the others anew, under a new number; where --run-dir is not shared, the trace of node 1 stays on n1"
+    )
+    assert told in said(agents[0])
+
+
+def test_node_0_is_never_told_to_start_anew(start: Start) -> None:
+    """Its launcher keeps the trace of the job, and has the coordinator."""
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    late = town.nodes._late
+    assert late is not None
+    [owner] = [agent for agent in town.nodes._agents if agent.number == 0]
+    late.start_anew(owner)
+    town.run(0.1, *agents)
+    assert not agents[0].of(StartAnew) and not owner.starts_anew
+    other = next(agent for agent in town.nodes._agents if agent.number == 1)
+    late.start_anew(other)
+    town.until(lambda: agents[1].of(StartAnew))
+
+
 def test_a_signal_to_a_late_node_ends_it_alone(start: Start) -> None:
     town, agents = start(*TWO_NODES)
     late = come(town, 5)
@@ -266,3 +354,28 @@ def test_a_signal_to_a_late_node_ends_it_alone(start: Start) -> None:
     assert late.of(JobEnds)[0].exit_code == ExitCode.INTERRUPTED
     town.run(0.2, *agents)
     assert not any(agent.of(JobEnds) for agent in agents)
+
+
+def test_the_drain_of_a_late_node_that_still_prepares_is_not_forgotten(start: Start) -> None:
+    town, agents = start(*TWO_NODES)
+    late = come(town, 5)
+    assert drain(town, agents[0], "n5") == DrainAnswer("i", (), "", "no new replica is formed on n5 any more")
+    late.say(READY)
+    town.until(lambda: late.of(Launch))
+    town.run(0.1, *agents, late)
+    assert states(agents[0])[-1] == (2, "n5", "drained")
+    lose_node(town, agents)
+    town.run(0.4, agents[0], late)
+    assert not late.of(FormReplica) and "no newcomer is formed on node 2: slot 0: node 2 is drained" in said(agents[0])
+    assert drain(town, agents[0], "n5").why.startswith("node n5 is drained already: ")
+
+
+def test_a_drained_node_that_is_lost_and_heard_again_does_not_come_anew(start: Start) -> None:
+    town, agents = start(*TWO_NODES, node_silence_s=0.5)
+    drain(town, agents[0], "n1")
+    leave(town, agents[1], 1)
+    town.run(0.8, agents[0])
+    assert town.of(trace.NodeLost)
+    agents[1].say(NodeBeat())
+    town.run(0.3, *agents)
+    assert not agents[1].of(StartAnew)

@@ -60,6 +60,7 @@ INTERVALS = {
     "cluster/event_store.py _RETRY_S": "between two tries to write the same batch, which is kept meanwhile",
     "cluster/event_command.py _REAPED_S": "after the kill of a command: it is reaped later if the kernel still holds it",
     "cluster/forkserver.py _LOOK_S": "between two looks at processes that import or wait; those that are stopped go on",
+    "cluster/forkserver.py _LONGEST_PAUSE_S": "before a lost warm process is replaced; a request that finds none starts one",
     "cluster/coordinator.py _TURN_S": "between two looks at whether anybody still needs the coordinator",
     "cluster/slot_check.py _LOOK_S": "between two looks at what has to end, while `slots_s` runs",
     "config.py heal_backoff_s": "the default of --recover-heal-backoff-s, the user's own wait; nobody waits for it",

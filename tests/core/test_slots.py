@@ -195,14 +195,58 @@ def test_a_crash_loop_of_one_rank_does_not_use_up_the_spares() -> None:
     )
 
 
-def test_a_slot_that_fails_its_check_is_set_aside_at_once() -> None:
+def test_a_slot_that_fails_its_check_is_put_off_at_once() -> None:
     pasts = slots.taken(killed(THREE, 1), 3, seat(0, 2))
     pasts = slots.unfit(pasts, {Slot(0, 2)}, "no room on the disk of the run directory", SETTINGS, now_s=100.0)
     pasts = slots.gone(slots.lost(pasts, 3, LossKind.PROCESS_ENDED, "", SETTINGS, now_s=100.0), 3)
     assert plan(pasts, 1) == (
-        "not 0.2 set aside for 60 s (1 of 3): no room on the disk of the run directory [160.0]\n"
+        "not 0.2 put off for 60 s: no room on the disk of the run directory [160.0]\n"
         "not 0.3 free, but too few for a replica of 2 ranks (1 such slots) [None]"
     )
+
+
+def test_checks_that_fail_put_a_slot_off_for_longer_each_time_and_use_up_no_budget() -> None:
+    pasts, now_s, told, hopes = killed(THREE, 1), 100.0, [], []
+    for _ in range(5):
+        pasts = slots.unfit(pasts, {Slot(0, 2)}, "no disk", SETTINGS, now_s=now_s)
+        found = slots.plan(pasts, wanted=1, settings=SETTINGS, now_s=now_s)
+        assert found.again_at_s is not None
+        told.append(found.left_out[0].reason)
+        hopes.append(found.may_form_later)
+        now_s = found.again_at_s
+    assert told == [f"put off for {seconds} s: no disk" for seconds in (60, 120, 240, 480, 960)]
+    assert plan(pasts, 1, now_s=now_s).startswith("0.2 0.3 for 1 "), "it is tried again however often"
+    assert hopes == [True] * 3 + [False] * 2, "but nobody waits for it beyond the budget"
+    pasts = slots.taken(pasts, 3, seat(0, 2))
+    pasts = crashed(slots.taken(crashed(pasts, 3, now_s=now_s), 4, seat(0, 2)), 4, now_s=now_s)
+    assert "(1 of 3): replica 4: crashed" in plan(pasts, 1, now_s=now_s), "no check counts as a break"
+
+
+def test_a_newcomer_that_is_ended_early_from_outside_puts_its_slots_off_from_the_second_time_on() -> None:
+    pasts, told, now_s = killed(THREE, 1), [], 100.0
+    for replica in range(3, 8):
+        pasts = slots.taken(pasts, replica, seat(0, 2))
+        pasts = slots.lost(pasts, replica, LossKind.PROCESS_ENDED, "rank 0: SIGKILL", SETTINGS, now_s=now_s, is_early=True)
+        found = slots.plan(slots.gone(pasts, replica), wanted=1, settings=SETTINGS, now_s=now_s)
+        told.append(found.left_out[0].reason if found.left_out else "at once")
+        pasts, now_s = slots.gone(pasts, replica), found.again_at_s or now_s
+    assert told == ["at once"] + [
+        f"put off for {seconds} s: replica {replica}: process ended (rank 0: SIGKILL)"
+        for seconds, replica in ((60, 4), (120, 5), (240, 6), (480, 7))
+    ]
+    assert plan(pasts, 1, now_s=now_s).startswith("0.2 0.3 for 7 ")
+    pasts = slots.proven(slots.taken(pasts, 8, seat(0, 2)), 8)
+    pasts = slots.lost(pasts, 8, LossKind.PROCESS_ENDED, "", SETTINGS, now_s=now_s, is_early=True)
+    assert plan(slots.gone(pasts, 8), 1, now_s=now_s).startswith("0.2 0.3 for 8 "), "a newcomer that was proven ends the row"
+
+
+def test_a_newcomer_that_is_lost_with_a_node_puts_no_slot_off() -> None:
+    pasts = THREE
+    for replica in (1, 3, 4):
+        pasts = slots.lost(pasts, replica, LossKind.NODE_LOST, "", SETTINGS, now_s=100.0, is_early=replica > 1)
+        pasts = slots.gone(pasts, replica)
+        assert plan(pasts, 1).startswith(f"0.2 0.3 for {replica} ")
+        pasts = slots.taken(pasts, replica + 1 if replica > 1 else 3, seat(0, 2))
 
 
 def test_the_slots_of_a_replica_that_has_left_are_given_back() -> None:
@@ -221,6 +265,23 @@ def test_a_node_that_joins_replaces_what_a_lost_one_had_and_gives_room_for_more(
         with pytest.raises(ValueError, match=f"node {known} is a node of the job already"):
             slots.node_joined(joined, known, 1)
     assert "node 2 is lost" in plan(slots.node_lost(joined, 2), 1), "nor does a number come back"
+
+
+def test_no_slot_of_a_drained_node_is_used_again_whatever_was_in_it() -> None:
+    """Node 1 has a replica that was lost, one that has left, one that lives, and spares."""
+    pasts = slots.seated({0: seat(0, 0), 1: seat(1, 0), 2: seat(1, 2), 3: seat(1, 4)}, spares=(*seat(1, 6), *seat(2, 0)))
+    pasts = killed(slots.gone(slots.given_back(pasts, 2, now_s=100.0), 2), 1)
+    pasts = slots.drained(pasts, {1})
+    assert plan(pasts, 3) == "\n".join(
+        ["2.0 2.1 in healthy and spare slots (node 2: slots 0 and 1)"]
+        + [f"not 1.{slot} node 1 is drained [None]" for slot in (0, 1, 6, 7)]
+    )
+    assert slots.room(pasts, {0, 3}, SETTINGS) == slots.Room(3, ()), "nor for another number of replicas"
+    assert slots.room(pasts, {0}, SETTINGS) == slots.Room(2, ()), "replica 3 leaves"
+    pasts = slots.lent_again(killed(pasts, 3), {2})
+    assert "1." not in "".join(line for line in plan(pasts, 3).splitlines() if not line.startswith("not "))
+    with pytest.raises(ValueError, match="node 1 slot 6 is not free for replica 4: the node is drained"):
+        slots.taken(pasts, 4, seat(1, 6))
 
 
 def test_slots_that_were_given_back_are_used_again_once_more_replicas_are_wanted_and_every_former_process_has_ended() -> None:

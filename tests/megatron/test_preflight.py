@@ -94,6 +94,8 @@ def test_layout_of_a_job(data: str) -> None:
         ("--recover-deadline-s 0", {}, "--recover-deadline-s is 0; it must be at least 20 and below 1000000 seconds"),
         ("--recover-deadline-s nan", {}, "--recover-deadline-s is nan; it must be at least 20 and below 1000000 seconds"),
         ("--recover-deadline-s inf", {}, "--recover-deadline-s is inf"),
+        ("--recover-heal-budget -1", {}, "--recover-heal-budget is -1; it must be 0 (set aside for good at once) or more"),
+        (f"--recover-heal-budget {2**63}", {}, f"{2**63}, which does not fit into 64 bits; give {2**63 - 1} or less"),
         ("--vocab-size 0", {}, "--vocab-size is 0; it must be at least 1"),
         ("--log-interval 0", {}, "--log-interval is 0; it must be at least 1"),
         ("--recover-determinism sometimes", {}, "--recover-determinism: invalid choice"),
