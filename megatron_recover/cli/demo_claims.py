@@ -16,10 +16,15 @@ from megatron_recover.faults import FaultKind
 from megatron_recover.observe.gaps import LAUNCHER
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History
-from megatron_recover.observe.joins import JoinSummary, sizes
+from megatron_recover.observe.joins import JoinSummary, meanwhile, sizes
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
 from megatron_recover.observe.verify.check import Verdict
 from megatron_recover.observe.work import Redone, WorkAccount
+
+LONGEST_STEPS, LONGEST_SHARE = 10, 0.25
+"""An older member stopped for a newcomer if it committed nothing for longer than so many usual
+steps, and than this share of the time that the newcomer took. New processes take cores from the
+members of this machine, so that a step then takes several times as long as usual."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,29 @@ def _claims_of_return(faulty: Verdict, patience_s: float) -> tuple[Claim, ...]:
             is_whole,
             "\n".join(told),
         ),
-        Claim(
-            "Nobody stopped for them: the others went on with their steps meanwhile",
-            is_whole and all(one.steps_meanwhile for one in back),
-            "\n".join(_meanwhile(history, one) for one in back) or "nobody came back",
-        ),
+        _claim_of_progress(history, back, is_whole=is_whole),
+    )
+
+
+def _claim_of_progress(history: History, back: Sequence[JoinSummary], *, is_whole: bool) -> Claim:
+    """Return the claim that no older member stopped for the newcomers that came back."""
+    usual_s = statistics.median([one.seconds for one in Goodput(history).steps if one.is_training] or [0.0])
+    told, holds = [], is_whole
+    for one in back:
+        progress = meanwhile(history, one)
+        longest_s = max(LONGEST_STEPS * usual_s, LONGEST_SHARE * (one.joined_s or 0.0))
+        holds &= bool(progress) and all(each.num_steps and each.is_finished and each.longest_s <= longest_s for each in progress)
+        told.append(
+            f"until replica {one.replica} was announced, "
+            + ", ".join(f"replica {each.replica} committed {_steps(each.num_steps)}" for each in progress)
+            + f"; longest time without a commit {max((each.longest_s for each in progress), default=0.0):.2f} s"
+        )
+        if late := [each.replica for each in progress if not each.is_finished]:
+            told.append(f"without all steps of the run that followed: {_replicas(late)}")
+    return Claim(
+        "Nobody stopped for them: each older member went on with its steps meanwhile, and finished the run",
+        holds,
+        "\n".join([*told, f"usual time of a step {usual_s:.2f} s"] if told else ["nobody came back"]),
     )
 
 
@@ -112,14 +135,6 @@ def _return(one: JoinSummary) -> str:
     total = f", {one.back_s:.1f} s after the death" if one.back_s is not None else ""
     place = f" in the place of {_replicas(one.in_place_of)}" if one.in_place_of else ""
     return f"replica {one.replica}{place} joined at {one.label or f'generation {one.generation}'}{total} ({took})"
-
-
-def _meanwhile(history: History, one: JoinSummary) -> str:
-    """Return how many steps were committed until a replica was back, and how long they took."""
-    begin, end = one.t - (one.freed_s or 0.0), one.t + (one.joined_s or 0.0)
-    took = [each.seconds for each in Goodput(history).steps if each.is_training and begin < each.end < end]
-    usual = f", {statistics.median(took):.2f} s each in the median" if took else ""
-    return f"until replica {one.replica} was announced: {one.steps_meanwhile} steps{usual}"
 
 
 def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> tuple[Claim, ...]:
@@ -184,6 +199,10 @@ def _exit(summary: Summary) -> str:
 
 def _number(replicas: int) -> str:
     return f"{replicas} replica{'s' * (replicas != 1)}"
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'s' * (number != 1)}"
 
 
 def _claims_of_any_loss(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:

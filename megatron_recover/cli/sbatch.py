@@ -135,7 +135,10 @@ def _check(place: Path, launch: Sequence[str]) -> int:
     """Print what is wrong with a script; return 2 if anything is. Raises OSError, ValueError."""
     if launch:
         raise ValueError(f"--check takes no launch line; leave out {shlex.join(launch[:3])}")
-    found = check.findings(place.read_text(errors="replace"))
+    text = place.read_text(errors="replace")
+    if (why := check.refusal(text)) is not None:
+        raise ValueError(f"{place} is no batch script: {why}")
+    found = check.findings(text)
     for each in found:
         print(f"{place}:{each.line}: {each.what}; {each.remedy}")
     if not found:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -51,9 +52,6 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the begin of its forming until its first step was committed."""
     admitted_s: float | None = None
     """Seconds from the end of the newest reading until then."""
-    steps_meanwhile: int | None = None
-    """Number of training steps that were committed from the death of the replicas whose slots it
-    got until it was announced as a member; None if it did not become one."""
     failed: str = ""
     """Reason why it did not become a member; empty if it did."""
 
@@ -83,6 +81,20 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
         took = "" if self.joined_s is None else f" {self.joined_s:.1f} s after it began to form"
         where = f"at {self.label}" if self.label else f"in generation {self.generation}"
         return f"{who} joined {where}{took}{f' ({", ".join(parts)})' if parts else ''}{refused}"
+
+
+@dataclass(frozen=True, slots=True)
+class Meanwhile:
+    """Progress of an older member from the begin of a newcomer's forming on."""
+
+    replica: int
+    num_steps: int
+    """Number of training steps that the member committed until the newcomer was announced."""
+    longest_s: float
+    """Longest time in which the member committed no step, until the newcomer's first commit."""
+    is_finished: bool
+    """True if the member committed the newcomer's first step, and all later steps of the run. For a
+    member that was lost or left, these are the steps until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +144,6 @@ def joins(history: History) -> tuple[JoinSummary, ...]:
                 generation=joined.generation if joined is not None else None, label=history.label(step),
                 joined_s=_seconds(forming.t, joined.t) if joined is not None else None,
                 admitted_s=_seconds(read_at, joined.t) if joined is not None else None,
-                steps_meanwhile=_num_steps(history, forming.t if died is None else died, joined),
                 failed="" if joined is not None else _why_not(history, replica),
             )
         )  # fmt: skip
@@ -143,13 +154,44 @@ def _seconds(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else round(end - begin, 6)
 
 
-def _num_steps(history: History, begin: float, joined: trace.Proven | None) -> int | None:
-    """Return the number of training steps committed since `begin` until a join was announced."""
-    if joined is None:
-        return None
-    announced = history.generations.get(joined.generation)
-    end = joined.t if announced is None else announced.t
-    return sum(begin < record.t < end and label_of(record.label).is_training for record in history.records.values())
+def meanwhile(history: History, one: JoinSummary) -> tuple[Meanwhile, ...]:
+    """Return the progress of each older member while a newcomer formed, read and joined.
+
+    Older members were members before the generation in which the newcomer joined. Return nothing
+    for a newcomer that did not become a member. Reads the trace once more.
+    """
+    if one.generation is None or one.joined_s is None:
+        return ()
+    older = sorted({*history.roster(one.generation)} - history.newcomers(one.generation))
+    commits: dict[int, dict[int, tuple[float, bool]]] = {replica: {} for replica in older}
+    for _, event in history.events:
+        if isinstance(event, trace.Committed) and event.replica in commits:
+            commits[event.replica].setdefault(event.step, (event.t, label_of(event.label).is_training))
+    first = history.first_step(one.generation)
+    announced = history.generations[one.generation].t
+    return tuple(_progress(history, replica, commits[replica], one.t, announced, first) for replica in older)
+
+
+def _progress(
+    history: History, replica: int, commits: dict[int, tuple[float, bool]], begin: float, announced: float, first: int | None,
+) -> Meanwhile:  # fmt: skip
+    """Return the progress of one member. `commits`: step -> time, and whether it is a training step.
+
+    `begin` is the time at which the newcomer began to form, and `first` the newcomer's first step.
+    """
+    end = commits[first][0] if first in commits else history.seconds
+    times = sorted(t for t, _ in commits.values() if begin < t < end)
+    if not any(t <= begin for t, _ in commits.values()):  # the member is a newcomer of that time itself
+        begin = min((*times, end))
+    times = [begin, *times, end]
+    is_gone = replica in history.gone_at
+    last = history.last_committed.get(replica) if is_gone else history.last_step
+    due = range(first, last + 1) if first is not None and last is not None else range(0)
+    return Meanwhile(
+        replica=replica, num_steps=sum(is_training and begin <= t < announced for t, is_training in commits.values()),
+        longest_s=max(after - before for before, after in pairwise(times)),
+        is_finished=bool(due) and all(step in commits for step in due),
+    )  # fmt: skip
 
 
 def died_at(history: History, replica: int) -> float | None:
