@@ -12,6 +12,7 @@ from typing import get_args
 
 from megatron_recover import trace
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted, named
 from megatron_recover.faults import FaultKind
 from megatron_recover.observe.gaps import LAUNCHER
 from megatron_recover.observe.goodput import Goodput
@@ -47,7 +48,7 @@ def _taken_in(history: History) -> Iterator[str]:
         replicas = sorted({one.replica for one in taken})
         yield (
             f"{history.label(step)}: microbatches {', '.join(map(str, sorted(one.microbatch for one in taken)))} "
-            f"taken into the running 1F1B by replica{'s' * (len(replicas) > 1)} {' and '.join(map(str, replicas))}"
+            f"taken into the running 1F1B by {named(replicas, between=' and ')}"
         )
 
 
@@ -72,7 +73,7 @@ def claims(reference: Verdict, faulty: Verdict, *, patience_s: float) -> tuple[C
         Claim(
             "Training went on at once without a restart, with the replicas that were left",
             is_over and fewest < summary.replicas_start and summary.steps == quiet.steps >= 20,
-            f"{summary.steps} steps, never fewer than {_number(fewest)}, {_exit(summary)}",
+            f"{summary.steps} steps, never fewer than {counted(fewest, 'replica')}, {_exit(summary)}",
         ),
         *_claims_of_return(faulty, patience_s),
         *_claims_of_any_loss(reference, faulty),
@@ -110,14 +111,16 @@ def _claim_of_progress(history: History, back: Sequence[JoinSummary], *, is_whol
     for one in back:
         progress = meanwhile(history, one)
         longest_s = max(LONGEST_STEPS * usual_s, LONGEST_SHARE * (one.joined_s or 0.0))
-        holds &= bool(progress) and all(each.num_steps and each.is_finished and each.longest_s <= longest_s for each in progress)
+        holds &= bool(progress) and all(
+            each.num_steps and each.is_finished and each.longest_s <= longest_s for each in progress
+        )
         told.append(
             f"until replica {one.replica} was announced, "
-            + ", ".join(f"replica {each.replica} committed {_steps(each.num_steps)}" for each in progress)
+            + ", ".join(f"replica {each.replica} committed {counted(each.num_steps, 'step')}" for each in progress)
             + f"; longest time without a commit {max((each.longest_s for each in progress), default=0.0):.2f} s"
         )
         if late := [each.replica for each in progress if not each.is_finished]:
-            told.append(f"without all steps of the run that followed: {_replicas(late)}")
+            told.append(f"without all steps of the run that followed: {named(late, between=', ')}")
     return Claim(
         "Nobody stopped for them: each older member went on with its steps meanwhile, and finished the run",
         holds,
@@ -133,7 +136,7 @@ def _return(one: JoinSummary) -> str:
     )  # fmt: skip
     took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds is not None)
     total = f", {one.back_s:.1f} s after the death" if one.back_s is not None else ""
-    place = f" in the place of {_replicas(one.in_place_of)}" if one.in_place_of else ""
+    place = f" in the place of {named(one.in_place_of, between=', ')}" if one.in_place_of else ""
     return f"replica {one.replica}{place} joined at {one.label or f'generation {one.generation}'}{total} ({took})"
 
 
@@ -151,7 +154,11 @@ def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> t
         Claim(
             "A whole node was killed within a step: its launcher and all its ranks",
             bool(killed) and len(lost) == len(recoveries) == 1 and began is not None and gone == {*recoveries[0].lost_replicas},
-            "; ".join(f"{began}: node {event.node} with {_replicas(event.replicas)}, {len(killed)} processes" for event in lost)
+            "; ".join(
+                f"{began}: node {event.node} with {named(event.replicas, between=', ')}, "
+                f"{counted(len(killed), 'process', 'processes')}"
+                for event in lost
+            )
             or "none was lost",
         ),
         Claim(
@@ -182,27 +189,14 @@ def _lacks_only_what_nodes_took(verdict: Verdict, lost: Sequence[trace.NodeLost]
     )
 
 
-def _replicas(numbers: Sequence[int]) -> str:
-    return f"replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
 def _how_far(summary: Summary, quiet: Summary) -> str:
-    return (
-        f"{summary.steps} of {quiet.steps} steps, {summary.replicas_start} -> {summary.replicas_end} replicas, {_exit(summary)}"
-    )
+    replicas = f"{summary.replicas_start} -> {counted(summary.replicas_end, 'replica')}"
+    return f"{summary.steps} of {quiet.steps} steps, {replicas}, {_exit(summary)}"
 
 
 def _exit(summary: Summary) -> str:
     asked = " (the demo asked for the end)" if summary.exit_code == ExitCode.INTERRUPTED else ""
     return f"exit code {summary.exit_code}{asked}"
-
-
-def _number(replicas: int) -> str:
-    return f"{replicas} replica{'s' * (replicas != 1)}"
-
-
-def _steps(number: int) -> str:
-    return f"{number} step{'s' * (number != 1)}"
 
 
 def _claims_of_any_loss(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
@@ -269,7 +263,7 @@ def story(summary: Summary) -> Iterator[str]:
                 yield _recovery(one)
     for one in summary.recoveries:
         if one.lost_replicas and one.generation not in told:
-            yield f"{one.label}: without {_replicas(one.lost_replicas)} from then on ({one.reason})"
+            yield f"{one.label}: without {named(one.lost_replicas, between=', ')} from then on ({one.reason})"
             yield _recovery(one)
     for join in summary.joins:
         yield join.words

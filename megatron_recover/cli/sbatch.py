@@ -20,6 +20,7 @@ from megatron_recover.cluster.slurm import check, container, script
 from megatron_recover.cluster.slurm.node_list import expand
 from megatron_recover.config import below_one
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted
 from megatron_recover.flags import Parser, split, unreadable, value_of
 from megatron_recover.observe import margin
 from megatron_recover.observe.history import History
@@ -156,7 +157,7 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     if arguments.nodelist is not None:
         listed = len(expand(arguments.nodelist))
         if arguments.nodes not in (None, listed):
-            found.append(f"--nodelist names {listed} hosts, and --nodes is {nodes}; leave out --nodes")
+            found.append(f"--nodelist names {counted(listed, 'host')}, and --nodes is {nodes}; leave out --nodes")
         nodes = listed
     shape = arguments.shape or ("allocation" if arguments.nodelist else script.default_shape(nodes + (arguments.spares or 0)))
     found += _mistakes(arguments, shape, save, value_of(training, "--load"))

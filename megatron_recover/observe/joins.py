@@ -175,7 +175,7 @@ def meanwhile(history: History, one: JoinSummary) -> tuple[Meanwhile, ...]:
 def _progress(
     history: History, replica: int, commits: dict[int, tuple[float, bool]], begin: float, announced: float, first: int | None,
 ) -> Meanwhile:  # fmt: skip
-    """Return the progress of one member. `commits`: step -> time, and whether it is a training step.
+    """Return the progress of one member. `commits`: step -> time, and if it is a training step.
 
     `begin` is the time at which the newcomer began to form, and `first` the newcomer's first step.
     """

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -160,6 +161,37 @@ def test_a_limit_below_what_the_imports_take_is_told_and_not_the_memory_of_the_m
     found = machine.memory(Need(num_ranks=2))
     assert found.level == "warn"
     assert found.value == "1.0 GiB (/sys/fs/cgroup/memory.max); 2 ranks take 1.3 GiB before there is a model"
+
+
+@pytest.mark.parametrize(
+    ("memory", "files", "on_gpus", "expected"),
+    [
+        (2**40, 1024, False, (106, "1024 open files (hard limit)")),
+        (4 * 2**30, 1024, False, (6, "4.0 GiB of memory")),
+        (4 * 2**30, 1024, True, (2, "4.0 GiB of memory")),
+        (2**30, 1024, True, (0, "1.0 GiB of memory")),
+        (2**36, resource.RLIM_INFINITY, False, (156, "64.0 GiB of memory")),
+    ],
+)
+def test_the_largest_number_of_spares_is_known_with_what_limits_it(
+    memory: int, files: int, on_gpus: bool, expected: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_memory_here", lambda: (memory, "that of the machine"))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
+    assert machine.most_spares(Need(num_ranks=7, num_spares=5, on_gpus=on_gpus)) == expected
+
+
+@pytest.mark.parametrize(
+    ("spares", "said"),
+    [
+        (8, "10 ranks need 10; give --spares 2 or fewer, or correct CUDA_VISIBLE_DEVICES"),
+        (5, "10 ranks need 10; leave out --spares, and start fewer ranks on this node, or correct"),
+    ],
+)
+def test_spares_beyond_the_gpus_are_answered_with_the_largest_number(spares: int, said: str) -> None:
+    there = [gpus.Gpu(number, f"GPU-{number}", "NVIDIA H100", 80000, 0, False) for number in range(4)]
+    found = gpu_check.judged(Need(num_ranks=10, num_spares=spares, on_gpus=True), there)
+    assert found.level == "fail" and said in found.line("n")
 
 
 @pytest.mark.parametrize(("seconds", "unsynchronised", "num_nodes", "level"), [

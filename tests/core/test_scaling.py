@@ -60,7 +60,7 @@ def test_shrinking_has_the_highest_ids_leave_and_never_the_writer() -> None:
     state, effects = feed(state, LeaveAsked(change.leaving, "scale"))
     assert LeaveJudged((2, 3), (), "scale") in effects
     assert wanted(state, change.grown) == 2, "before they have left"
-    assert asked(state, 2, grown=change.grown).text == "nothing has to change"
+    assert asked(state, 2, grown=change.grown).text == "the job wants 2 replicas already"
     assert asked(state, 1, grown=change.grown).leaving == (1,), "those that were asked before count as gone"
 
 
@@ -81,6 +81,7 @@ def test_a_replica_that_is_lost_before_it_leaves_is_not_wanted_either() -> None:
 def test_a_lost_replica_is_missing_until_fewer_are_wanted() -> None:
     state, _ = feed(started(3), died(2))
     assert wanted(state, 0) == 3 and asked(state, 3).num_missing == 1
+    assert asked(state, 3).text == "the job wants 3 replicas already; 1 replica is formed while the others train"
     change = asked(state, 2)
     assert (change.leaving, change.text, wanted(state, change.grown)) == ((), "nothing has to change", 2)
 
@@ -127,7 +128,7 @@ def test_a_request_that_cannot_be_carried_out_is_refused_with_the_remedy(
 
 def test_a_job_that_forms_nobody_may_shrink() -> None:
     assert asked(started(3), 2, room=None).leaving == (2,)
-    assert asked(started(3), 3, room=None).text == "nothing has to change"
+    assert asked(started(3), 3, room=None).text == "the job wants 3 replicas already"
 
 
 def test_newcomers_join_again_once_a_leaver_has_left() -> None:

@@ -400,7 +400,9 @@ def test_the_summary_tells_what_became_of_a_newcomer() -> None:
     [proven] = [event.t for event in traces.joining_run().events if isinstance(event, trace.Proven)]
     assert joined.back_s == pytest.approx(proven - strike), "from the death to the first commit"
     progress = meanwhile(_history(), joined)
-    assert [(one.replica, one.num_steps, one.is_finished) for one in progress] == [(0, 2, True), (1, 2, True)], "without the step of the death"
+    assert [(one.replica, one.num_steps, one.is_finished) for one in progress] == [(0, 2, True), (1, 2, True)], (
+        "without the step of the death"
+    )
     assert joined.words.startswith("replica 3, in the place of replica 2, joined at train 5 0.")
     assert joined.words.endswith("refused 2 times")
 

@@ -86,7 +86,7 @@ def test_what_the_run_waits_for_is_told() -> None:
     silent = trace.LeaderSilent(member=1, generation=2, phase="began", seconds=4.0, waiting_for=())
     at_work = trace.Waiting(replicas=(0, 1), reason="it reads data", limit_s=1800.0)
     assert Told().after(waits, at_work, silent).texts == [
-        "WARNING: waiting for replicas 1: replica 1 alone has the state",
+        "WARNING: waiting for replica 1: replica 1 alone has the state",
         "WARNING: waiting for replicas 0 1: it reads data (excused for 1800 s at most, then judged)",
         "the leader of replica 1 has not answered for 4 s",
     ]
@@ -143,7 +143,10 @@ def test_a_refused_newcomer_is_told_once_and_two_that_join_together_in_one_line(
         "replica 2 does not join in train 3: it is too late in train 3; it reads again, as often as needed"
     ]
     assert told.texts[-1] == "replicas 2 3 join in generation 2: 4 replicas train"
-    assert "4 of 2 replicas left, no losses, 2 joined; " in told.narrator.account.lines(ExitCode.OK, "training finished")[1]
+    assert (
+        "4 replicas at the end, 2 at the start, no losses, 2 joined; "
+        in told.narrator.account.lines(ExitCode.OK, "training finished")[1]
+    )
 
 
 def test_lines_have_the_time_of_what_they_tell_in_the_format_of_megatrons() -> None:
@@ -187,7 +190,7 @@ def test_lines_of_the_writer_that_are_worth_it_are_shown_and_are_not_in_the_log_
     narrator.take_lines([" iteration 1/ 3 | lm loss: 1.0", "noise"], 1.0)
     told.after(trace.Generation(t=2.0, generation=2, roster=(2,), losses=(), reason="loss"))
     assert narrator.is_writer(2)
-    assert told.texts == ["iteration 1/ 3 | lm loss: 1.0", "generation 2: replicas 2 (loss)"]
+    assert told.texts == ["iteration 1/ 3 | lm loss: 1.0", "generation 2: replica 2 (loss)"]
     assert told.logged == told.shown[1:]
 
 
