@@ -39,7 +39,8 @@ def refusals(job: Job, joined: Joined | None) -> list[str]:
     Print these lines, and those of what may go wrong, on stderr. With other nodes, all are examined
     together: all return the same then, and node 0 alone prints what may go wrong. A node that came
     after the start is examined alone. What `run` has judged by itself is left out: interpreter,
-    packages, Megatron, its run directory. Raises `NotMet` if the job ends before.
+    packages, Megatron, its run directory. Raises `NotMet` if the job ends before, and ValueError
+    for more spares than this node has room for.
     """
     is_of_several = len(job.nodes) > 1 and not is_loopback(job.address)  # else all nodes are on this machine
     num_ranks = job.num_slots_here if job.is_late else job.num_ranks_here + job.num_spares
@@ -51,11 +52,11 @@ def refusals(job: Job, joined: Joined | None) -> list[str]:
     )  # fmt: skip
     most, why = machine.most_spares(need)
     if job.num_spares > most:
-        return [
+        raise ValueError(
             f"--spares is {job.num_spares}, and this node has room for {most} beside its "
             f"{counted(job.num_ranks_here, 'rank')} ({why}); "
             + (f"give --spares {most} or fewer" if most else "leave out --spares")
-        ]
+        )
     if joined is None or len(job.nodes) < 2 or job.is_late:
         with contextlib.nullcontext() if joined is None else joined.membership.kept():
             found = [(0, each) for each in examine(need) if each.level != "ok"]

@@ -250,7 +250,7 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
     return (
         f"* Chosen: {counted(layout.replicas, 'replica')} of {_gpus(layout.num_ranks)}. No layout that fits has "
         "smaller replicas. Of those with equal\n  ones this has the least communication: the smallest TP, then PP, then EP.\n"
-        f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {_share(chosen.lost_share)} of the throughput. "
+        f"  Until its replica is back, a death takes {_gpus(layout.num_ranks)}, {_share(chosen.lost_share)} of the throughput. "
         f"The step of the death\n  takes up to {_share(chosen.longer_step)} longer; no step is lost. "
         f"The run survives {counted(chosen.num_deaths, 'death')}.\n\n"
         f"  megatron-recover run {ours} {script} <your other flags> {theirs}"
