@@ -17,15 +17,15 @@ from megatron_recover.faults import FaultKind
 from megatron_recover.observe.gaps import LAUNCHER
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History
-from megatron_recover.observe.joins import JoinSummary, meanwhile, sizes
+from megatron_recover.observe.joins import JoinSummary, Meanwhile, meanwhile, sizes
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
 from megatron_recover.observe.verify.check import Verdict
 from megatron_recover.observe.work import Redone, WorkAccount
 
-LONGEST_STEPS, LONGEST_SHARE = 10, 0.25
-"""An older member stopped for a newcomer if it committed nothing for longer than so many usual
-steps, and than this share of the time that the newcomer took. New processes take cores from the
-members of this machine, so that a step then takes several times as long as usual."""
+LONGEST_STEPS, LONGEST_SHARE = 3, 0.25
+"""An older member stopped for a newcomer if it finished neither a microbatch nor a step for longer
+than so many usual steps, and than this share of the time that the newcomer took. New processes take
+cores from the members of this machine, so all takes several times as long as usual then."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,13 @@ def _claim_of_progress(history: History, back: Sequence[JoinSummary], *, is_whol
         progress = meanwhile(history, one)
         longest_s = max(LONGEST_STEPS * usual_s, LONGEST_SHARE * (one.joined_s or 0.0))
         holds &= bool(progress) and all(
-            each.num_steps and each.is_finished and each.longest_s <= longest_s for each in progress
+            each.num_microbatches > 0 and each.is_on_time and each.is_finished and each.longest_s <= longest_s
+            for each in progress
         )
         told.append(
             f"until replica {one.replica} was announced, "
-            + ", ".join(f"replica {each.replica} committed {counted(each.num_steps, 'step')}" for each in progress)
-            + f"; longest time without a commit {max((each.longest_s for each in progress), default=0.0):.2f} s"
+            + ", ".join(f"replica {each.replica} finished {_work(each)}" for each in progress)
+            + f"; longest pause {max((each.longest_s for each in progress), default=0.0):.2f} s"
         )
         if late := [each.replica for each in progress if not each.is_finished]:
             told.append(f"without all steps of the run that followed: {named(late, between=', ')}")
@@ -126,6 +127,10 @@ def _claim_of_progress(history: History, back: Sequence[JoinSummary], *, is_whol
         holds,
         "\n".join([*told, f"usual time of a step {usual_s:.2f} s"] if told else ["nobody came back"]),
     )
+
+
+def _work(one: Meanwhile) -> str:
+    return f"{counted(one.num_microbatches, 'microbatch', 'microbatches')} in {counted(one.num_steps, 'step')}"
 
 
 def _return(one: JoinSummary) -> str:

@@ -6,6 +6,7 @@ The words are those of `megatron-recover check` and of the report's page.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -90,8 +91,14 @@ class Meanwhile:
     replica: int
     num_steps: int
     """Number of training steps that the member committed until the newcomer was announced."""
+    num_microbatches: int
+    """Number of microbatches that one of its ranks finished until then. A newcomer may be announced
+    in the very step in which it began to form; then these alone show progress."""
     longest_s: float
-    """Longest time in which the member committed no step, until the newcomer's first commit."""
+    """Longest time in which the member finished nothing, until the newcomer's first commit."""
+    is_on_time: bool
+    """True if the member had committed all steps before the newcomer's first one when the newcomer
+    was announced. These are no steps if the newcomer began to form in that very step."""
     is_finished: bool
     """True if the member committed the newcomer's first step, and all later steps of the run. For a
     member that was lost or left, these are the steps until then."""
@@ -163,35 +170,52 @@ def meanwhile(history: History, one: JoinSummary) -> tuple[Meanwhile, ...]:
     if one.generation is None or one.joined_s is None:
         return ()
     older = sorted({*history.roster(one.generation)} - history.newcomers(one.generation))
-    commits: dict[int, dict[int, tuple[float, bool]]] = {replica: {} for replica in older}
+    commits: dict[int, dict[int, float]] = {replica: {} for replica in older}
+    finished: dict[int, dict[tuple[int, int], float]] = {replica: {} for replica in older}
     for _, event in history.events:
         if isinstance(event, trace.Committed) and event.replica in commits:
-            commits[event.replica].setdefault(event.step, (event.t, label_of(event.label).is_training))
-    first = history.first_step(one.generation)
-    announced = history.generations[one.generation].t
-    return tuple(_progress(history, replica, commits[replica], one.t, announced, first) for replica in older)
+            commits[event.replica].setdefault(event.step, event.t)
+        elif isinstance(event, trace.MicrobatchFinished) and event.replica in finished and event.t > one.t:
+            finished[event.replica].setdefault((event.step, event.microbatch), event.t)
+    announced, first = history.generations[one.generation].t, history.first_step(one.generation)
+    planned = ((step, facts.planned_at) for step, facts in history.steps.items())
+    running = max((step for step, t in planned if t is not None and t <= one.t), default=0)
+    return tuple(
+        Meanwhile(
+            replica=replica,
+            num_steps=sum(
+                one.t < t < announced and label_of(history.label(step) or "").is_training
+                for step, t in commits[replica].items()
+            ),
+            num_microbatches=sum(t < announced for t in finished[replica].values()),
+            longest_s=_longest_s(one.t, first, commits[replica], sorted(finished[replica].values()), history.seconds),
+            is_on_time=all(
+                commits[replica].get(step, announced) < announced
+                for step in range(max(running, min(commits[replica], default=0)), first or 0)
+            ),
+            is_finished=_is_finished(history, replica, first, commits[replica]),
+        )
+        for replica in older
+    )
 
 
-def _progress(
-    history: History, replica: int, commits: dict[int, tuple[float, bool]], begin: float, announced: float, first: int | None,
-) -> Meanwhile:  # fmt: skip
-    """Return the progress of one member. `commits`: step -> time, and if it is a training step.
+def _longest_s(begin: float, first: int | None, commits: Mapping[int, float], finished: Sequence[float], end: float) -> float:
+    """Return the longest time in which a member finished nothing, in seconds.
 
-    `begin` is the time at which the newcomer began to form, and `first` the newcomer's first step.
+    The time counts from `begin` to the member's commit of the step `first`; to `end` if there is
+    none. A member that was a newcomer itself at `begin` counts from its own first commit.
     """
-    end = commits[first][0] if first in commits else history.seconds
-    times = sorted(t for t, _ in commits.values() if begin < t < end)
-    if not any(t <= begin for t, _ in commits.values()):  # the member is a newcomer of that time itself
-        begin = min((*times, end))
-    times = [begin, *times, end]
-    is_gone = replica in history.gone_at
-    last = history.last_committed.get(replica) if is_gone else history.last_step
-    due = range(first, last + 1) if first is not None and last is not None else range(0)
-    return Meanwhile(
-        replica=replica, num_steps=sum(is_training and begin <= t < announced for t, is_training in commits.values()),
-        longest_s=max(after - before for before, after in pairwise(times)),
-        is_finished=bool(due) and all(step in commits for step in due),
-    )  # fmt: skip
+    end = commits.get(first, end) if first is not None else end
+    if not any(t <= begin for t in commits.values()):
+        begin = min(commits.values(), default=begin)
+    times = [begin, *sorted(t for t in (*commits.values(), *finished) if begin < t < end), end]
+    return max(after - before for before, after in pairwise(times))
+
+
+def _is_finished(history: History, replica: int, first: int | None, commits: Mapping[int, float]) -> bool:
+    """Return whether a member committed all steps from `first` to its end, or that of the run."""
+    last = history.last_committed.get(replica) if replica in history.gone_at else history.last_step
+    return first is not None and last is not None and first <= last and all(step in commits for step in range(first, last + 1))
 
 
 def died_at(history: History, replica: int) -> float | None:

@@ -84,8 +84,8 @@ def test_the_demo_proves_what_the_traces_show(
     assert "train 4: microbatches 1, 3, 5 taken into the running 1F1B by replica 1" in text
     assert "replica 3 in the place of replica 0 joined at train 5, " in text
     assert "replica 4 in the place of replica 2 joined at train 6, " in text
-    assert "until replica 3 was announced, replica 1 committed 2 steps; longest time without a commit 0.0" in text
-    assert "until replica 4 was announced, replica 1 committed 1 step, replica 3 committed 1 step; longest" in text
+    assert "until replica 3 was announced, replica 1 finished 24 microbatches in 2 steps; longest pause 0.0" in text
+    assert "until replica 4 was announced, replica 1 finished 9 microbatches in 1 step, replica 3 finished 3 microb" in text
     assert "20 steps, never fewer than 1 replica, exit code 15 (the demo asked for the end)" in text
     assert (tmp_path / "demo" / "faulty" / "loss.svg").exists()
     assert json.loads((tmp_path / "demo" / "faulty" / "summary.json").read_text())["param_bit_identical"] is True
@@ -142,13 +142,14 @@ def _all_pause(events: Events) -> Events:
 
 
 def _one_pauses(events: Events) -> Events:
-    """Replica 1 commits nothing until both newcomers have joined."""
+    """Replica 1 finishes nothing until both newcomers have joined."""
     [begin, end] = [
         i for i, one in enumerate(events)
         if (isinstance(one, trace.Forming) and one.newcomer == 3) or (isinstance(one, trace.Proven) and one.newcomers == (4,))
     ]  # fmt: skip
     late = [
-        i for i, one in enumerate(events) if begin < i < end and isinstance(one, trace.Committed) and one.replica == 1
+        i for i, one in enumerate(events)
+        if begin < i < end and isinstance(one, trace.Committed | trace.MicrobatchFinished) and one.replica == 1
     ]  # fmt: skip
     return [msgspec.structs.replace(one, t=events[end].t) if i in late else one for i, one in enumerate(events)]
 

@@ -445,6 +445,36 @@ def test_run_is_refused_before_anything_starts_and_leaves_nothing(tmp_path: Path
     assert not any(": ok " in each for each in lines) and sorted(each.name for each in tmp_path.iterdir()) == ["train.py"]
 
 
+def test_too_many_spares_are_refused_with_the_largest_number(tmp_path: Path) -> None:
+    flags = "--num-layers 2 --num-attention-heads 2 --hidden-size 8 --micro-batch-size 1 --global-batch-size 20 --train-iters 1"
+    words = [
+        sys.executable,
+        "-m",
+        "megatron_recover",
+        "run",
+        "--replicas",
+        "2",
+        "--spares",
+        "100000",
+        "--run-dir",
+        "run",
+        "train.py",
+    ]
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    done = subprocess.run(
+        [*words, *flags.split(), "--eval-interval", "9", "--mock-data"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == ExitCode.BAD_INPUT, done.stderr
+    found = re.search(r"--spares is 100000, and this node has room for (\d+) beside its 2 ranks \(.+\); (.*)", done.stderr)
+    assert found is not None, done.stderr
+    assert found[2] == (f"give --spares {found[1]} or fewer" if int(found[1]) else "leave out --spares")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["train.py"]
+
+
 def test_run_leaves_out_what_it_judges_by_itself() -> None:
     words = ["--save", "a", "--run-dir=b", "--load", "msc://c"]
     assert node_checks.folders_of(words, but=[Check.RUN_DIR]) == (Folder(Check.SAVE, os.path.abspath("a")),)

@@ -114,6 +114,8 @@ BATCH = {"samples": (10, 2)}
         (started(3, min_replicas=2), 1, 9, "--recover-min-replicas is 2; ask for 2 or more"),
         (started(3, **BATCH), 6, 9, "a training step has 5 microbatches, fewer than 6 replicas; ask for 5 or fewer, or start"),
         (started(3), 5, 4, "there are slots for 4 replicas; ask for 4 or fewer, or start with more --spares or processes"),
+        (started(1), 2, 1, "there are slots for 1 replica; ask for 1 or fewer"),
+        (started(1, samples=(2, 2)), 2, 9, "a training step has 1 microbatch, fewer than 2 replicas; ask for 1 or fewer"),
         (started(3), 4, None, "(--recover-heal off, or a flag that excludes it); start it again with --replicas 4"),
         (CoordinatorState(MembershipSettings(3)), 4, 9, "training has not begun; ask again once it has"),
         (feed(started(3), ExitAsked("SIGTERM"))[0], 2, 9, "the job ends; start it again with --replicas"),

@@ -92,6 +92,25 @@ def test_what_the_run_waits_for_is_told() -> None:
     ]
 
 
+def test_one_is_told_otherwise_than_several() -> None:
+    told = Told(of_several=True).after(
+        trace.LeaveAsked(replicas=(1,), reason="drain 1 of ann@n0"),
+        trace.LeaveAsked(replicas=(1, 2), reason="drain n1 of ann@n0"),
+        trace.NodeJoined(node=4, name="n5", slots=1),
+        trace.NodeJoined(node=5, name="n6", slots=8),
+        trace.Generation(generation=2, roster=(0,), left=(1,), reason="replica 1 leaves"),
+        trace.Generation(generation=3, roster=(), losses=(trace.Loss(replica=0, kind=LossKind.PROCESS_ENDED),)),
+    )
+    assert told.texts == [
+        "replica 1 leaves after a common step, asked by drain 1 of ann@n0",
+        "replicas 1 2 leave after a common step, asked by drain n1 of ann@n0",
+        "node n5 has come late, as node 4: its 1 slot is spare",
+        "node n6 has come late, as node 5: its 8 slots are spare",
+        "generation 2: replica 0 (replica 1 leaves)",
+        "generation 3: no replica (replica 0 lost: process ended )",
+    ]
+
+
 def test_a_silent_node_is_told_in_a_run_of_several() -> None:
     silence = [
         trace.NodeSilent(node=2, name="n2", phase="began", seconds=1.62),
