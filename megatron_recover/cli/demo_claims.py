@@ -12,14 +12,20 @@ from typing import get_args
 
 from megatron_recover import trace
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted, named
 from megatron_recover.faults import FaultKind
 from megatron_recover.observe.gaps import LAUNCHER
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History
-from megatron_recover.observe.joins import JoinSummary, sizes
+from megatron_recover.observe.joins import JoinSummary, Meanwhile, meanwhile, sizes
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
 from megatron_recover.observe.verify.check import Verdict
 from megatron_recover.observe.work import Redone, WorkAccount
+
+LONGEST_STEPS, LONGEST_SHARE = 3, 0.25
+"""An older member stopped for a newcomer if it finished neither a microbatch nor a step for longer
+than so many usual steps, and than this share of the time that the newcomer took. New processes take
+cores from the members of this machine, so all takes several times as long as usual then."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ def _taken_in(history: History) -> Iterator[str]:
         replicas = sorted({one.replica for one in taken})
         yield (
             f"{history.label(step)}: microbatches {', '.join(map(str, sorted(one.microbatch for one in taken)))} "
-            f"taken into the running 1F1B by replica{'s' * (len(replicas) > 1)} {' and '.join(map(str, replicas))}"
+            f"taken into the running 1F1B by {named(replicas, between=' and ')}"
         )
 
 
@@ -67,7 +73,7 @@ def claims(reference: Verdict, faulty: Verdict, *, patience_s: float) -> tuple[C
         Claim(
             "Training went on at once without a restart, with the replicas that were left",
             is_over and fewest < summary.replicas_start and summary.steps == quiet.steps >= 20,
-            f"{summary.steps} steps, never fewer than {_number(fewest)}, {_exit(summary)}",
+            f"{summary.steps} steps, never fewer than {counted(fewest, 'replica')}, {_exit(summary)}",
         ),
         *_claims_of_return(faulty, patience_s),
         *_claims_of_any_loss(reference, faulty),
@@ -94,12 +100,37 @@ def _claims_of_return(faulty: Verdict, patience_s: float) -> tuple[Claim, ...]:
             is_whole,
             "\n".join(told),
         ),
-        Claim(
-            "Nobody stopped for them: the others went on with their steps meanwhile",
-            is_whole and all(one.steps_meanwhile for one in back),
-            "\n".join(_meanwhile(history, one) for one in back) or "nobody came back",
-        ),
+        _claim_of_progress(history, back, is_whole=is_whole),
     )
+
+
+def _claim_of_progress(history: History, back: Sequence[JoinSummary], *, is_whole: bool) -> Claim:
+    """Return the claim that no older member stopped for the newcomers that came back."""
+    usual_s = statistics.median([one.seconds for one in Goodput(history).steps if one.is_training] or [0.0])
+    told, holds = [], is_whole
+    for one in back:
+        progress = meanwhile(history, one)
+        longest_s = max(LONGEST_STEPS * usual_s, LONGEST_SHARE * (one.joined_s or 0.0))
+        holds &= bool(progress) and all(
+            each.num_microbatches > 0 and each.is_on_time and each.is_finished and each.longest_s <= longest_s
+            for each in progress
+        )
+        told.append(
+            f"until replica {one.replica} was announced, "
+            + ", ".join(f"replica {each.replica} finished {_work(each)}" for each in progress)
+            + f"; longest pause {max((each.longest_s for each in progress), default=0.0):.2f} s"
+        )
+        if late := [each.replica for each in progress if not each.is_finished]:
+            told.append(f"without all steps of the run that followed: {named(late, between=', ')}")
+    return Claim(
+        "Nobody stopped for them: each older member went on with its steps meanwhile, and finished the run",
+        holds,
+        "\n".join([*told, f"usual time of a step {usual_s:.2f} s"] if told else ["nobody came back"]),
+    )
+
+
+def _work(one: Meanwhile) -> str:
+    return f"{counted(one.num_microbatches, 'microbatch', 'microbatches')} in {counted(one.num_steps, 'step')}"
 
 
 def _return(one: JoinSummary) -> str:
@@ -110,16 +141,8 @@ def _return(one: JoinSummary) -> str:
     )  # fmt: skip
     took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds is not None)
     total = f", {one.back_s:.1f} s after the death" if one.back_s is not None else ""
-    place = f" in the place of {_replicas(one.in_place_of)}" if one.in_place_of else ""
+    place = f" in the place of {named(one.in_place_of, between=', ')}" if one.in_place_of else ""
     return f"replica {one.replica}{place} joined at {one.label or f'generation {one.generation}'}{total} ({took})"
-
-
-def _meanwhile(history: History, one: JoinSummary) -> str:
-    """Return how many steps were committed until a replica was back, and how long they took."""
-    begin, end = one.t - (one.freed_s or 0.0), one.t + (one.joined_s or 0.0)
-    took = [each.seconds for each in Goodput(history).steps if each.is_training and begin < each.end < end]
-    usual = f", {statistics.median(took):.2f} s each in the median" if took else ""
-    return f"until replica {one.replica} was announced: {one.steps_meanwhile} steps{usual}"
 
 
 def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> tuple[Claim, ...]:
@@ -136,7 +159,11 @@ def node_claims(reference: Verdict, faulty: Verdict, killed: Sequence[int]) -> t
         Claim(
             "A whole node was killed within a step: its launcher and all its ranks",
             bool(killed) and len(lost) == len(recoveries) == 1 and began is not None and gone == {*recoveries[0].lost_replicas},
-            "; ".join(f"{began}: node {event.node} with {_replicas(event.replicas)}, {len(killed)} processes" for event in lost)
+            "; ".join(
+                f"{began}: node {event.node} with {named(event.replicas, between=', ')}, "
+                f"{counted(len(killed), 'process', 'processes')}"
+                for event in lost
+            )
             or "none was lost",
         ),
         Claim(
@@ -167,23 +194,14 @@ def _lacks_only_what_nodes_took(verdict: Verdict, lost: Sequence[trace.NodeLost]
     )
 
 
-def _replicas(numbers: Sequence[int]) -> str:
-    return f"replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
 def _how_far(summary: Summary, quiet: Summary) -> str:
-    return (
-        f"{summary.steps} of {quiet.steps} steps, {summary.replicas_start} -> {summary.replicas_end} replicas, {_exit(summary)}"
-    )
+    replicas = f"{summary.replicas_start} -> {counted(summary.replicas_end, 'replica')}"
+    return f"{summary.steps} of {quiet.steps} steps, {replicas}, {_exit(summary)}"
 
 
 def _exit(summary: Summary) -> str:
     asked = " (the demo asked for the end)" if summary.exit_code == ExitCode.INTERRUPTED else ""
     return f"exit code {summary.exit_code}{asked}"
-
-
-def _number(replicas: int) -> str:
-    return f"{replicas} replica{'s' * (replicas != 1)}"
 
 
 def _claims_of_any_loss(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
@@ -250,7 +268,7 @@ def story(summary: Summary) -> Iterator[str]:
                 yield _recovery(one)
     for one in summary.recoveries:
         if one.lost_replicas and one.generation not in told:
-            yield f"{one.label}: without {_replicas(one.lost_replicas)} from then on ({one.reason})"
+            yield f"{one.label}: without {named(one.lost_replicas, between=', ')} from then on ({one.reason})"
             yield _recovery(one)
     for join in summary.joins:
         yield join.words

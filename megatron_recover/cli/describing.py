@@ -21,6 +21,7 @@ from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig, inherited_environment
 from megatron_recover.core.placement import most_replicas, place
+from megatron_recover.core.wording import counted
 from megatron_recover.faults import Fault
 from megatron_recover.flags import value_of
 from megatron_recover.host.addresses import HOST
@@ -186,7 +187,10 @@ def _refuse_spares(num_spares: int, line: launch_line.Choice, config: RecoverCon
             "--spares is for one node; on several nodes slots without a rank are spares: give a larger --nproc-per-node"
         )
     if config.heal == "off":
-        raise ValueError("--spares has no use, as no lost replica is replaced (--recover-heal off, or a flag that excludes it)")
+        raise ValueError(
+            f"--spares is {num_spares}, but no lost replica is replaced (--recover-heal off, or a flag that excludes it); "
+            "leave out --spares, or give --recover-heal in-place"
+        )
 
 
 def _refuse_stopped(flags: Sequence[str], *, is_chained: bool) -> None:
@@ -269,10 +273,10 @@ def _size(
     if replicas is None and processes % num_ranks == 0:
         return processes // num_ranks, lanes
     if processes != (replicas or 0) * num_ranks:
-        of = f"{replicas} replicas" if replicas is not None else "whole replicas"
+        of = counted(replicas, "replica") if replicas is not None else "whole replicas"
         raise ValueError(
-            f"--nproc-per-node is {processes}, but a replica has TP x PP x CP x lanes = {num_ranks} processes, so these are "
-            f"not {of}; change one of them"
+            f"--nproc-per-node is {processes}, but a replica has TP x PP x CP x lanes = "
+            f"{counted(num_ranks, 'process', 'processes')}, so these are not {of}; change one of them"
         )
     return replicas, lanes
 
@@ -284,7 +288,7 @@ def _notes(job: Job, *, is_derived: bool) -> Iterator[str]:
     """
     if is_derived:
         size = f"TP {job.layout.tp} x PP {job.layout.pp} x CP {job.layout.cp} x lanes {job.layout.lanes}"
-        yield f"{job.num_replicas} replicas of {job.num_ranks} processes ({size})"
+        yield f"{counted(job.num_replicas, 'replica')} of {counted(job.num_ranks, 'process', 'processes')} ({size})"
     if job.num_replicas == 1:
         yield "nothing is protected: with one replica every death ends the job; give processes for two or more"
 

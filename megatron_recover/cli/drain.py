@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_recover.cli.run_dirs import add_job_arguments, folder_of_job
 from megatron_recover.cluster import status
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted, named, verb
 from megatron_recover.flags import Parser
 from megatron_recover.host.addresses import host_name
 
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> int:
         "--wait", type=float, default=WAIT_S, metavar="S", help=f"longest wait for their end, in seconds (default: {WAIT_S:g})"
     )
     arguments = parser.parse_args(argv)
+    if not arguments.target.strip():
+        parser.error("REPLICA|NODE is empty; give the number of a replica or the name of a node, see `megatron-recover status`")
     try:
         run_dir = folder_of_job(arguments)
         now = status.read(run_dir)
@@ -84,7 +87,7 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
                     print(answer.text, end="\n" if answer.text else "", flush=True)
             if set(leaving) & set(now.lost):
                 lost = tuple(sorted(set(leaving) & set(now.lost)))
-                how = "was lost before it left" if len(lost) == 1 else "were lost before they left"
+                how = verb(len(lost), "was lost before it left", "were lost before they left")
                 print(f"{named(lost)} {how}; {_rest(now)}")
                 return ExitCode.FAILED
             if (leaving or is_accepted) and not set(leaving) & set(now.roster):
@@ -94,7 +97,7 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
                 parser.error(f"the job has ended with exit code {now.exit_code}: {now.reason}")
         time.sleep(_LOOK_S)
     if is_accepted:  # with members that leave: without any it has returned
-        has, leave = ("has", "it leaves") if len(leaving) == 1 else ("have", "they leave")
+        has, leave = verb(len(leaving), "has", "have"), verb(len(leaving), "it leaves", "they leave")
         text = f"{named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step"
     else:
         text = (
@@ -107,13 +110,8 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
 
 def _have_left(leaving: tuple[int, ...]) -> str:
     """Return in words that replicas have left."""
-    return f"{named(leaving)} {'has' if len(leaving) == 1 else 'have'} left" if leaving else "no replica had to leave"
-
-
-def named(replicas: tuple[int, ...]) -> str:
-    """Return replicas in words."""
-    return f"replica{'s' if len(replicas) > 1 else ''} {' '.join(map(str, replicas))}"
+    return f"{named(leaving)} {verb(len(leaving), 'has', 'have')} left" if leaving else "no replica had to leave"
 
 
 def _rest(now: status.Status) -> str:
-    return f"{len(now.roster)} of {now.replicas} replicas {'goes' if len(now.roster) == 1 else 'go'} on"
+    return f"{counted(len(now.roster), 'replica')} {verb(len(now.roster), 'goes', 'go')} on"

@@ -28,6 +28,7 @@ from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.streams import PREFIX, Stream, Streams
 from megatron_recover.config import NumaBinding, RecoverConfig
+from megatron_recover.core.wording import counted
 from megatron_recover.host.addresses import PORTS_OF_A_RANK
 from megatron_recover.host.gpus import gpu_bytes, has_gpu
 
@@ -247,8 +248,9 @@ def judge(line: Choice, num_processes: int, config: RecoverConfig) -> None:
         num, needed = ports[1] - ports[0] + 1, PORTS_OF_A_RANK * line.num_processes
         if num < needed:
             found.append(
-                f"--port-range {ports[0]}-{ports[1]} has {num} ports, and each of the {line.num_processes} ranks of this node "
-                f"listens on up to {PORTS_OF_A_RANK}; give at least {needed} ports"
+                f"--port-range {ports[0]}-{ports[1]} has {counted(num, 'port')}, and this node has "
+                f"{counted(line.num_processes, 'rank')}, each of which listens on up to {PORTS_OF_A_RANK}; "
+                f"give at least {needed} ports"
             )
     if absent := sorted(place for place in line.streams.named if place >= num_processes):
         found.append(

@@ -27,6 +27,7 @@ from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu, module_command
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted
 from megatron_recover.flags import Parser, misplaced, split, unreadable
 from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import recover_flags
@@ -212,7 +213,7 @@ def _share(share: float) -> str:
 
 
 def _gpus(number: int) -> str:
-    return f"{number} GPU" if number == 1 else f"{number} GPUs"
+    return counted(number, "GPU")
 
 
 def flags_of(layout: Layout, sizes: Sizes) -> tuple[str, str]:
@@ -247,11 +248,11 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
     layout = chosen.layout
     ours, theirs = flags_of(layout, sizes)
     return (
-        f"* Chosen: {layout.replicas} replicas of {_gpus(layout.num_ranks)}. No layout that fits has smaller replicas. Of "
-        "those with equal\n  ones this has the least communication: the smallest TP, then PP, then EP.\n"
-        f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {_share(chosen.lost_share)} of the throughput. "
+        f"* Chosen: {counted(layout.replicas, 'replica')} of {_gpus(layout.num_ranks)}. No layout that fits has "
+        "smaller replicas. Of those with equal\n  ones this has the least communication: the smallest TP, then PP, then EP.\n"
+        f"  Until its replica is back, a death takes {_gpus(layout.num_ranks)}, {_share(chosen.lost_share)} of the throughput. "
         f"The step of the death\n  takes up to {_share(chosen.longer_step)} longer; no step is lost. "
-        f"The run survives {chosen.num_deaths} death{'s' if chosen.num_deaths > 1 else ''}.\n\n"
+        f"The run survives {counted(chosen.num_deaths, 'death')}.\n\n"
         f"  megatron-recover run {ours} {script} <your other flags> {theirs}"
         f"{_environment(layout, is_overlapped=sizes.numerics.is_overlapped)}"
     )

@@ -20,6 +20,7 @@ from megatron_recover.cluster.slurm import check, container, script
 from megatron_recover.cluster.slurm.node_list import expand
 from megatron_recover.config import below_one
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted
 from megatron_recover.flags import Parser, split, unreadable, value_of
 from megatron_recover.observe import margin
 from megatron_recover.observe.history import History
@@ -135,7 +136,10 @@ def _check(place: Path, launch: Sequence[str]) -> int:
     """Print what is wrong with a script; return 2 if anything is. Raises OSError, ValueError."""
     if launch:
         raise ValueError(f"--check takes no launch line; leave out {shlex.join(launch[:3])}")
-    found = check.findings(place.read_text(errors="replace"))
+    text = place.read_text(errors="replace")
+    if (why := check.refusal(text)) is not None:
+        raise ValueError(f"{place} is no batch script: {why}")
+    found = check.findings(text)
     for each in found:
         print(f"{place}:{each.line}: {each.what}; {each.remedy}")
     if not found:
@@ -153,7 +157,7 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     if arguments.nodelist is not None:
         listed = len(expand(arguments.nodelist))
         if arguments.nodes not in (None, listed):
-            found.append(f"--nodelist names {listed} hosts, and --nodes is {nodes}; leave out --nodes")
+            found.append(f"--nodelist names {counted(listed, 'host')}, and --nodes is {nodes}; leave out --nodes")
         nodes = listed
     shape = arguments.shape or ("allocation" if arguments.nodelist else script.default_shape(nodes + (arguments.spares or 0)))
     found += _mistakes(arguments, shape, save, value_of(training, "--load"))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from megatron_recover.cli.drain import WAIT_S, ask, named
+from megatron_recover.cli.drain import WAIT_S, ask
 from megatron_recover.cli.run_dirs import add_job_arguments, folder_of_job
 from megatron_recover.cluster import status
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted, named, verb
 from megatron_recover.flags import Parser
 
 _LOOK_S = 0.5
@@ -63,11 +64,11 @@ def _await(run_dir: Path, asked: str, number: int, wait_s: float, parser: Parser
                     parser.error(answer.refused)
                 print(answer.text, flush=True)
             if answer is not None and (lost := tuple(sorted({*answer.leaving} & {*now.lost}))):
-                how = "was lost before it left" if len(lost) == 1 else "were lost before they left"
+                how = verb(len(lost), "was lost before it left", "were lost before they left")
                 print(f"{named(lost)} {how}; {_here(now)}")
                 return ExitCode.FAILED
             if answer is not None and now.wanted not in (None, number):
-                print(f"the job wants {now.wanted} replica{'s' if now.wanted != 1 else ''} by now, not {number}; {_here(now)}")
+                print(f"the job wants {counted(now.wanted, 'replica')} by now, not {number}; {_here(now)}")
                 return ExitCode.UNFINISHED
             if answer is not None and len(now.roster) == number:
                 reached_at = now.step if reached_at is None else reached_at
@@ -85,7 +86,7 @@ def _await(run_dir: Path, asked: str, number: int, wait_s: float, parser: Parser
             f"`megatron-recover status {run_dir}` says when the job has last written its state"
         )
     else:
-        print(f"the job has not {number} replicas within {wait_s:g} s; it goes on to that number by itself")
+        print(f"the job does not have {counted(number, 'replica')} after {wait_s:g} s; it goes on to that number by itself")
     return ExitCode.UNFINISHED
 
 
@@ -95,4 +96,4 @@ def _answer(now: status.Status, asked: str) -> status.Answer | None:
 
 def _here(now: status.Status) -> str:
     number = len(now.roster)
-    return f"{number} replica{'s' if number != 1 else ''} train{'s' if number == 1 else ''} ({' '.join(map(str, now.roster))})"
+    return f"{counted(number, 'replica')} {verb(number, 'trains', 'train')} ({' '.join(map(str, now.roster))})"

@@ -26,6 +26,7 @@ from megatron_recover.control_plane.nodes_driver import TELL_S
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.placement import left_over_line
 from megatron_recover.core.policy import about_the_coordinator
+from megatron_recover.core.wording import counted, named, verb
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.flags import unreadable
 from megatron_recover.megatron.launch.preflight import Undecided
@@ -165,10 +166,11 @@ def notes(job: Job, wanted: Path | None = None) -> Iterator[str]:
     if job.node and wanted is not None and wanted.resolve() != (whole := job.run_dir.parent.parent).resolve():
         yield f"--run-dir {wanted} changes nothing here: the run directory is that of node 0, {whole}"
     if job.is_late:
-        yield f"this node came after the start of the job, as node {job.node}: its {job.num_slots_here} slots are to be spares"
+        are = verb(job.num_slots_here, "is a spare", "are spares")
+        yield f"this node came after the start of the job, as node {job.node}: its {counted(job.num_slots_here, 'slot')} {are}"
     else:
-        here = f"node {job.node} of {len(job.nodes)} runs {job.num_ranks_here} ranks"
-        yield f"{here}, of replicas {', '.join(map(str, job.replicas_here)) or 'none'}"
+        here = f"node {job.node} of {len(job.nodes)} runs {counted(job.num_ranks_here, 'rank')}"
+        yield f"{here}, of {named(job.replicas_here, between=', ')}"
     has_ranks = any(slot.node == 0 for slots in job.placement.replicas for slot in slots)
     yield about_the_coordinator(job.nodes[0].name, saves=job.save is not None, has_ranks=has_ranks)
     if (

@@ -11,6 +11,7 @@ import msgspec
 from megatron_recover.cli.run_dirs import add_job_arguments, folder_of_job
 from megatron_recover.cluster import status
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted, named
 from megatron_recover.flags import Parser
 
 _OLD_S = 60.0
@@ -63,18 +64,17 @@ def _described(found: status.Status, run_dir: Path) -> str:
     else:
         old = ": it changes with each step, so look whether the job still lives on node 0" if age_s >= _OLD_S else ""
         lines = [f"running, as of {age_s:.0f} s ago{old}"]
-    done = f"{found.step} steps, evaluations and saves included"
+    done = f"{counted(found.step, 'step')}, evaluations and saves included"
     if found.iteration is not None:
         done = f"iteration {found.iteration}" + (f" of {found.iterations}" if found.iterations is not None else "")
     forming = "".join(f", replica {replica} forms" for replica in found.forming)
-    wanted = "" if found.wanted in (None, found.replicas) else f", {found.wanted} wanted"
+    wanted = found.replicas if found.wanted is None else found.wanted
     lines.append(
-        f"generation {found.generation}, {done}, {len(found.roster)} of {found.replicas} replicas "
-        f"({' '.join(map(str, found.roster)) or 'none'}), {found.losses} lost{wanted}{forming}; {found.checkpoint}"
+        f"generation {found.generation}, {done}, {counted(len(found.roster), 'replica')} "
+        f"({' '.join(map(str, found.roster)) or 'none'}), {wanted} wanted, {found.losses} lost{forming}; {found.checkpoint}"
     )
     for node in found.nodes:
-        replicas = f"replicas {' '.join(map(str, node.replicas))}" if node.replicas else "no replicas"
         number = f"node {node.number}" if node.number >= 0 else "spare node"
-        lines.append(f"{number}  {node.name}  {node.state}  {replicas}")
+        lines.append(f"{number}  {node.name}  {node.state}  {named(node.replicas)}")
     lines.append(f"folder: {run_dir}")
     return "\n".join(lines)

@@ -45,6 +45,7 @@ from megatron_recover.cluster.watched_process import (
 )
 from megatron_recover.config import module_command
 from megatron_recover.core.progress import Progress
+from megatron_recover.core.wording import counted, verb
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.progress_page import DESCRIPTOR, PageReader
 
@@ -146,7 +147,8 @@ class Agent:
         if (last := self._importing) is None:
             fields = self._server_stat.read()
             return f"pid {self._server.pid} is in state {fields[STATE_FIELD].decode() if fields else 'unknown'}"
-        done = f"{last.num_done} of {last.num_processes} processes have imported"
+        has = verb(last.num_done, "has", "have")
+        done = f"{last.num_done} of {counted(last.num_processes, 'process', 'processes')} {has} imported"
         return f"{done}; pid {last.pid} has not, and is in state {last.state}"
 
     def spawn(

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from megatron_recover.core.wording import counted, verb
 from megatron_recover.deadlines import figure
 from megatron_recover.host import memory_file
 from megatron_recover.host.process_stat import START_TIME, cause_of, stat_of
@@ -146,7 +147,8 @@ class EventCommand:
         told = 0
         while (notice := self._next()) is not None:
             if notice.dropped > told:
-                self._says(f"{notice.dropped} events so far were not given to --on-event: it is too slow for them")
+                number, was = counted(notice.dropped, "event"), verb(notice.dropped, "was", "were")
+                self._says(f"{number} so far {was} not given to --on-event, which is too slow for them")
                 told = notice.dropped
             self._memory.begins(notice)
             with self._changed:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from megatron_recover import trace
 from megatron_recover.cluster.status import Seen
 from megatron_recover.cluster.streams import Tee
+from megatron_recover.core.wording import counted, named, verb
 from megatron_recover.deadlines import figure
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.follow.members import Members
@@ -223,12 +224,13 @@ class Narrator:
                     return
                 if event.generation > 1 or event.losses:
                     lost = "; ".join(f"replica {loss.replica} lost: {loss.kind.value} {loss.detail}" for loss in event.losses)
-                    yield f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})"
+                    yield f"generation {event.generation}: {named(event.roster)} ({lost or event.reason})"
                 else:
-                    yield f"generation {event.generation}: replicas {_names(event.roster)}"
+                    yield f"generation {event.generation}: {named(event.roster)}"
             case trace.LeaveAsked():
                 if event.replicas:
-                    yield f"replicas {_names(event.replicas)} leave after a common step, asked by {event.reason}"
+                    leave = verb(len(event.replicas), "leaves", "leave")
+                    yield f"{named(event.replicas)} {leave} after a common step, asked by {event.reason}"
                 for one in event.refused:
                     yield f"WARNING: replica {one.replica} does not leave, asked by {event.reason}: {one.why}"
             case trace.LeaderSilent(phase="began"):
@@ -237,7 +239,7 @@ class Narrator:
             case trace.LeaderSilent():
                 self._leaders.is_over(event.member)
             case trace.NodeJoined():
-                number = "1 slot is" if event.slots == 1 else f"{event.slots} slots are"
+                number = f"{counted(event.slots, 'slot')} {verb(event.slots, 'is', 'are')}"
                 yield f"node {event.name} has come late, as node {event.node}: its {number} spare"
             case trace.NodeLost():
                 self._nodes.is_over(event.node)
@@ -266,7 +268,7 @@ class Narrator:
                 yield f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}"
             case trace.Waiting():
                 limit = f" (excused for {figure(event.limit_s)} s at most, then judged)" if event.limit_s is not None else ""
-                yield f"WARNING: waiting for replicas {_names(event.replicas)}: {event.reason}{limit}"
+                yield f"WARNING: waiting for {named(event.replicas)}: {event.reason}{limit}"
             case trace.Checkpoint(phase="failed"):
                 yield f"WARNING: {event.detail}"
             case trace.Checkpoint(phase="loaded") if self.is_writer(event.replica):
@@ -288,7 +290,7 @@ class Narrator:
             case trace.NewcomerLost(newcomer=newcomer, kind=kind, detail=detail):
                 yield f"replica {newcomer} is lost before it has joined: {kind.value} {detail}"
             case trace.Forming(newcomer=newcomer, in_place_of=places, reason=reason):
-                where = reason or (f"in the place of {_replicas(places)}" if places else "")
+                where = reason or (f"in the place of {named(places)}" if places else "")
                 yield f"replica {newcomer} forms {where}".rstrip()
             case trace.ClaimRefused(newcomer=newcomer, label=label, reason=reason) if newcomer not in self._refused:
                 self._refused.add(newcomer)
@@ -300,13 +302,5 @@ class Narrator:
                 number, label = self._joins_in
                 where = f"at {label}" if number == generation and label else f"in generation {generation}"
                 now = len(self.progress.members.roster)
-                verb = "joins" if len(newcomers) == 1 else "join"
-                yield f"{_replicas(newcomers)} {verb} {where}: {now} replica{'s train' if now > 1 else ' trains'}"
-
-
-def _replicas(numbers: tuple[int, ...]) -> str:
-    return f"replica{'s' if len(numbers) > 1 else ''} {' '.join(map(str, numbers))}"
-
-
-def _names(roster: tuple[int, ...]) -> str:
-    return " ".join(map(str, roster)) or "none"
+                join, train = verb(len(newcomers), "joins", "join"), verb(now, "trains", "train")
+                yield f"{named(newcomers)} {join} {where}: {counted(now, 'replica')} {train}"

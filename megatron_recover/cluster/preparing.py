@@ -18,6 +18,7 @@ from megatron_recover.cluster.starting import Starting
 from megatron_recover.config import FOR_CONSOLE
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted
 from megatron_recover.deadlines import Deadlines
 
 
@@ -48,7 +49,7 @@ class Preparation:
         job = self._job
         modules = ", ".join(name for name in job.preload if ":" not in name) or "nothing"
         how = "once for" if job.rank_start == "fork" else "in each of"
-        who = f"{job.num_slots_here} spare slots" if job.is_late else f"{job.num_ranks_here} ranks"
+        who = counted(job.num_slots_here, "spare slot") if job.is_late else counted(job.num_ranks_here, "rank")
         self._recording.says(f"importing {modules} {how} {who}")
         said_at, said = self._loop.time(), ""
 

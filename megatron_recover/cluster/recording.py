@@ -30,6 +30,7 @@ from megatron_recover.cluster.status import Request, Status
 from megatron_recover.cluster.streams import Stream, Tee
 from megatron_recover.core import hybrid_clock
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted, verb
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.host import memory_file
 from megatron_recover.host.process_stat import cause_of
@@ -286,11 +287,12 @@ class Recording:
             self._complain(f"the end of the trace is missing in {run_dir}, and of the logs, as the recorder does not answer")
         elif shown.num_unwritten:
             self._complain(
-                f"the end of the trace is missing in {run_dir}: {shown.why}. At least {shown.num_unwritten} events could not "
-                "be written. The run itself is not affected"
+                f"the end of the trace is missing in {run_dir}: {shown.why}. At least "
+                f"{counted(shown.num_unwritten, 'event')} could not be written. The run itself is not affected"
             )
         if shown is not None and shown.num_missing:
-            self._complain(f"{shown.num_missing} bytes that ranks have printed are missing in {run_dir / LOGS}: {shown.why}")
+            number, are = counted(shown.num_missing, "byte"), verb(shown.num_missing, "is", "are")
+            self._complain(f"{number} that ranks have printed {are} missing in {run_dir / LOGS}: {shown.why}")
         return self._shown is not None and not self._shown.num_unwritten
 
     def close(self) -> None:

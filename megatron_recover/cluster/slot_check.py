@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover.config import visible_gpus
+from megatron_recover.core.wording import counted
 from megatron_recover.host import gpus
 from megatron_recover.host.process_stat import START_TIME, STATE, stat_of
 
@@ -74,7 +75,7 @@ def _memory(wanted: Wanted) -> str:
     available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
     if available is None or available >= _LEAST_MEMORY_BYTES * wanted.num_ranks:
         return ""
-    return f"the host has {available >> 20} MiB of memory available for {wanted.num_ranks} ranks"
+    return f"the host has {available >> 20} MiB of memory available for {counted(wanted.num_ranks, 'rank')}"
 
 
 def _former_processes(wanted: Wanted) -> str:

@@ -27,6 +27,7 @@ from megatron_recover.control_plane.node_watch import NodeWatch
 from megatron_recover.control_plane.wire import encode
 from megatron_recover.core.coordinator_state import MembershipSettings
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted, verb
 from megatron_recover.deadlines import Deadlines
 
 _EARLIER = 0.95
@@ -120,7 +121,7 @@ class JobStart:
 
     def have_idle(self, agent: Agent) -> None:
         """Tell an agent that the job does not use its node, as far as is known by now."""
-        self._loop.send(agent.link, Idle(f"the job runs on {self._num_met} nodes already", self._job))
+        self._loop.send(agent.link, Idle(f"the job runs on {counted(self._num_met, 'node')} already", self._job))
 
     def _last_call(self) -> None:
         if len(self._agents) >= self._settings.least:
@@ -131,8 +132,9 @@ class JobStart:
         if self._is_over or self.nodes:
             return
         here = ", ".join(agent.hello.name for agent in self._agents)
+        were = verb(len(self._agents), "was", "were")
         self._end_of_too_few(
-            f"{len(self._agents)} of {self._settings.least} nodes were there after {self._settings.join_s:g} s ({here})"
+            f"{len(self._agents)} of {self._settings.least} nodes {were} there after {self._settings.join_s:g} s ({here})"
         )  # fmt: skip
 
     def _meet_if_owner_is_here(self) -> None:

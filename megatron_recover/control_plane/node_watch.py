@@ -22,6 +22,7 @@ from typing import Literal
 from megatron_recover import trace
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.core import node_silence
+from megatron_recover.core.wording import verb
 from megatron_recover.deadlines import Deadlines
 
 SEEN_BEATS = 1.5
@@ -206,7 +207,8 @@ class NodeWatch:
             self._remove(number, f"nothing was heard of it for {all_s[number]:.1f} s")
         if node_silence.is_cut_off(silent_s, seen_s=seen_s, limit_s=self._patience_s):
             num_heard = sum(seconds < seen_s for seconds in silent_s.values())
-            self._cut_off(f"{num_heard} of {len(silent_s)} nodes are heard, too few for the others to be called lost")
+            are = verb(num_heard, "is", "are")
+            self._cut_off(f"{num_heard} of {len(silent_s)} nodes {are} heard, too few for the others to be called lost")
 
     def _tell(self, number: int, phase: Literal["began", "over"], seconds: float) -> None:
         name = self._nodes[number].name

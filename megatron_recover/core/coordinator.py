@@ -93,6 +93,7 @@ from megatron_recover.core.membership_messages import (
 from megatron_recover.core.policy import poisoned
 from megatron_recover.core.request import MISCOUNTED, exit_for, leave_of
 from megatron_recover.core.vote import unite
+from megatron_recover.core.wording import named, verb
 
 __all__ = [
     "Announce", "Arm", "Ask", "AtWork", "CoordinatorState", "Dismiss", "Effect", "EndJob", "ExitAsked", "Fence",
@@ -227,7 +228,7 @@ def _on_leaving(state: CoordinatorState, leaving: ReplicaLeaving) -> Step:
         replace(generations.without(state, left), left=(*state.left, *left), evidence_from=state.generation + 1)
     )
     lease = generations.lease_of(state, left)
-    state, effects = generations.announce(state, (), f"replicas {', '.join(map(str, left))} leave", left)
+    state, effects = generations.announce(state, (), f"{named(left)} {verb(len(left), 'leaves', 'leave')}", left)
     # The end of the job dismisses everybody.
     return state, effects if state.over else (*effects, *(Dismiss(replica) for replica in left), *lease)
 

@@ -8,7 +8,7 @@ Note [A drained node]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from megatron_recover.core import policy
 from megatron_recover.core.coordinator_state import CoordinatorState
@@ -16,6 +16,7 @@ from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import older
 from megatron_recover.core.leaving import asked, judged, leavers
 from megatron_recover.core.values import ReplicaId, Value
+from megatron_recover.core.wording import named, verb
 
 
 class Drain(Value, frozen=True):
@@ -34,16 +35,10 @@ class Drain(Value, frozen=True):
         """Return what will happen, in words."""
         found = [f"no new replica is formed on {self.node} any more"]
         if self.leaving:
-            found.append(f"{named(self.leaving, 'leaves', 'leave')} after a common step")
+            found.append(f"{named(self.leaving)} {verb(len(self.leaving), 'leaves', 'leave')} after a common step")
         if self.dropped:
-            found.append(f"{named(self.dropped, 'is', 'are')} not formed there any more")
+            found.append(f"{named(self.dropped)} {verb(len(self.dropped), 'is', 'are')} not formed there any more")
         return "; ".join(found)
-
-
-def named(replicas: Sequence[ReplicaId], one: str, several: str) -> str:
-    """Return a sentence about replicas, with the verb for one or for several."""
-    who = " ".join(map(str, replicas))
-    return f"replica {who} {one}" if len(replicas) == 1 else f"replicas {who} {several}"
 
 
 def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *, is_drained: bool, forms: bool) -> Drain:
@@ -64,7 +59,7 @@ def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *
     dropped = tuple(sorted({*hosted} & {*state.forming}))
     new = [claim.replica for claim in state.joins if claim.replica in hosted]
     if new:
-        return Drain(f"{named(new, 'is in its', 'are in their')} first step; ask again")
+        return Drain(f"{named(new)} {verb(len(new), 'is in its', 'are in their')} first step; ask again")
     if not leaving and not dropped and (is_drained or (here and not forms)):
         return Drain(_fact(state, node, here))
     if not here and not forms:
@@ -80,7 +75,8 @@ def _fact(state: CoordinatorState, node: str, here: Collection[ReplicaId]) -> st
     """Return what has become of an earlier request for this node."""
     going = leavers(state.requests, state.roster, state.policy.min_replicas)
     if leave := sorted(going & {*here}):
-        return f"node {node} is drained already: {named(leave, 'still leaves', 'still leave')}"
+        return f"node {node} is drained already: {named(leave)} {verb(len(leave), 'still leaves', 'still leave')}"
     if stay := sorted({*here} - going):
-        return f"node {node} is drained already, but {named(stay, 'stays', 'stay')}, which the job needs since a loss"
+        stays = f"{named(stay)} {verb(len(stay), 'stays', 'stay')}"
+        return f"node {node} is drained already, but {stays}, which the job needs since a loss"
     return f"node {node} is drained already: no replica has a rank there, and no new one is formed there"

@@ -35,6 +35,7 @@ from megatron_recover.core.policy import all_finished, nobody_left, poisoned
 from megatron_recover.core.request import TOO_FEW
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.core.vote import unite
+from megatron_recover.core.wording import counted
 
 Step = tuple[CoordinatorState, tuple[Effect, ...]]
 """The next state and the effects."""
@@ -65,7 +66,11 @@ def start_when_complete(state: CoordinatorState) -> Step:
                 f"{described(first.replica, other.replica, found)}; use the same script, flags, packages, data and checkpoint",
             )
     if len(state.hellos) < state.policy.min_replicas:
-        detail = f"{len(state.hellos)} of {state.policy.num_replicas} replicas started, {state.policy.min_replicas} are needed"
+        policy = state.policy
+        detail = (
+            f"{len(state.hellos)} of {counted(policy.num_replicas, 'replica')} started; "
+            f"--recover-min-replicas is {policy.min_replicas}"
+        )
         return end(state, ExitCode.TOO_FEW_REPLICAS, detail)
     return announce(replace(state, roster=tuple(item.replica for item in state.hellos)), state.losses, "start")
 

@@ -27,6 +27,7 @@ from megatron_recover.core.membership_messages import (
 )
 from megatron_recover.core.request import RequestKind, details
 from megatron_recover.core.values import ReplicaId
+from megatron_recover.core.wording import named, verb
 
 
 def on_form_asked(state: CoordinatorState, asked: FormAsked) -> Step:
@@ -105,8 +106,7 @@ def gathered(state: CoordinatorState) -> Step:
         joins=claims,
         ready=(),
     )
-    who = ", ".join(map(str, sorted(newcomers)))
-    what = f"replica {who} is to join" if len(newcomers) == 1 else f"replicas {who} are to join"
+    what = f"{named(sorted(newcomers))} {verb(len(newcomers), 'is', 'are')} to join"
     return generations.announce(state, (), what)
 
 

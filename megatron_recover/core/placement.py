@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_recover.core.values import Value
+from megatron_recover.core.wording import counted, verb
 
 Share = dict[int, int]
 """Number of ranks of one replica by node."""
@@ -68,9 +69,10 @@ def place(slots: Sequence[int], *, num_replicas: int, num_ranks: int, tp: int = 
         missing = num_replicas * num_ranks - sum(slots)
         fewer = f"--replicas {fitting}, or " if fitting else ""
         raise ValueError(
-            f"{num_replicas} replicas of {num_ranks} ranks need {num_replicas * num_ranks} slots, and the nodes have "
-            f"{sum(slots)} ({_described(enumerate(slots))}), in which {fitting} fit; "
-            f"give {fewer}nodes or a larger --nproc-per-node, for {missing} slots more"
+            f"{counted(num_replicas, 'replica')} of {counted(num_ranks, 'rank')} {verb(num_replicas, 'needs', 'need')} "
+            f"{counted(num_replicas * num_ranks, 'slot')}, and the nodes have "
+            f"{sum(slots)} ({_described(enumerate(slots))}), in which {fitting} {verb(fitting, 'fits', 'fit')}; "
+            f"give {fewer}nodes or a larger --nproc-per-node, for {missing} more {verb(missing, 'slot', 'slots')}"
         )
     unit = tp if sum(each // tp for each in slots) >= num_replicas * num_ranks // tp else 1
     shares = _shares([each // unit for each in slots], num_replicas, num_ranks // unit)
@@ -94,10 +96,15 @@ def left_over_line(placement: Placement, num_ranks: int, *, are_spares: bool = F
     if not num:
         return None
     by_node = [(node, len(list(group))) for node, group in itertools.groupby(placement.left_over, lambda slot: slot.node)]
+    what = f"{counted(num, 'slot')} {verb(num, 'has', 'have')} no rank ({_described(by_node)})"
     if are_spares:
-        return f"{num} slots have no rank ({_described(by_node)}): spares for replicas that are lost"
-    more = f"too few for another replica of {num_ranks} ranks" if num < num_ranks else "give a larger --replicas to use them"
-    return f"{num} slots have no rank ({_described(by_node)}): {more}"
+        return f"{what}: {verb(num, 'a spare', 'spares')} for replicas that are lost"
+    more = (
+        f"too few for another replica of {counted(num_ranks, 'rank')}"
+        if num < num_ranks
+        else "give a larger --replicas to use {verb(num, 'it', 'them')}"
+    )
+    return f"{what}: {more}"
 
 
 def _shares(free: list[int], num_replicas: int, size: int) -> Iterator[Share]:

@@ -34,6 +34,7 @@ from megatron_recover.core.values import (
     Work,
 )
 from megatron_recover.core.vote import Disagreement, disagreement
+from megatron_recover.core.wording import named, verb
 
 
 class Recovery(Value, frozen=True):
@@ -85,7 +86,7 @@ def recover(
         return conflict
     behind = [status.replica for status in ordered if status.step < step]
     adopt = current[0].committed if behind else None
-    reason = f"replicas {behind} adopt step {step - 1}; " if behind else ""
+    reason = f"{named(behind)} {verb(len(behind), 'adopts', 'adopt')} step {step - 1}; " if behind else ""
     work = next((status.work for status in current if status.work is not None), None)
     admissions = judged(claims, current, work)
     reason += f"{admissions.reason}; " if admissions.reason else ""

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from megatron_recover.core import policy
 from megatron_recover.core.coordinator_state import CoordinatorState, MembershipSettings
-from megatron_recover.core.draining import named
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import older
 from megatron_recover.core.leaving import asked, judged
 from megatron_recover.core.request import RequestKind, details
 from megatron_recover.core.values import ReplicaId, Value
+from megatron_recover.core.wording import counted, named, verb
 
 
 class Change(Value, frozen=True):
@@ -37,18 +37,20 @@ class Change(Value, frozen=True):
     """Number of newcomers that are still to be formed."""
     grown: int = 0
     """The argument of that name of `wanted`, from now on."""
+    already: int | None = None
+    """The requested number, if the job wanted that number before; else None."""
 
     @property
     def text(self) -> str:
         """Return what will happen, in words."""
-        found = []
+        found = [] if self.already is None else [f"the job wants {counted(self.already, 'replica')} already"]
         if self.leaving:
-            found.append(f"{named(self.leaving, 'leaves', 'leave')} after a common step")
+            found.append(f"{named(self.leaving)} {verb(len(self.leaving), 'leaves', 'leave')} after a common step")
         if self.dropped:
-            found.append(f"{named(self.dropped, 'is', 'are')} not formed any more")
+            found.append(f"{named(self.dropped)} {verb(len(self.dropped), 'is', 'are')} not formed any more")
         if self.num_missing:
-            number = "1 replica is" if self.num_missing == 1 else f"{self.num_missing} replicas are"
-            found.append(f"{number} formed while the others train")
+            number, is_ = counted(self.num_missing, "replica"), verb(self.num_missing, "is", "are")
+            found.append(f"{number} {is_} formed while the others train")
         return "; ".join(found) or "nothing has to change"
 
 
@@ -81,8 +83,9 @@ def scaled(state: CoordinatorState, num_replicas: int, *, grown: int, room: int 
     staying = sorted({*members} - {*asked(state.requests, members)})
     leaving = tuple(staying[num_replicas:])
     if leaving and state.joins:
-        who = ", ".join(str(claim.replica) for claim in state.joins)
-        return Change(f"replica {who} is in its first step; ask again", grown=grown)
+        who = [claim.replica for claim in state.joins]
+        first = verb(len(who), "is in its first step", "are in their first step")
+        return Change(f"{named(who)} {first}; ask again", grown=grown)
     if why := [refusal for refusal in judged(state, leaving)[1] if leaving]:
         return Change(f"replica {why[0].replica} cannot leave: {why[0].why}", grown=grown)
     to_come = sorted({*state.forming, *(claim.replica for claim in state.joins)} - {*members})
@@ -90,7 +93,7 @@ def scaled(state: CoordinatorState, num_replicas: int, *, grown: int, room: int 
     total = num_asked_to_leave(state) + len(leaving)
     return Change(
         leaving=leaving, dropped=dropped, num_missing=max(0, num_replicas - len(staying) - len(to_come)),
-        grown=num_replicas - state.policy.num_replicas + total,
+        grown=num_replicas - state.policy.num_replicas + total, already=num_replicas if num_replicas == now else None,
     )  # fmt: skip
 
 
@@ -110,8 +113,8 @@ def _refusal(state: CoordinatorState, num_replicas: int, now: int, room: int | N
     most = most_for_batch(state.policy)
     if most is not None and num_replicas > most:
         return (
-            f"a training step has {most} microbatches, fewer than {num_replicas} replicas; ask for {most} or fewer, "
-            "or start with a larger --global-batch-size"
+            f"a training step has {counted(most, 'microbatch', 'microbatches')}, fewer than {num_replicas} replicas; "
+            f"ask for {most} or fewer, or start with a larger --global-batch-size"
         )
     if room is None:
         return (
@@ -119,7 +122,9 @@ def _refusal(state: CoordinatorState, num_replicas: int, now: int, room: int | N
             f"--replicas {num_replicas}"
         )
     if num_replicas > room:
-        return f"there are slots for {room} replicas; ask for {room} or fewer, or start with more --spares or processes"
+        return (
+            f"there are slots for {counted(room, 'replica')}; ask for {room} or fewer, or start with more --spares or processes"
+        )
     return ""
 
 

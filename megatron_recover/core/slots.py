@@ -49,6 +49,7 @@ from msgspec.structs import replace
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.placement import Slot, place
 from megatron_recover.core.values import ReplicaId, Value
+from megatron_recover.core.wording import counted
 
 _STRIKES = 2
 """Number of breaks in a row from which on slots are set aside."""
@@ -374,7 +375,7 @@ def plan(pasts: Pasts, *, wanted: int, settings: Settings, now_s: float) -> Plan
     rest = [slot for slot in pool if slot not in used]
     left_out = list(hindered.values())
     if len(newcomers) < wanted:
-        few = f"free, but too few for a replica of {num_ranks} ranks ({len(rest)} such slots)"
+        few = f"free, but too few for a replica of {counted(num_ranks, 'rank')} ({counted(len(rest), 'such slot')})"
         waits = any(each.again_at_s is not None for each in left_out)
         left_out += (LeftOut(slot, few, is_usual=waits) for slot in rest)
     return Plan(tuple(newcomers), tuple(sorted(left_out, key=lambda each: each.slot)))
@@ -418,7 +419,7 @@ def _hindrance(past: Past, settings: Settings, now_s: float) -> LeftOut | None:
     if past.is_drained:
         return LeftOut(past.slot, f"node {past.slot.node} is drained")
     if past.num_set_aside > settings.budget:
-        times = f"it was set aside {settings.budget} times before" if settings.budget else "no try is left"
+        times = f"it was set aside {counted(settings.budget, 'time')} before" if settings.budget else "no try is left"
         return LeftOut(past.slot, f"never used again, as {times}: {past.why}")
     if past.until_s is not None and now_s < past.until_s:
         which = f"set aside for {past.for_s:g} s ({past.num_set_aside} of {settings.budget})"

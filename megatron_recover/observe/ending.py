@@ -232,9 +232,10 @@ class Account(msgspec.Struct):
         losses = f"{num_lost or 'no'} {'loss' if num_lost == 1 else 'losses'}"
         losses += f", {len(self.joined)} joined" if self.joined else ""
         losses += f", {len(self.left)} asked to leave" if self.left else ""
-        lines.append(
-            f"{left} of {self.replicas} replicas left, {losses}; {self.checkpoint()}; trace and logs are in {self.run_dir}"
-        )
+        number = f"{left} of {self.replicas} replicas left"
+        if left > self.replicas:  # the job has grown
+            number = f"{left} replicas at the end, {self.replicas} at the start"
+        lines.append(f"{number}, {losses}; {self.checkpoint()}; trace and logs are in {self.run_dir}")
         ending = ENDINGS[exit_code if exit_code in ENDINGS else KILLED]
         if reason.endswith(GOES_ON_ELSEWHERE):
             lines.append("next: nothing; `megatron-recover status` with the job's run directory shows how it goes on")

@@ -6,7 +6,9 @@ The words are those of `megatron-recover check` and of the report's page.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -51,9 +53,6 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the begin of its forming until its first step was committed."""
     admitted_s: float | None = None
     """Seconds from the end of the newest reading until then."""
-    steps_meanwhile: int | None = None
-    """Number of training steps that were committed from the death of the replicas whose slots it
-    got until it was announced as a member; None if it did not become one."""
     failed: str = ""
     """Reason why it did not become a member; empty if it did."""
 
@@ -83,6 +82,26 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
         took = "" if self.joined_s is None else f" {self.joined_s:.1f} s after it began to form"
         where = f"at {self.label}" if self.label else f"in generation {self.generation}"
         return f"{who} joined {where}{took}{f' ({", ".join(parts)})' if parts else ''}{refused}"
+
+
+@dataclass(frozen=True, slots=True)
+class Meanwhile:
+    """Progress of an older member from the begin of a newcomer's forming on."""
+
+    replica: int
+    num_steps: int
+    """Number of training steps that the member committed until the newcomer was announced."""
+    num_microbatches: int
+    """Number of microbatches that one of its ranks finished until then. A newcomer may be announced
+    in the very step in which it began to form; then these alone show progress."""
+    longest_s: float
+    """Longest time in which the member finished nothing, until the newcomer's first commit."""
+    is_on_time: bool
+    """True if the member had committed all steps before the newcomer's first one when the newcomer
+    was announced. These are no steps if the newcomer began to form in that very step."""
+    is_finished: bool
+    """True if the member committed the newcomer's first step, and all later steps of the run. For a
+    member that was lost or left, these are the steps until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +151,6 @@ def joins(history: History) -> tuple[JoinSummary, ...]:
                 generation=joined.generation if joined is not None else None, label=history.label(step),
                 joined_s=_seconds(forming.t, joined.t) if joined is not None else None,
                 admitted_s=_seconds(read_at, joined.t) if joined is not None else None,
-                steps_meanwhile=_num_steps(history, forming.t if died is None else died, joined),
                 failed="" if joined is not None else _why_not(history, replica),
             )
         )  # fmt: skip
@@ -143,13 +161,61 @@ def _seconds(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else round(end - begin, 6)
 
 
-def _num_steps(history: History, begin: float, joined: trace.Proven | None) -> int | None:
-    """Return the number of training steps committed since `begin` until a join was announced."""
-    if joined is None:
-        return None
-    announced = history.generations.get(joined.generation)
-    end = joined.t if announced is None else announced.t
-    return sum(begin < record.t < end and label_of(record.label).is_training for record in history.records.values())
+def meanwhile(history: History, one: JoinSummary) -> tuple[Meanwhile, ...]:
+    """Return the progress of each older member while a newcomer formed, read and joined.
+
+    Older members were members before the generation in which the newcomer joined. Return nothing
+    for a newcomer that did not become a member. Reads the trace once more.
+    """
+    if one.generation is None or one.joined_s is None:
+        return ()
+    older = sorted({*history.roster(one.generation)} - history.newcomers(one.generation))
+    commits: dict[int, dict[int, float]] = {replica: {} for replica in older}
+    finished: dict[int, dict[tuple[int, int], float]] = {replica: {} for replica in older}
+    for _, event in history.events:
+        if isinstance(event, trace.Committed) and event.replica in commits:
+            commits[event.replica].setdefault(event.step, event.t)
+        elif isinstance(event, trace.MicrobatchFinished) and event.replica in finished and event.t > one.t:
+            finished[event.replica].setdefault((event.step, event.microbatch), event.t)
+    announced, first = history.generations[one.generation].t, history.first_step(one.generation)
+    planned = ((step, facts.planned_at) for step, facts in history.steps.items())
+    running = max((step for step, t in planned if t is not None and t <= one.t), default=0)
+    return tuple(
+        Meanwhile(
+            replica=replica,
+            num_steps=sum(
+                one.t < t < announced and label_of(history.label(step) or "").is_training
+                for step, t in commits[replica].items()
+            ),
+            num_microbatches=sum(t < announced for t in finished[replica].values()),
+            longest_s=_longest_s(one.t, first, commits[replica], sorted(finished[replica].values()), history.seconds),
+            is_on_time=all(
+                commits[replica].get(step, announced) < announced
+                for step in range(max(running, min(commits[replica], default=0)), first or 0)
+            ),
+            is_finished=_is_finished(history, replica, first, commits[replica]),
+        )
+        for replica in older
+    )
+
+
+def _longest_s(begin: float, first: int | None, commits: Mapping[int, float], finished: Sequence[float], end: float) -> float:
+    """Return the longest time in which a member finished nothing, in seconds.
+
+    The time counts from `begin` to the member's commit of the step `first`; to `end` if there is
+    none. A member that was a newcomer itself at `begin` counts from its own first commit.
+    """
+    end = commits.get(first, end) if first is not None else end
+    if not any(t <= begin for t in commits.values()):
+        begin = min(commits.values(), default=begin)
+    times = [begin, *sorted(t for t in (*commits.values(), *finished) if begin < t < end), end]
+    return max(after - before for before, after in pairwise(times))
+
+
+def _is_finished(history: History, replica: int, first: int | None, commits: Mapping[int, float]) -> bool:
+    """Return whether a member committed all steps from `first` to its end, or that of the run."""
+    last = history.last_committed.get(replica) if replica in history.gone_at else history.last_step
+    return first is not None and last is not None and first <= last and all(step in commits for step in range(first, last + 1))
 
 
 def died_at(history: History, replica: int) -> float | None:

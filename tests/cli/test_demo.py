@@ -84,7 +84,8 @@ def test_the_demo_proves_what_the_traces_show(
     assert "train 4: microbatches 1, 3, 5 taken into the running 1F1B by replica 1" in text
     assert "replica 3 in the place of replica 0 joined at train 5, " in text
     assert "replica 4 in the place of replica 2 joined at train 6, " in text
-    assert "until replica 3 was announced: 3 steps" in text and "until replica 4 was announced: 2 steps" in text
+    assert "until replica 3 was announced, replica 1 finished 24 microbatches in 2 steps; longest pause 0.0" in text
+    assert "until replica 4 was announced, replica 1 finished 9 microbatches in 1 step, replica 3 finished 3 microb" in text
     assert "20 steps, never fewer than 1 replica, exit code 15 (the demo asked for the end)" in text
     assert (tmp_path / "demo" / "faulty" / "loss.svg").exists()
     assert json.loads((tmp_path / "demo" / "faulty" / "summary.json").read_text())["param_bit_identical"] is True
@@ -134,6 +135,25 @@ def _all_steps_at_the_end(events: Events) -> Events:
     return [msgspec.structs.replace(one, t=events[-1].t) if isinstance(one, trace.Committed) else one for one in events]
 
 
+def _all_pause(events: Events) -> Events:
+    """All members make a pause of 100 s after a newcomer has begun to form."""
+    [begin] = [i for i, one in enumerate(events) if isinstance(one, trace.Forming) and one.newcomer == 4]
+    return [msgspec.structs.replace(one, t=one.t + 100.0 * (i > begin)) for i, one in enumerate(events)]
+
+
+def _one_pauses(events: Events) -> Events:
+    """Replica 1 finishes nothing until both newcomers have joined."""
+    [begin, end] = [
+        i for i, one in enumerate(events)
+        if (isinstance(one, trace.Forming) and one.newcomer == 3) or (isinstance(one, trace.Proven) and one.newcomers == (4,))
+    ]  # fmt: skip
+    late = [
+        i for i, one in enumerate(events)
+        if begin < i < end and isinstance(one, trace.Committed | trace.MicrobatchFinished) and one.replica == 1
+    ]  # fmt: skip
+    return [msgspec.structs.replace(one, t=events[end].t) if i in late else one for i, one in enumerate(events)]
+
+
 def _another_end(events: Events) -> Events:
     """All replicas have the same other parameters at the end."""
     for replica in (1, 3, 4):
@@ -152,6 +172,11 @@ FAILURES: list[tuple[str, Callable[[Events], Events]]] = [
     ("Every lost replica came back", _without(trace.Proven)),
     ("Nobody stopped for them", _all_steps_at_the_end),
     ("Nobody stopped for them", _without(trace.Proven)),
+    ("Nobody stopped for them", _all_pause),
+    ("Nobody stopped for them", _one_pauses),
+    ("Nobody stopped for them", _without(trace.Committed, replica=1, step=19)),
+    ("Nobody stopped for them", _without(trace.Committed, replica=3, step=19)),
+    ("Nobody stopped for them", _without(trace.Committed, replica=1, step=8)),
     ("Every step was made", lambda events: _replace(events, trace.Reduced, {"provenance": (2, 0, 1, 1, 1, 1)}, bucket=1)),
     ("Only what the dead", lambda events: [*events[:-1], WASTED, events[-1]]),
     ("Only what the dead", lambda events: [*events[:-1], *MORE, events[-1]]),

@@ -290,7 +290,8 @@ def told(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[
         (
             "--replicas 2 --spares 2",
             "--recover-heal off",
-            "--spares has no use, as no lost replica is replaced (--recover-heal off, or a flag that excludes it)",
+            "--spares is 2, but no lost replica is replaced (--recover-heal off, or a flag that excludes it); leave "
+            "out --spares, or give --recover-heal in-place",
         ),
         ("--replicas 2 --spares -1", "--recover-heal in-place", "--spares is -1; it must be a number of slots, 0 or more"),
     ],
@@ -317,7 +318,7 @@ def test_what_follows_from_other_flags_is_told_and_so_is_a_lack_of_protection(
 ) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir(), (tmp_path / "c").mkdir()
     assert told("--nproc-per-node 4", tmp_path / "a", capsys) == [
-        "megatron-recover run: 4 replicas of 1 processes (TP 1 x PP 1 x CP 1 x lanes 1)"
+        "megatron-recover run: 4 replicas of 1 process (TP 1 x PP 1 x CP 1 x lanes 1)"
     ]
     assert told("--replicas 2", tmp_path / "b", capsys) == []
     assert told("--replicas 1", tmp_path / "c", capsys) == [

@@ -184,7 +184,8 @@ def test_a_range_that_all_listeners_of_a_node_may_use_up_is_refused() -> None:
     with pytest.raises(ValueError) as refusal:
         launch_line.judge(read(f"{line} 20000-20038"), num_processes=16, config=RecoverConfig())
     assert str(refusal.value) == (
-        "--port-range 20000-20038 has 39 ports, and each of the 8 ranks of this node listens on up to 5; give at least 40 ports"
+        "--port-range 20000-20038 has 39 ports, and this node has 8 ranks, each of which listens on up to 5; "
+        "give at least 40 ports"
     )
 
 

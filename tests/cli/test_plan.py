@@ -154,7 +154,7 @@ NO_SCRIPT = (
          "--replicas is a flag of run; plan compares all numbers of replicas: leave it out"),
         (f"-- {SCRIPT} --micro-batch-size 1 --global-batch-size 1 --train-iters 1",
          "run would refuse every layout; that of --replicas 2 --lanes 1, since\n"
-         "--global-batch-size 1 is 1 microbatches of --micro-batch-size 1, fewer than the 2 replicas; raise it to at least 2, "
+         "--global-batch-size 1 is 1 microbatch of --micro-batch-size 1, fewer than the 2 replicas; raise it to at least 2, "
          "or use fewer replicas"),
     ],
 )  # fmt: skip

@@ -232,15 +232,15 @@ def too_few_nodes(nodes: Nodes) -> None:
         (other_flags, ": --clip-grad is "),
         (other_flags_and_a_file, ": --clip-grad is "),
         (same_rank, "--node-rank 1 is also that of "),
-        (too_many_replicas, "5 replicas of 1 ranks need 5 slots, and the nodes have 4"),
-        (too_many_replicas_and_the_own_name, "5 replicas of 1 ranks need 5 slots, and the nodes have 4"),
+        (too_many_replicas, "5 replicas of 1 rank need 5 slots, and the nodes have 4"),
+        (too_many_replicas_and_the_own_name, "5 replicas of 1 rank need 5 slots, and the nodes have 4"),
         (no_script_on_one, "there is no training script"),
         (no_script_on_the_first, "there is no training script"),
         (no_script_on_one_of_a_file, "there is no training script"),
         (two_first_nodes, "give another port, the same on all nodes, and each node its own --node-rank"),
         (a_run_directory_of_another_job, "is not empty"),
         (a_run_directory_of_another_job_by_a_file, "is not empty"),
-        (too_few_nodes, "1 of 2 nodes were there after 1 s"),
+        (too_few_nodes, "1 of 2 nodes was there after 1 s"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_on_all_nodes_before_anything_starts(

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -160,6 +161,37 @@ def test_a_limit_below_what_the_imports_take_is_told_and_not_the_memory_of_the_m
     found = machine.memory(Need(num_ranks=2))
     assert found.level == "warn"
     assert found.value == "1.0 GiB (/sys/fs/cgroup/memory.max); 2 ranks take 1.3 GiB before there is a model"
+
+
+@pytest.mark.parametrize(
+    ("memory", "files", "on_gpus", "expected"),
+    [
+        (2**40, 1024, False, (106, "1024 open files (hard limit)")),
+        (4 * 2**30, 1024, False, (6, "4.0 GiB of memory")),
+        (4 * 2**30, 1024, True, (2, "4.0 GiB of memory")),
+        (2**30, 1024, True, (0, "1.0 GiB of memory")),
+        (2**36, resource.RLIM_INFINITY, False, (156, "64.0 GiB of memory")),
+    ],
+)
+def test_the_largest_number_of_spares_is_known_with_what_limits_it(
+    memory: int, files: int, on_gpus: bool, expected: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_memory_here", lambda: (memory, "that of the machine"))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
+    assert machine.most_spares(Need(num_ranks=7, num_spares=5, on_gpus=on_gpus)) == expected
+
+
+@pytest.mark.parametrize(
+    ("spares", "said"),
+    [
+        (8, "10 ranks need 10; give --spares 2 or fewer, or correct CUDA_VISIBLE_DEVICES"),
+        (5, "10 ranks need 10; leave out --spares, and start fewer ranks on this node, or correct"),
+    ],
+)
+def test_spares_beyond_the_gpus_are_answered_with_the_largest_number(spares: int, said: str) -> None:
+    there = [gpus.Gpu(number, f"GPU-{number}", "NVIDIA H100", 80000, 0, False) for number in range(4)]
+    found = gpu_check.judged(Need(num_ranks=10, num_spares=spares, on_gpus=True), there)
+    assert found.level == "fail" and said in found.line("n")
 
 
 @pytest.mark.parametrize(("seconds", "unsynchronised", "num_nodes", "level"), [
@@ -411,6 +443,36 @@ def test_run_is_refused_before_anything_starts_and_leaves_nothing(tmp_path: Path
     assert (done.returncode, len(refusals)) == (ExitCode.BAD_INPUT, 1), done.stderr
     assert refusals[0].startswith("megatron-recover run: fail  ")
     assert not any(": ok " in each for each in lines) and sorted(each.name for each in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_too_many_spares_are_refused_with_the_largest_number(tmp_path: Path) -> None:
+    flags = "--num-layers 2 --num-attention-heads 2 --hidden-size 8 --micro-batch-size 1 --global-batch-size 20 --train-iters 1"
+    words = [
+        sys.executable,
+        "-m",
+        "megatron_recover",
+        "run",
+        "--replicas",
+        "2",
+        "--spares",
+        "100000",
+        "--run-dir",
+        "run",
+        "train.py",
+    ]
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    done = subprocess.run(
+        [*words, *flags.split(), "--eval-interval", "9", "--mock-data"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == ExitCode.BAD_INPUT, done.stderr
+    found = re.search(r"--spares is 100000, and this node has room for (\d+) beside its 2 ranks \(.+\); (.*)", done.stderr)
+    assert found is not None, done.stderr
+    assert found[2] == (f"give --spares {found[1]} or fewer" if int(found[1]) else "leave out --spares")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["train.py"]
 
 
 def test_run_leaves_out_what_it_judges_by_itself() -> None:

@@ -64,7 +64,7 @@ def test_a_replica_is_given_back_and_the_last_ones_are_not(
     assert [(node["name"], node["state"], node["replicas"]) for node in told["nodes"]] == [(host_name(), "here", [0, 1, 2])]
     assert "7 is no replica and no node of the job; replicas are 0 1 2" in refusal(["7", str(run_dir)], capsys)
     assert drain.main(["0", str(run_dir)]) == ExitCode.OK
-    assert "replica 0 has left; 2 of 3 replicas go on\n" in capsys.readouterr().out
+    assert "replica 0 has left; 2 replicas go on\n" in capsys.readouterr().out
     assert "no replica would stay" in refusal([host_name(), str(run_dir)], capsys)
     reached = len(job.output.read_text())
     job.launcher.terminate()
@@ -79,7 +79,7 @@ def test_a_replica_is_given_back_and_the_last_ones_are_not(
     told = capsys.readouterr().out
     newest = max(label_of(event.label).iteration for event in outcome.of(trace.Committed))
     assert "ended with exit code 15" in told, told
-    assert f", iteration {newest}, 2 of 3 replicas (1 2), 0 lost, 2 wanted; " in told, told
+    assert f", iteration {newest}, 2 replicas (1 2), 2 wanted, 0 lost; " in told, told
     assert "no checkpoint: --save was not set" in told
     assert "no job trains in" in refusal(["1", str(run_dir)], capsys)
     assert not list((run_dir / REQUESTS).iterdir())
@@ -100,7 +100,7 @@ def test_the_state_at_the_end_is_that_of_the_end(tmp_path: Path, capsys: pytest.
     keeper.see(Seen(step=260, iteration=249, iterations=4000, saved=249, checkpoint="newest checkpoint: iteration 249 in /c"))
     keeper.finish(30)
     assert status.main([str(tmp_path)]) == 0
-    assert ", iteration 249 of 4000, 2 of 2 replicas (0 1), 0 lost; newest checkpoint: iteration 249 in /c" in (
+    assert ", iteration 249 of 4000, 2 replicas (0 1), 2 wanted, 0 lost; newest checkpoint: iteration 249 in /c" in (
         capsys.readouterr().out
     )
     found = read(tmp_path)
@@ -110,7 +110,7 @@ def test_the_state_at_the_end_is_that_of_the_end(tmp_path: Path, capsys: pytest.
 def test_a_state_without_an_iteration_has_the_number_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, running(step=7))
     assert status.main([str(tmp_path)]) == 0
-    assert "generation 1, 7 steps, evaluations and saves included, 2 of 2" in capsys.readouterr().out
+    assert "generation 1, 7 steps, evaluations and saves included, 2 replicas" in capsys.readouterr().out
 
 
 def test_newcomers_that_form_are_told_and_can_be_named_once_they_are_members(
@@ -121,9 +121,35 @@ def test_newcomers_that_form_are_told_and_can_be_named_once_they_are_members(
     keeper.see(Seen(step=9, iteration=9, iterations=None, saved=None, checkpoint="no checkpoint", forming=(3, 4)))
     keeper.finish(30)
     assert status.main([str(tmp_path)]) == 0
-    assert "2 of 2 replicas (0 3), 1 lost, replica 4 forms; no checkpoint" in capsys.readouterr().out
+    assert "2 replicas (0 3), 2 wanted, 1 lost, replica 4 forms; no checkpoint" in capsys.readouterr().out
     nodes = (NodeStatus(0, "n0", "here", (0, 3)),)
     assert [targets(name, 2, nodes, (0, 3)) for name in ("3", "1", "4", "n0")] == [(3,), (), (), (0, 3)]
+
+
+def test_a_job_that_has_been_scaled_is_told_with_the_number_that_it_wants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = (NodeStatus(0, "n0", "here", (0, 1, 2)), NodeStatus(1, "n1", "here", (2,)), NodeStatus(2, "n2", "here", ()))
+    for roster, wanted, said in (
+        ((0, 1, 2), 3, "3 replicas (0 1 2), 3 wanted, 0 lost"),
+        ((0, 1, 2), 2, "3 replicas (0 1 2), 2 wanted, 0 lost"),
+        ((0,), 2, "1 replica (0), 2 wanted, 0 lost"),
+        ((), 2, "0 replicas (none), 2 wanted, 0 lost"),
+    ):
+        write(tmp_path, running(step=1, roster=roster, wanted=wanted, nodes=nodes))
+        assert status.main([str(tmp_path)]) == 0
+        told = capsys.readouterr().out
+        assert f"generation 1, 1 step, evaluations and saves included, {said}; " in told, told
+    places = ["node 0  n0  here  replicas 0 1 2", "node 1  n1  here  replica 2", "node 2  n2  here  no replica"]
+    assert told.splitlines()[2:5] == places
+
+
+@pytest.mark.parametrize("target", ["", " "])
+def test_an_empty_target_is_refused_with_the_reason(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, running())
+    said = refusal([target, str(tmp_path)], capsys)
+    assert "REPLICA|NODE is empty; give the number of a replica or the name of a node" in said
+    assert not (tmp_path / REQUESTS).exists()
 
 
 @pytest.mark.parametrize(
@@ -408,7 +434,7 @@ def test_a_replica_that_is_lost_before_it_leaves_has_not_left(
     monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
     monkeypatch.setattr(drain, "_LOOK_S", 0.01)
     assert drain.main(["1", str(tmp_path)]) == ExitCode.FAILED
-    assert "replica 1 was lost before it left; 1 of 2 replicas goes on\n" in capsys.readouterr().out
+    assert "replica 1 was lost before it left; 1 replica goes on\n" in capsys.readouterr().out
 
 
 def test_several_replicas_that_have_left_are_told_as_several(
@@ -419,7 +445,7 @@ def test_several_replicas_that_have_left_are_told_as_several(
     monkeypatch.setattr("megatron_recover.cluster.status.read", lambda run_dir: states.pop(0))
     monkeypatch.setattr("megatron_recover.cluster.status.ask", lambda *arguments: "i")
     assert drain.main(["n1", str(tmp_path)]) == ExitCode.OK
-    assert capsys.readouterr().out == "replicas 1 2 have left; 1 of 3 replicas goes on\n"
+    assert capsys.readouterr().out == "replicas 1 2 have left; 1 replica goes on\n"
 
 
 def test_a_node_without_members_is_drained_once_the_job_has_answered(

@@ -384,7 +384,7 @@ def test_too_few_jobs_of_an_array_end_a_chain_and_too_few_nodes_of_an_allocation
         port = free.getsockname()[1]
     given: dict[str, Any] = {} if by_file else {"endpoint_file": None, "host": HOST, "port": port}
     meeting = replace(_file_meeting(tmp_path, join_s=1), **given)
-    with pytest.raises(joining.NotMet, match="^1 of 2 nodes were there after 1 s") as end:
+    with pytest.raises(joining.NotMet, match="^1 of 2 nodes was there after 1 s") as end:
         Place(meeting, Deadlines.of(60.0), EndRequest()).join(
             key=KEY, level="faults", slots=1, run_dir=lambda: tmp_path, run_id="", alike=()
         )

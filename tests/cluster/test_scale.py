@@ -130,7 +130,7 @@ def test_the_number_counts_once_a_step_is_committed_with_it(
     run_dir = told(running(), running(answers=GROWS), grown, turned_away, grown)
     assert scale.main([str(run_dir), "--replicas", "3", "--wait", "0.3"]) == ExitCode.UNFINISHED
     out = capsys.readouterr().out
-    assert out == f"{GROWS[0].text}\nthe job has not 3 replicas within 0.3 s; it goes on to that number by itself\n"
+    assert out == f"{GROWS[0].text}\nthe job does not have 3 replicas after 0.3 s; it goes on to that number by itself\n"
     later = msgspec.structs.replace(grown, step=7)
     run_dir = told(running(), grown, later)
     assert scale.main([str(run_dir), "--replicas", "3"]) == ExitCode.OK

@@ -567,7 +567,7 @@ def test_a_coordinator_that_is_cut_off_ends_its_side_after_twice_the_time(make_t
     assert not agents[0].of(JobEnds)
     town.run(0.6, agents[0])
     [end] = agents[0].of(JobEnds)
-    assert end.exit_code == ExitCode.NO_REPLICA_LEFT and end.reason.startswith("1 of 3 nodes are heard, too few")
+    assert end.exit_code == ExitCode.NO_REPLICA_LEFT and end.reason.startswith("1 of 3 nodes is heard, too few")
     assert not town.of(trace.NodeLost)
 
 

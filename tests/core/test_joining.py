@@ -148,7 +148,7 @@ def test_all_newcomers_that_are_ready_go_in_together() -> None:
     state, effects = feed(formed(2), ready(other), ready())
     assert effects == [Arm("gather 1", "gather_s")]
     state, effects = feed(state, TimerFired("gather 1"))
-    assert announced(effects) == NewGeneration(2, (0, 1, 2, 3, 4), (), "replicas 3, 4 are to join", joins=(CLAIM, other))
+    assert announced(effects) == NewGeneration(2, (0, 1, 2, 3, 4), (), "replicas 3 4 are to join", joins=(CLAIM, other))
     assert state.joins == (CLAIM, other) and not state.ready and not state.forming
 
 

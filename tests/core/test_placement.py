@@ -183,3 +183,10 @@ def test_slots_without_a_rank_are_spares_where_lost_replicas_are_replaced() -> N
     assert left_over_line(placement, 2, are_spares=True) == (
         "2 slots have no rank (nodes 0 to 1: 1 each): spares for replicas that are lost"
     )
+    placement = place([3], num_replicas=1, num_ranks=2)
+    assert left_over_line(placement, 2, are_spares=True) == (
+        "1 slot has no rank (node 0: 1): a spare for replicas that are lost"
+    )
+    assert left_over_line(place([2], num_replicas=1, num_ranks=1), 1) == (
+        "1 slot has no rank (node 0: 1): give a larger --replicas to use it"
+    )

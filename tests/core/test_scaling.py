@@ -60,7 +60,7 @@ def test_shrinking_has_the_highest_ids_leave_and_never_the_writer() -> None:
     state, effects = feed(state, LeaveAsked(change.leaving, "scale"))
     assert LeaveJudged((2, 3), (), "scale") in effects
     assert wanted(state, change.grown) == 2, "before they have left"
-    assert asked(state, 2, grown=change.grown).text == "nothing has to change"
+    assert asked(state, 2, grown=change.grown).text == "the job wants 2 replicas already"
     assert asked(state, 1, grown=change.grown).leaving == (1,), "those that were asked before count as gone"
 
 
@@ -81,6 +81,7 @@ def test_a_replica_that_is_lost_before_it_leaves_is_not_wanted_either() -> None:
 def test_a_lost_replica_is_missing_until_fewer_are_wanted() -> None:
     state, _ = feed(started(3), died(2))
     assert wanted(state, 0) == 3 and asked(state, 3).num_missing == 1
+    assert asked(state, 3).text == "the job wants 3 replicas already; 1 replica is formed while the others train"
     change = asked(state, 2)
     assert (change.leaving, change.text, wanted(state, change.grown)) == ((), "nothing has to change", 2)
 
@@ -113,6 +114,8 @@ BATCH = {"samples": (10, 2)}
         (started(3, min_replicas=2), 1, 9, "--recover-min-replicas is 2; ask for 2 or more"),
         (started(3, **BATCH), 6, 9, "a training step has 5 microbatches, fewer than 6 replicas; ask for 5 or fewer, or start"),
         (started(3), 5, 4, "there are slots for 4 replicas; ask for 4 or fewer, or start with more --spares or processes"),
+        (started(1), 2, 1, "there are slots for 1 replica; ask for 1 or fewer"),
+        (started(1, samples=(2, 2)), 2, 9, "a training step has 1 microbatch, fewer than 2 replicas; ask for 1 or fewer"),
         (started(3), 4, None, "(--recover-heal off, or a flag that excludes it); start it again with --replicas 4"),
         (CoordinatorState(MembershipSettings(3)), 4, 9, "training has not begun; ask again once it has"),
         (feed(started(3), ExitAsked("SIGTERM"))[0], 2, 9, "the job ends; start it again with --replicas"),
@@ -127,7 +130,7 @@ def test_a_request_that_cannot_be_carried_out_is_refused_with_the_remedy(
 
 def test_a_job_that_forms_nobody_may_shrink() -> None:
     assert asked(started(3), 2, room=None).leaving == (2,)
-    assert asked(started(3), 3, room=None).text == "nothing has to change"
+    assert asked(started(3), 3, room=None).text == "the job wants 3 replicas already"
 
 
 def test_newcomers_join_again_once_a_leaver_has_left() -> None:

@@ -121,7 +121,7 @@ def test_a_replica_over_two_nodes_that_loses_one_comes_back_with_a_spare() -> No
     )
     without_spare = tuple(each for each in pasts if each.slot.node < 2)
     assert plan(without_spare, 1) == (
-        "not 0.2 free, but too few for a replica of 2 ranks (1 such slots) [None]\nnot 1.0 node 1 is lost [None]"
+        "not 0.2 free, but too few for a replica of 2 ranks (1 such slot) [None]\nnot 1.0 node 1 is lost [None]"
     )
 
 
@@ -201,7 +201,7 @@ def test_a_slot_that_fails_its_check_is_put_off_at_once() -> None:
     pasts = slots.gone(slots.lost(pasts, 3, LossKind.PROCESS_ENDED, "", SETTINGS, now_s=100.0), 3)
     assert plan(pasts, 1) == (
         "not 0.2 put off for 60 s: no room on the disk of the run directory [160.0]\n"
-        "not 0.3 free, but too few for a replica of 2 ranks (1 such slots) [None]"
+        "not 0.3 free, but too few for a replica of 2 ranks (1 such slot) [None]"
     )
 
 

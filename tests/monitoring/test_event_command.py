@@ -160,7 +160,7 @@ def test_of_too_many_the_newest_are_dropped_and_counted_and_never_the_end(memory
     assert numbers == [*range(1, MAX_WAITING + 2), 1002]
     last = json.loads((tmp_path / "events").read_text().splitlines()[-1])
     assert (last["event"], last["dropped"]) == ("ended", 1000 - MAX_WAITING)
-    assert said == [f"{1000 - MAX_WAITING} events so far were not given to --on-event: it is too slow for them"]
+    assert said == [f"{1000 - MAX_WAITING} events so far were not given to --on-event, which is too slow for them"]
 
 
 def test_at_the_end_slow_commands_give_way_to_the_end_of_the_run(memory: Memory, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_recover.observe.follow.notices import Joined, Notices
 from megatron_recover.observe.follow.progress import RunProgress
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History
-from megatron_recover.observe.joins import doings, sizes
+from megatron_recover.observe.joins import doings, meanwhile, sizes
 from megatron_recover.observe.report import perfetto
 from megatron_recover.observe.report.lanes import newcomers_picture
 from megatron_recover.observe.report.page import render
@@ -399,7 +399,10 @@ def test_the_summary_tells_what_became_of_a_newcomer() -> None:
     [strike] = [event.t for event in traces.joining_run().events if isinstance(event, trace.Fault)]
     [proven] = [event.t for event in traces.joining_run().events if isinstance(event, trace.Proven)]
     assert joined.back_s == pytest.approx(proven - strike), "from the death to the first commit"
-    assert joined.steps_meanwhile == 3, "the step of the death, and two more"
+    progress = meanwhile(_history(), joined)
+    assert [(one.replica, one.num_steps, one.is_finished) for one in progress] == [(0, 2, True), (1, 2, True)], (
+        "without the step of the death"
+    )
     assert joined.words.startswith("replica 3, in the place of replica 2, joined at train 5 0.")
     assert joined.words.endswith("refused 2 times")
 

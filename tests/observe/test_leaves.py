@@ -43,7 +43,7 @@ def test_a_replica_that_was_dealt_something_does_not_leave_in_that_step(tmp_path
     for replica, ids in dealt.items():
         run.compute(replica, ids, traces.BUCKETS)
     run.roster, run.generation = (0, 1), 2
-    run.add(trace.Generation, generation=2, roster=(0, 1), left=(2,), reason="replicas 2 leave")
+    run.add(trace.Generation, generation=2, roster=(0, 1), left=(2,), reason="replica 2 leaves")
     run.statuses(dealt, lambda replica: ())
     again = run.deal(dealt[2])
     run.plan(again, traces.BUCKETS)

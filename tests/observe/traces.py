@@ -346,7 +346,7 @@ class Run:
             self.compute(replica, ids, BUCKETS)
         self.roster = stay
         self.generation += 1
-        self.add(trace.Generation, generation=self.generation, roster=stay, left=(leaver,), reason=f"replicas {leaver} leave")
+        self.add(trace.Generation, generation=self.generation, roster=stay, left=(leaver,), reason=f"replica {leaver} leaves")
         self.statuses(dealt, lambda replica: ())
         self.plan({}, BUCKETS)
         self.reduce(BUCKETS)

@@ -86,9 +86,28 @@ def test_what_the_run_waits_for_is_told() -> None:
     silent = trace.LeaderSilent(member=1, generation=2, phase="began", seconds=4.0, waiting_for=())
     at_work = trace.Waiting(replicas=(0, 1), reason="it reads data", limit_s=1800.0)
     assert Told().after(waits, at_work, silent).texts == [
-        "WARNING: waiting for replicas 1: replica 1 alone has the state",
+        "WARNING: waiting for replica 1: replica 1 alone has the state",
         "WARNING: waiting for replicas 0 1: it reads data (excused for 1800 s at most, then judged)",
         "the leader of replica 1 has not answered for 4 s",
+    ]
+
+
+def test_one_is_told_otherwise_than_several() -> None:
+    told = Told(of_several=True).after(
+        trace.LeaveAsked(replicas=(1,), reason="drain 1 of ann@n0"),
+        trace.LeaveAsked(replicas=(1, 2), reason="drain n1 of ann@n0"),
+        trace.NodeJoined(node=4, name="n5", slots=1),
+        trace.NodeJoined(node=5, name="n6", slots=8),
+        trace.Generation(generation=2, roster=(0,), left=(1,), reason="replica 1 leaves"),
+        trace.Generation(generation=3, roster=(), losses=(trace.Loss(replica=0, kind=LossKind.PROCESS_ENDED),)),
+    )
+    assert told.texts == [
+        "replica 1 leaves after a common step, asked by drain 1 of ann@n0",
+        "replicas 1 2 leave after a common step, asked by drain n1 of ann@n0",
+        "node n5 has come late, as node 4: its 1 slot is spare",
+        "node n6 has come late, as node 5: its 8 slots are spare",
+        "generation 2: replica 0 (replica 1 leaves)",
+        "generation 3: no replica (replica 0 lost: process ended )",
     ]
 
 
@@ -143,7 +162,10 @@ def test_a_refused_newcomer_is_told_once_and_two_that_join_together_in_one_line(
         "replica 2 does not join in train 3: it is too late in train 3; it reads again, as often as needed"
     ]
     assert told.texts[-1] == "replicas 2 3 join in generation 2: 4 replicas train"
-    assert "4 of 2 replicas left, no losses, 2 joined; " in told.narrator.account.lines(ExitCode.OK, "training finished")[1]
+    assert (
+        "4 replicas at the end, 2 at the start, no losses, 2 joined; "
+        in told.narrator.account.lines(ExitCode.OK, "training finished")[1]
+    )
 
 
 def test_lines_have_the_time_of_what_they_tell_in_the_format_of_megatrons() -> None:
@@ -187,7 +209,7 @@ def test_lines_of_the_writer_that_are_worth_it_are_shown_and_are_not_in_the_log_
     narrator.take_lines([" iteration 1/ 3 | lm loss: 1.0", "noise"], 1.0)
     told.after(trace.Generation(t=2.0, generation=2, roster=(2,), losses=(), reason="loss"))
     assert narrator.is_writer(2)
-    assert told.texts == ["iteration 1/ 3 | lm loss: 1.0", "generation 2: replicas 2 (loss)"]
+    assert told.texts == ["iteration 1/ 3 | lm loss: 1.0", "generation 2: replica 2 (loss)"]
     assert told.logged == told.shown[1:]
 
 

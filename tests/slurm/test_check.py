@@ -11,6 +11,7 @@ from megatron_recover.cluster.slurm import check
 from megatron_recover.cluster.slurm.batch_script import read
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "scripts" / "slurm"
 GOOD = (HERE / "by_hand.sbatch").read_text()
 EXPECTED = {
     "no_kill_of_the_job": (7, "add the line: #SBATCH --no-kill", "_no_kill"),
@@ -36,6 +37,7 @@ EXPECTED = {
     "wrapper": (12, "start the interpreter itself: srun ... /full/path/python -P -m megatron_recover run ...", "_wrapper"),
     "no_signal": (7, "add the line: #SBATCH --signal=USR2@300", "_no_signal"),
     "one_core": (7, "add the line: #SBATCH --exclusive", "_one_core"),
+    "no_interpreter": (1, "add the first line: #!/bin/bash", "_interpreter"),
     "no_step": (6, "start it by srun: srun --nodes=1 --ntasks=1 ... /full/path/python -P -m megatron_recover run ...",
                 "_no_step"),
 }  # fmt: skip
@@ -163,6 +165,41 @@ def test_a_script_that_another_submits_is_judged_on_its_lines() -> None:
     around = f"#!/bin/bash\nmkdir -p runs\nsbatch --parsable <<'END'\n{bad}END\nsrun torchrun x\n"
     assert [(each.line, each.remedy) for each in check.findings(around)] == [(10, "add the line: #SBATCH --no-kill")]
     assert check.findings(f"sbatch <<END\n{GOOD}".replace("$", "\\$")) == []
+
+
+_NONE = "it has neither an #SBATCH line nor an srun"
+_LAUNCH = f"{_NONE}; print a batch script for its launch line: megatron-recover sbatch -- LAUNCH LINE"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", _LAUNCH),
+        ("#!/bin/bash\n# sbatch this, or srun it\ntorchrun --nproc-per-node 8 pretrain_gpt.py\n", _LAUNCH),
+        ("import torch\nprint(torch.__version__)\n", _LAUNCH),
+        ((EXAMPLES / "laptop.sh").read_text(), _LAUNCH),
+        *(
+            ((EXAMPLES / f"{name}.sh").read_text(),
+             f"{_NONE}, and prints a batch script; write what it prints to a file, and judge that file")
+            for name in ("container", "eight_gpus", "many_nodes")
+        ),
+        ("#!/bin/bash\nA=1 sbatch -p batch train.sbatch\n", f"{_NONE}, and submits another script; judge that one"),
+    ],
+)  # fmt: skip
+def test_what_is_no_batch_script_is_told_as_such(
+    text: str, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    place = tmp_path / "any"
+    place.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["sbatch", "--check", str(place)])
+    said = capsys.readouterr()
+    assert (end.value.code, said.out, said.err) == (2, "", f"megatron-recover sbatch: {place} is no batch script: {why}\n")
+
+
+def test_a_script_with_options_on_the_line_of_sbatch_is_judged() -> None:
+    assert check.refusal("#!/bin/bash\nsrun torchrun train.py\n") is None
+    assert check.refusal("#!/bin/bash\n#SBATCH --nodes=1\n$LAUNCH\n") is None
 
 
 def test_a_script_that_cannot_be_read_and_a_launch_line_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_a_job_of_an_array_that_is_held_ends_the_others_in_time_and_is_cancelled
     try:
         machine.until(lambda: not machine.run("squeue", "--noheader", "--jobs", job).stdout.strip(), "an end", 120)
         [log] = run_dir.glob("*.log")
-        assert "exit code 10" in log.read_text() and "1 of 2 nodes were there after 3 s" in log.read_text()
+        assert "exit code 10" in log.read_text() and "1 of 2 nodes was there after 3 s" in log.read_text()
         assert MISSING_JOBS in log.read_text() and MISSING_JOBS in (save / "STOP").read_text()
         said = (run_dir / f"slurm-{job}_0.out").read_text()
         assert f"The run ended before training began: see the logs of the nodes, {run_dir}/*.log" in said

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from megatron_recover.core.wording import counted
+
 Level = Literal["ok", "warn", "fail"]
 """fail: the job cannot work here, and waiting does not help. warn: it may fail or be slow, or the
 cause may be gone in a minute."""
@@ -79,7 +81,10 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """The demands of a job on one node."""
 
     num_ranks: int | None = None
-    """Ranks on this node; None: not known, where no number of processes is given."""
+    """Ranks on this node, spares included; None: not known, where no number of processes is
+    given."""
+    num_spares: int = 0
+    """Slots of `--spares`, whose ranks start later."""
     is_rank_per_gpu: bool = False
     """True if this node has as many ranks as it has GPUs; `num_ranks` is then None."""
     on_gpus: bool = False
@@ -100,4 +105,4 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ranks(self) -> str:
         """Return the number of ranks in words."""
-        return "1 rank" if self.num_ranks in (None, 1) else f"{self.num_ranks} ranks"
+        return counted(self.num_ranks or 1, "rank")

@@ -19,6 +19,7 @@ import msgspec
 from megatron_recover.cluster.doctor.findings import Check, Finding, Folder, fail, ok, warn
 from megatron_recover.cluster.doctor.folder_probe import Deed
 from megatron_recover.config import module_command
+from megatron_recover.core.wording import counted
 
 _PROBE = "megatron_recover.cluster.doctor.folder_probe"
 _LITTLE_BYTES, _FEW_FILES = 2**30, 1000
@@ -149,5 +150,5 @@ def judged(folder: Folder, tried: Tried | None) -> Finding:
     if tried.is_full or tried.free < _LITTLE_BYTES:
         return warn(check, value, "make room, or give another folder")
     if 0 <= tried.files < _FEW_FILES:
-        return warn(check, f"{value}, and {tried.files} files can be added", "remove files, or give another folder")
+        return warn(check, f"{value}, and {counted(tried.files, 'file')} can be added", "remove files, or give another folder")
     return ok(check, value + ("" if tried.exchanges else "; its file system cannot exchange two names"))

@@ -55,9 +55,13 @@ def judged(need: Need, there: Sequence[gpus.Gpu]) -> Finding:
         return ok(Check.GPUS, f"{VISIBLE_GPUS} hides all {len(there)}: training on the CPU")
     needed = -(-(need.num_ranks or 0) // need.ranks_per_gpu)
     if needed > len(shown):
+        fewer = "start fewer ranks on this node"
+        if need.num_spares:
+            largest = len(shown) * need.ranks_per_gpu - ((need.num_ranks or 0) - need.num_spares)
+            fewer = f"give --spares {largest} or fewer" if largest > 0 else f"leave out --spares, and {fewer}"
         return fail(
             Check.GPUS, f"{value} seen, and {need.ranks} need {needed}",
-            f"start fewer ranks on this node, or correct {VISIBLE_GPUS}, the container's --gpus or Slurm's --gpus-per-node",
+            f"{fewer}, or correct {VISIBLE_GPUS}, the container's --gpus or Slurm's --gpus-per-node",
         )  # fmt: skip
     if closed := [str(each.number) for each in shown if each.is_prohibited]:
         return fail(Check.GPUS, f"compute mode Prohibited on {', '.join(closed)}", "nvidia-smi --compute-mode=0 as root")

@@ -105,13 +105,8 @@ def _core_quota() -> control_group.Limit | None:
 
 def memory(need: Need) -> Finding:
     """Compare the memory that the control groups allow with what the imports of all ranks take."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = control_group.memory_limit(control_group.groups_of("self", "memory"))
-    except OSError:
-        limit = None
-    has = machine if limit is None else min(machine, int(limit.amount))
-    value = f"{_gib(has)} ({'that of the machine' if limit is None or has == machine else limit.file})"
+    has, whose = _memory_here()
+    value = f"{_gib(has)} ({whose})"
     wanted = _imports(need)
     if wanted > has:
         return warn(
@@ -119,6 +114,32 @@ def memory(need: Need) -> Finding:
             "raise the limit (Slurm: --mem=0; Docker: --memory), or start fewer ranks on this node",
         )  # fmt: skip
     return ok(Check.MEMORY, value + (f", of which the imports of {need.ranks} take {_gib(wanted)}" if need.num_ranks else ""))
+
+
+def _memory_here() -> tuple[int, str]:
+    """Return the memory of this node in bytes, and what limits it: the machine or a file."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = control_group.memory_limit(control_group.groups_of("self", "memory"))
+    except OSError:
+        limit = None
+    has = machine if limit is None else min(machine, int(limit.amount))
+    return has, "that of the machine" if limit is None or has == machine else limit.file
+
+
+def most_spares(need: Need) -> tuple[int, str]:
+    """Return for how many spares this node has room beside its ranks, and what limits it.
+
+    That is the memory that the imports of all of them take, or the hard limit of open files.
+    """
+    has, _ = _memory_here()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shared, own = (0, _WARM_BYTES) if need.on_gpus else (_SHARED_BYTES, _FORKED_BYTES)
+    limits = [((has - shared) // own, f"{_gib(has)} of memory")]
+    if hard != resource.RLIM_INFINITY:
+        limits.append(((hard - _FILES) // _FILES_OF_RANK, f"{hard} open files (hard limit)"))
+    most, why = min(limits)
+    return max(0, most - (need.num_ranks or 0) + need.num_spares), why
 
 
 def _imports(need: Need) -> int:

@@ -80,6 +80,8 @@ class BatchScript(msgspec.Struct, frozen=True):
     """Number of sruns in front of the last `wait`, or of the last loop that may wait for them."""
     names_key: bool
     """True if a command names the variable that has the key of a job."""
+    has_interpreter: bool
+    """True if the first line names an interpreter, without which sbatch refuses a script."""
 
     def directive(self, name: str) -> Option | None:
         """Return the last `#SBATCH` line with this option; None if there is none."""
@@ -117,7 +119,8 @@ def read(text: str) -> BatchScript:
                 options, command = _options(number, _replaced(words[1:], variables))
                 sruns.append(Srun(number, tuple(options), tuple(command), separator == "&"))
     return BatchScript(
-        tuple(directives), last, tuple(sruns), frozenset(trapped), frozenset(variables), num_awaited, names_key
+        tuple(directives), last, tuple(sruns), frozenset(trapped), frozenset(variables), num_awaited, names_key,
+        text.lstrip("\n").startswith("#!"),
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ _RUN = re.compile(r"megatron[_-]recover\s+run\b")
 _NNODES = re.compile(r"--nnodes[ =]\s*(\S+)")
 _MORE_FLAGS = re.compile(r"\$\{\w+\[[@*]|\$[@*]|\$\{[@*]")
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
+_PRINTS = re.compile(r"^[^#\n]*\bmegatron[_-]recover\s+sbatch\b", re.MULTILINE)
+_SUBMITS = re.compile(r"^\s*(?:\w+=\S*\s+)*sbatch\s", re.MULTILINE)
 _OTHER_VERB = re.compile(r"megatron[_-]recover\s+(?!run\b)[a-z]+")
 
 
@@ -36,6 +38,22 @@ def findings(text: str) -> list[Finding]:
     """Return all mistakes of a script by line."""
     script = read(text)
     return sorted({each for rule in RULES for each in rule(script)})
+
+
+def refusal(text: str) -> str | None:
+    """Return why a text is no batch script, with the remedy; None if it may be one.
+
+    The rules would advise changes that make nothing better in such a text.
+    """
+    script = read(text)
+    if script.directives or script.sruns:
+        return None
+    why = "it has neither an #SBATCH line nor an srun"
+    if _PRINTS.search(text):
+        return f"{why}, and prints a batch script; write what it prints to a file, and judge that file"
+    if _SUBMITS.search(text):
+        return f"{why}, and submits another script; judge that one"
+    return f"{why}; print a batch script for its launch line: megatron-recover sbatch -- LAUNCH LINE"
 
 
 def _agents(script: BatchScript) -> list[Srun]:
@@ -272,6 +290,11 @@ def _shell_text(command: tuple[str, ...]) -> str | None:
     return None
 
 
+def _interpreter(script: BatchScript) -> Iterator[Finding]:
+    if not script.has_interpreter:
+        yield Finding(1, "sbatch refuses a script whose first line names no interpreter", "add the first line: #!/bin/bash")
+
+
 def _no_step(script: BatchScript) -> Iterator[Finding]:
     if not _agents(script):
         yield Finding(
@@ -282,5 +305,5 @@ def _no_step(script: BatchScript) -> Iterator[Finding]:
 
 RULES: tuple[Callable[[BatchScript], Iterator[Finding]], ...] = (
     _no_kill, _bad_exit, _wait, _batch_signal, _no_signal, _one_core, _foreground, _early_end, _torchrun, _key, _cpus, _gpus,
-    _tasks, _chain, _open_mode, _container, _wrapper, _no_step,
+    _tasks, _chain, _open_mode, _container, _wrapper, _interpreter, _no_step,
 )  # fmt: skip

@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.wording import counted
 from megatron_recover.observe.stop_mark import STOP_MARK
 
 Shape = Literal["allocation", "array"]
@@ -460,8 +461,8 @@ def _decision(settings: Settings) -> Iterator[str]:
         yield from _because("If training has not finished, the next job resumes from the newest checkpoint.")
     else:
         yield from _because(
-            f"The job resumes from the newest checkpoint, at most {settings.requeues} times. A job that was cancelled is no "
-            "longer RUNNING, and stays away."
+            f"The job resumes from the newest checkpoint, at most {counted(settings.requeues, 'time')}. A job that was "
+            "cancelled is no longer RUNNING, and stays away."
         )
         yield "if [[ $verdict != finished* && $verdict != stop* ]] &&"
         yield f'  [ "${{SLURM_RESTART_COUNT:-0}}" -lt {settings.requeues} ] &&'

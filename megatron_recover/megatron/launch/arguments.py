@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from megatron_recover.config import VISIBLE_GPUS, RecoverConfig, visible_gpus
+from megatron_recover.core.wording import counted, verb
 from megatron_recover.deadlines import NCCL_CONNECTS_S, figure, shortest_on_gpu_s
 from megatron_recover.megatron.launch.batch_schedule import least_batch
 from megatron_recover.packages import BUILT_IN
@@ -425,7 +426,8 @@ def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, determ
         visible = visible_gpus()
         why = "" if visible is None else f" ({VISIBLE_GPUS} is {visible})"
         found.append(
-            f"the job has {num_ranks} ranks, which need {needed} GPUs, and there are {num_gpus}{why}; use "
+            f"the job has {counted(num_ranks, 'rank')}, which {verb(num_ranks, 'needs', 'need')} {counted(needed, 'GPU')}, and "
+            f"there {verb(num_gpus, 'is', 'are')} {num_gpus}{why}; use "
             "fewer replicas, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
         )
     if config.determinism == "exact" and not deterministic:

@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_recover import packages
 from megatron_recover.config import RecoverConfig, below_one
+from megatron_recover.core.wording import counted
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron.launch import preflight_data as data
 from megatron_recover.megatron.launch.arguments import (
@@ -201,7 +202,8 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         found += str(error).splitlines()
     if settings.min_replicas > num_replicas:
         found.append(
-            f"--recover-min-replicas is {settings.min_replicas}, but the job starts with {num_replicas} replicas; lower it"
+            f"--recover-min-replicas is {settings.min_replicas}, but the job starts with "
+            f"{counted(num_replicas, 'replica')}; lower it"
         )
     # A flag without a readable value cannot be compared with the others.
     if not unreadable.keys() <= {*recover_flags()}:
@@ -521,8 +523,8 @@ def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int
         return 0, [f"{flag} {batch} is not a multiple of {of} = {one}, the samples of a microbatch; change one of them"]
     if batch // one < num_replicas:
         return 0, [
-            f"{flag} {batch} is {batch // one} microbatches of {of}, fewer than the {num_replicas} replicas; "
-            f"raise it to at least {num_replicas * one}, or use fewer replicas"
+            f"{flag} {batch} is {counted(batch // one, 'microbatch', 'microbatches')} of {of}, fewer than the "
+            f"{num_replicas} replicas; raise it to at least {num_replicas * one}, or use fewer replicas"
         ]
     return batch // one, []
 

@@ -52,7 +52,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost_share(self) -> float:
-        """Return the share of the throughput that a death takes for the rest of the run."""
+        """Return the share of the throughput that a death takes until its replica is back."""
         return 1 / self.layout.replicas
 
     @property
