@@ -124,7 +124,7 @@ def _memory_here() -> tuple[int, str]:
     except OSError:
         limit = None
     has = machine if limit is None else min(machine, int(limit.amount))
-    return has, "that of the machine" if limit is None or has == machine else limit.file
+    return has, "that of the machine" if limit is None or has == machine else str(limit.file)
 
 
 def most_spares(need: Need) -> tuple[int, str]:
