@@ -168,7 +168,7 @@ class Return:
         is_whole = self.since is not None and replicas == f"{REPLICAS}/{REPLICAS}"
         self.num_together = self.num_together + 1 if is_whole else 0
         is_late = self.since is not None and now - self.since > PATIENCE_S
-        return is_late or (iteration >= STEPS and self.num_together >= STEPS_TOGETHER)
+        return (is_late and not is_whole) or (iteration >= STEPS and self.num_together >= STEPS_TOGETHER)
 
 
 _ITERATION = re.compile(

@@ -102,7 +102,7 @@ def left_over_line(placement: Placement, num_ranks: int, *, are_spares: bool = F
     more = (
         f"too few for another replica of {counted(num_ranks, 'rank')}"
         if num < num_ranks
-        else "give a larger --replicas to use {verb(num, 'it', 'them')}"
+        else f"give a larger --replicas to use {verb(num, 'it', 'them')}"
     )
     return f"{what}: {more}"
 

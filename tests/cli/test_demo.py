@@ -84,7 +84,7 @@ def test_the_demo_proves_what_the_traces_show(
     assert "train 4: microbatches 1, 3, 5 taken into the running 1F1B by replica 1" in text
     assert "replica 3 in the place of replica 0 joined at train 5, " in text
     assert "replica 4 in the place of replica 2 joined at train 6, " in text
-    assert "until replica 3 was announced, replica 1 finished 24 microbatches in 2 steps; longest pause 0.0" in text
+    assert "until replica 3 was announced, replica 1 finished 15 microbatches in 2 steps; longest pause 0.0" in text
     assert "until replica 4 was announced, replica 1 finished 9 microbatches in 1 step, replica 3 finished 3 microb" in text
     assert "20 steps, never fewer than 1 replica, exit code 15 (the demo asked for the end)" in text
     assert (tmp_path / "demo" / "faulty" / "loss.svg").exists()
@@ -247,6 +247,15 @@ def test_the_run_with_deaths_ends_when_its_time_is_over() -> None:
     follow = demo.Return()
     assert not follow.take(_line(11, 2), 0.0) and not follow.take(_line(12, 1), 1000.0)
     assert not follow.take(_line(900, 1), 1000.0 + demo.PATIENCE_S) and follow.take(_line(901, 1), 1000.1 + demo.PATIENCE_S)
+
+
+def test_a_slow_run_goes_on_to_its_last_step_once_all_are_back() -> None:
+    follow = demo.Return()
+    late = [follow.take(_line(each, 1), 1000.0 * each) for each in (12, 13)]
+    assert late == [False, True], "a replica is missing"
+    follow = demo.Return()
+    ends = [follow.take(_line(each, 3), 1000.0 * each) for each in range(12, 21)]
+    assert ends == [False] * 8 + [True], "all train together, and 20 steps are wanted"
 
 
 def _without_a_node() -> Events:

@@ -15,6 +15,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.label import label_of
+from megatron_recover.core.wording import counted
 from megatron_recover.observe.compare import Comparison, compare
 from megatron_recover.observe.facts import Line
 from megatron_recover.observe.gaps import LAUNCHER, Gaps
@@ -228,8 +229,9 @@ def describe(verdict: Verdict) -> str:
     """Return the verdict for people, in several lines."""
     history, summary = verdict.history, verdict.summary
     lines = [
-        f"{history.path}: {history.num_events} events; {summary.steps} training and {summary.evaluation_steps} evaluation "
-        f"steps; {summary.generations} generations, {summary.replicas_start} -> {summary.replicas_end} replicas"
+        f"{history.path}: {counted(history.num_events, 'event')}; {counted(summary.steps, 'training step')} and "
+        f"{counted(summary.evaluation_steps, 'evaluation step')}; {counted(summary.generations, 'generation')}, "
+        f"{summary.replicas_start} -> {counted(summary.replicas_end, 'replica')}"
     ]
     for line, _ in history.cuts:
         lines.append(f"  line {line} was cut short: its writer was killed in mid-write; that is no fault of the log")
