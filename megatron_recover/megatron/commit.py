@@ -46,6 +46,8 @@ from megatron_recover.core.progress import Phase
 from megatron_recover.core.rank_messages import Apply, Plan
 from megatron_recover.core.values import Work
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.fsdp2 import shards
+from megatron_recover.fsdp2.gradients import ShardedGradients
 from megatron_recover.megatron import mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
@@ -65,6 +67,7 @@ from megatron_recover.trainer.ledger import count_tokens, read_losses
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
+from megatron_recover.trainer.regions import Regions
 from megatron_recover.trainer.state import Scalar
 from megatron_recover.trainer.state_server import StateServer
 from megatron_recover.trainer.state_window import StateWindow
@@ -239,13 +242,13 @@ class CommitLoop:
 
         Joining reports the buckets of this rank and blocks until the first generation. Raises
         `JobStopped` if the job ends or this rank fails before, and ValueError for gradients that
-        replicas cannot sum (`GradientBuffers`, `Reduction`).
+        replicas cannot sum (`_gradients_of`, `Reduction`).
         """
         if self._reduction is None:
             self._chunks = list(chunks)
             self._parameter_digest = ParameterDigest(chunks)
             self._reduction = Reduction(
-                GradientBuffers(chunks, self._config.bucket_elements), stage=parallel_state.get_pipeline_model_parallel_rank(),
+                _gradients_of(chunks, self._config.bucket_elements), stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
                 driver=self._driver, gather=self._gather, record=self._record, faults=self._faults,
             )  # fmt: skip
@@ -481,8 +484,7 @@ class CommitLoop:
         if config.calculate_per_token_loss:
             # Upstream broadcasts the last stage's count to all stages and sums it over the lanes.
             # So the count has to be that of this lane.
-            device = chunks[0].buffers[0].grad_data.device
-            tokens = count_tokens(rows) if last else torch.zeros([], dtype=torch.int, device=device)
+            tokens = count_tokens(rows) if last else torch.zeros([], dtype=torch.int, device=reduction.device)
         if config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 chunks, tokens, pg_collection=arguments.get("pg_collection"), force_all_reduce=arguments.get("force_all_reduce")
@@ -569,6 +571,13 @@ class CommitLoop:
             return str(Label(StepKind.TRAIN, self._iteration()))
         self._num_evaluations += 1
         return str(Label(StepKind.EVALUATE, self._iteration(), self._num_evaluations))
+
+
+def _gradients_of(chunks: Sequence[Any], bucket_elements: int) -> Regions:
+    """Return the gradients of Megatron's model chunks, which FSDP2 shards or DDP keeps in buffers."""
+    if any(shards.is_sharded(chunk) for chunk in chunks):
+        return ShardedGradients(chunks, bucket_elements)
+    return GradientBuffers(chunks, bucket_elements)
 
 
 def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> None:

@@ -167,7 +167,6 @@ REFUSALS = (
             lambda args: args.overlap_param_gather and args.lanes > 1 and args.optimizer not in BUILT_IN,
             "lanes gather whole parameters then, and between two steps only shards of a buffer are compared", _DROP),
     Refusal("--use-megatron-fsdp", _set("use_megatron_fsdp"), "it reduces gradients itself", "use --use-distributed-optimizer"),
-    Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), "it reduces gradients itself", "use --use-distributed-optimizer"),
     Refusal("--save-wgrads-interval", _set("save_wgrads_interval"), "it replaces the gradient reduction", _DROP),
     Refusal("--cuda-graph-impl", _not("cuda_graph_impl", "none"),
             "a captured graph keeps communicators that a loss retires", "use none"),
