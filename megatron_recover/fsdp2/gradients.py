@@ -131,14 +131,16 @@ class ParameterGroup(Region):
 class ShardedGradients:
     """The sharded gradients of a rank's model chunks (`trainer.regions.Regions`)."""
 
-    def __init__(self, chunks: Sequence[Any], bucket_elements: int) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], bucket_elements: int, *, overlaps: bool = False, checks_finite: bool = True
+    ) -> None:  # fmt: skip
         """Give each trained parameter of `chunks`, Megatron's FSDP2 modules, a gradient.
 
-        With `--overlap-grad-reduce` each parameter also gets a hook, except on a GPU with tensor
-        parallelism: a third communicator would then run beside those of lanes and replicas. Raises
-        ValueError as `ParameterGroup` does.
+        `overlaps` and `checks_finite` are what the user asked for; Megatron leaves them out of the
+        configuration of such a module. With `overlaps` each parameter also gets a hook, except on a
+        GPU with tensor parallelism: a third communicator would then run beside those of lanes and
+        replicas. Raises ValueError as `ParameterGroup` does.
         """
-        self._chunks = chunks
         self._groups = [
             ParameterGroup(trained, chunk=chunk, scale=_scale(model, trained[0]), bucket_elements=bucket_elements)
             for chunk, model in enumerate(chunks)
@@ -146,8 +148,8 @@ class ShardedGradients:
             if (trained := [parameter for parameter in group if parameter.requires_grad])
         ]
         self.regions, self.num_chunks = self._groups, len(chunks)
-        self.checks_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
-        self.can_watch = all(_may_watch(chunk) for chunk in chunks)
+        self.checks_finite = checks_finite
+        self.can_watch = overlaps and all(_may_watch(chunk) for chunk in chunks)
         self._watch = BackwardWatch(self._groups) if self.can_watch else None
         self._into: tuple[BucketId, ...] | None = None
 
@@ -220,4 +222,4 @@ def _scale(model: Any, parameter: Any) -> float:
 
 def _may_watch(model: Any) -> bool:
     on_gpu = shards.local(next(model.parameters())).device.type != "cpu"
-    return model.ddp_config.overlap_grad_reduce and not (on_gpu and model.config.tensor_model_parallel_size > 1)
+    return not (on_gpu and model.config.tensor_model_parallel_size > 1)

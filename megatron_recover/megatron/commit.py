@@ -46,8 +46,6 @@ from megatron_recover.core.progress import Phase
 from megatron_recover.core.rank_messages import Apply, Plan
 from megatron_recover.core.values import Work
 from megatron_recover.faults import FaultInjector, FaultPoint
-from megatron_recover.fsdp2 import shards
-from megatron_recover.fsdp2.gradients import ShardedGradients
 from megatron_recover.megatron import mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
@@ -116,6 +114,7 @@ class CommitLoop:
         before_joining: Callable[[], None] = lambda: None,
         window: StateWindow | None = None,
         server: StateServer | None = None,
+        gradients: Callable[[Sequence[Any], int], Regions] = GradientBuffers,
     ) -> None:
         """Store the collaborators; nothing is sent or called yet.
 
@@ -131,7 +130,9 @@ class CommitLoop:
         - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
         - `window` is opened and closed here. None: nobody copies from it.
         - `server` serves the state of each window to newcomers. None: none can join.
+        - `gradients(chunks, bucket_elements)` returns the gradients of Megatron's model chunks.
         """
+        self._gradients_of = gradients
         self._window, self._server = window or StateWindow(), server
         self._before_joining = before_joining
         self._page = page or ProgressPage()
@@ -242,13 +243,13 @@ class CommitLoop:
 
         Joining reports the buckets of this rank and blocks until the first generation. Raises
         `JobStopped` if the job ends or this rank fails before, and ValueError for gradients that
-        replicas cannot sum (`_gradients_of`, `Reduction`).
+        replicas cannot sum (`gradients`, `Reduction`).
         """
         if self._reduction is None:
             self._chunks = list(chunks)
             self._parameter_digest = ParameterDigest(chunks)
             self._reduction = Reduction(
-                _gradients_of(chunks, self._config.bucket_elements), stage=parallel_state.get_pipeline_model_parallel_rank(),
+                self._gradients_of(chunks, self._config.bucket_elements), stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
                 driver=self._driver, gather=self._gather, record=self._record, faults=self._faults,
             )  # fmt: skip
@@ -571,13 +572,6 @@ class CommitLoop:
             return str(Label(StepKind.TRAIN, self._iteration()))
         self._num_evaluations += 1
         return str(Label(StepKind.EVALUATE, self._iteration(), self._num_evaluations))
-
-
-def _gradients_of(chunks: Sequence[Any], bucket_elements: int) -> Regions:
-    """Return the gradients of Megatron's model chunks, which FSDP2 shards or DDP keeps in buffers."""
-    if any(shards.is_sharded(chunk) for chunk in chunks):
-        return ShardedGradients(chunks, bucket_elements)
-    return GradientBuffers(chunks, bucket_elements)
 
 
 def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> None:

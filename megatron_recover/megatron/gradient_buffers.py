@@ -6,6 +6,8 @@ backward is done with. Nothing here communicates across replicas.
 
 from __future__ import annotations
 
+import functools
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_recover.core.values import BucketId
+from megatron_recover.fsdp2.gradients import ShardedGradients
 from megatron_recover.megatron import router_counts
 from megatron_recover.trainer.collecting import Watch
-from megatron_recover.trainer.regions import Bucket, Region
+from megatron_recover.trainer.regions import Bucket, Region, Regions
 
 Params = Mapping[Any, tuple[int, int]]
 """Parameters of a region, each with (begin, end) of its elements in `Region.local`."""
@@ -63,6 +66,15 @@ class GradientBuffers:
         """Stop watching the backward, if it was watched; only if `can_watch`."""
         assert self._watch is not None
         self._watch.end()
+
+
+def gradients_of(args: Namespace) -> Callable[[Sequence[Any], int], Regions]:
+    """Return what makes the regions of Megatron's model chunks, with these arguments of Megatron."""
+    if not args.use_torch_fsdp2:
+        return GradientBuffers
+    return functools.partial(
+        ShardedGradients, overlaps=args.overlap_grad_reduce, checks_finite=args.check_for_nan_in_loss_and_grad
+    )
 
 
 def params_of(bucket: Bucket, params: Params) -> list[Any]:
