@@ -1,8 +1,8 @@
 """Offers the sharded gradients of FSDP2 as regions (`trainer.regions.Regions`).
 
 FSDP2 sums a gradient over the lanes in each backward and adds this lane's shard of it to the
-parameter's `grad`. Here `grad` is a view of a flat buffer, which is the local gradient. Nothing here
-communicates.
+parameter's `grad`. Here `grad` is a view of a flat buffer, which is the local gradient. Nothing
+here communicates.
 
 Note [Set aside]
     In a pass that must not add to a bucket (it is decided), the gradients of its parameters are set
@@ -11,9 +11,10 @@ Note [Set aside]
     holds one microbatch, and `Reduction.end_backward` chooses the buckets that take it.
 
 Note [Zeros for a parameter without gradient]
-    A parameter that no microbatch of a step uses has a gradient of zeros here, and none in upstream:
-    which parameters are used can depend on the microbatch, and all lanes and replicas must have the
-    same buckets. So an optimizer lets its moments decay, and the parameter itself with weight decay.
+    A parameter that no microbatch of a step uses has a gradient of zeros here, and none in plain
+    Megatron. Which parameters are used can depend on the microbatch, and all lanes and replicas
+    must have the same buckets. So the moments of such a parameter decay, and with weight decay the
+    parameter itself.
 
 Note [Nobody else writes]
     The gradient that FSDP2 adds to, the one that is summed over replicas and the one that the

@@ -249,7 +249,8 @@ class CommitLoop:
             self._chunks = list(chunks)
             self._parameter_digest = ParameterDigest(chunks)
             self._reduction = Reduction(
-                self._gradients_of(chunks, self._config.bucket_elements), stage=parallel_state.get_pipeline_model_parallel_rank(),
+                self._gradients_of(chunks, self._config.bucket_elements),
+                stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
                 driver=self._driver, gather=self._gather, record=self._record, faults=self._faults,
             )  # fmt: skip

@@ -69,7 +69,7 @@ class GradientBuffers:
 
 
 def gradients_of(args: Namespace) -> Callable[[Sequence[Any], int], Regions]:
-    """Return what makes the regions of Megatron's model chunks, with these arguments of Megatron."""
+    """Return what makes the regions of model chunks that Megatron builds with `args`."""
     if not args.use_torch_fsdp2:
         return GradientBuffers
     return functools.partial(

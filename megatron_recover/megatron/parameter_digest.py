@@ -57,8 +57,8 @@ class Digests(NamedTuple):
 class ParameterDigest:
     """Computes the digests of the parameters of a rank's model chunks (upstream's DDP modules).
 
-    Of parameters that lanes gather late (`late_gather.py`), and with FSDP2, only this lane's shard is
-    digested.
+    Of parameters that lanes gather late (`late_gather.py`), and with FSDP2, only this lane's shard
+    is digested.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
