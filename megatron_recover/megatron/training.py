@@ -47,6 +47,7 @@ from megatron_recover.megatron.launch import numa, script
 from megatron_recover.megatron.launch.arguments import (
     adapt,
     flag_of,
+    fsdp2_notes,
     gpu_refusals,
     kernel_refusals,
     not_healed,
@@ -297,7 +298,8 @@ class _Training:
             refuse(found)
             if self._context.dry_run:
                 used = -(-num_ranks // config.ranks_per_gpu)
-                for line in (*adapted, *not_healed(args), device_line(num_gpus=num_gpus, num_used=used)):
+                notes = [*adapted, *fsdp2_notes(args, lanes=lanes), *not_healed(args)]
+                for line in (*notes, device_line(num_gpus=num_gpus, num_used=used)):
                     print(f"{FOR_CONSOLE}{line}", flush=True)
             args.flight_recorder_dump_path = separate_flight_records(
                 args.flight_recorder_dump_path, self._context.replica, self._context.run_dir
