@@ -20,7 +20,6 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.fsdp2 import shards
 from megatron_recover.fsdp2.gradients import BackwardWatch, Gradient, ParameterGroup, ShardedGradients
 from megatron_recover.megatron.state import TrainingState
-from megatron_recover.trainer import work_queue
 from megatron_recover.trainer.regions import number
 from tests.megatron.loopback import Strike
 from tests.megatron.processes import Layout, recovered, run, upstream_alone
