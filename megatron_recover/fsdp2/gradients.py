@@ -76,12 +76,16 @@ class Gradient:
 class ParameterGroup(Region):
     """The region of the parameters that FSDP2 reduces together."""
 
-    def __init__(self, parameters: Sequence[Any], *, chunk: int, scale: float, bucket_elements: int) -> None:
-        """Allocate the local gradient of `parameters`, which are trained, and cut it into buckets.
+    def __init__(
+        self, module: Any, parameters: Sequence[Any], *, chunk: int, scale: float, bucket_elements: int
+    ) -> None:  # fmt: skip
+        """Allocate the local gradient of `parameters`, and cut it into buckets.
 
-        A bucket has whole parameters and about `bucket_elements` elements. Raises ValueError for
-        parameters that are sharded in another way than FSDP2's default.
+        `parameters` are those of the sharded `module` that are trained. A bucket has whole
+        parameters and about `bucket_elements` elements. Raises ValueError for parameters that are
+        sharded in another way than FSDP2's default.
         """
+        self._module = module
         sizes = [shards.padded_elements(parameter) for parameter in parameters]
         borders = [0, *itertools.accumulate(sizes)]
         like = shards.local(parameters[0])
@@ -111,7 +115,12 @@ class ParameterGroup(Region):
                     gradient.set_aside()
 
     def begin(self) -> None:
-        """Begin a step: the optimizer has forgotten the gradients, or they are of the last step."""
+        """Begin a step: the optimizer has forgotten the gradients, or they are of the last step.
+
+        Free whole parameters that an evaluation has left: in a step without a backward here nobody
+        else would, and finalize looks for the gradients of what the module has.
+        """
+        self._module.reshard()
         self.local.zero_()
         self.collect_into(None)
 
@@ -143,9 +152,9 @@ class ShardedGradients:
         replicas. Raises ValueError as `ParameterGroup` does.
         """
         self._groups = [
-            ParameterGroup(trained, chunk=chunk, scale=_scale(model, trained[0]), bucket_elements=bucket_elements)
+            ParameterGroup(module, trained, chunk=chunk, scale=_scale(model, trained[0]), bucket_elements=bucket_elements)
             for chunk, model in enumerate(chunks)
-            for group in shards.groups(model)
+            for module, group in shards.groups(model)
             if (trained := [parameter for parameter in group if parameter.requires_grad])
         ]
         self.regions, self.num_chunks = self._groups, len(chunks)

@@ -43,18 +43,17 @@ def parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return list(model.named_parameters())
 
 
-def groups(model: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters that FSDP2 gathers and reduces together, group by group.
+def groups(model: torch.nn.Module) -> list[tuple[Any, list[torch.nn.Parameter]]]:
+    """Return each module that `fully_shard` has sharded, with its parameters.
 
-    A group has the parameters of a module that `fully_shard` has sharded, without those of sharded
-    modules inside it. The order is that of the modules, and so equal on all replicas.
+    FSDP2 gathers and reduces these together. Parameters of sharded modules inside the module are
+    left out. The order is that of the modules, and so equal on all replicas.
     """
     reshard(model)
-    found = [
-        [parameter for each in _outside_of_others(module) for parameter in each.parameters(recurse=False)]
+    return [
+        (module, [parameter for each in _outside_of_others(module) for parameter in each.parameters(recurse=False)])
         for module in _sharded_modules(model)
     ]
-    return [group for group in found if group]
 
 
 def local(tensor: Tensor) -> Tensor:
