@@ -16,6 +16,14 @@ Note [Zeros for a parameter without gradient]
     must have the same buckets. So the moments of such a parameter decay, and with weight decay the
     parameter itself.
 
+Note [Passed]
+    FSDP2 calls the post-accumulate hooks of a sharded parameter once it has added to `grad`, in the
+    thread that runs the backward and on the stream of the addition (torch's `foreach_reduce`). So
+    an event that is recorded in the hook is behind the addition, and a bucket has passed when the
+    hooks of all its parameters have run. At the end of the backward FSDP2 has the training stream
+    wait for all additions. A version of torch without these calls would pass no bucket, and all
+    would be summed after the pass.
+
 Note [Nobody else writes]
     The gradient that FSDP2 adds to, the one that is summed over replicas and the one that the
     optimizer reads have to be the same memory. If somebody replaced `grad` in between (a hook, an
@@ -186,7 +194,7 @@ class ShardedGradients:
 
 
 class BackwardWatch(Watch):
-    """Reports which buckets a backward is done with, as FSDP2's post-accumulate hooks tell it."""
+    """Reports which buckets a backward is done with. See Note [Passed]."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         """Give each parameter of `groups` a hook."""

@@ -6,6 +6,7 @@ FSDP2's hooks are the same. Lanes are in the tests with real processes.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.invariants import InvariantViolation
@@ -133,6 +135,17 @@ def test_a_gradient_that_is_not_put_back_is_seen(threads: Threads, monkeypatch: 
     collect = ParameterGroup.collect_into
     monkeypatch.setattr(ParameterGroup, "collect_into", lambda self, into: collect(self, into) if into is not None else None)
     assert is_seen(threads, [()])
+
+
+def test_fsdp2_calls_hooks_on_the_stream_on_which_it_has_added() -> None:
+    """No test on a CPU can see the stream; this is what `fsdp2/gradients.py`, Note [Passed], relies on in torch's source."""
+    source = inspect.getsource(_fsdp_collectives.foreach_reduce)
+    body = source.rpartition("    with device_handle.stream(post_reduce_stream):\n")[2]
+    inside = "".join(itertools.takewhile(lambda line: line.startswith(" " * 8), body.splitlines(keepends=True)))
+    order = ("grad._local_tensor += new_sharded_grad", "_post_accumulate_grad_hooks", "hook(fsdp_param.sharded_param)")
+    places = [inside.rindex(text) for text in order]
+    assert places == sorted(places)
+    assert "wait_event" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.finalize_backward)
 
 
 def test_a_bucket_that_is_summed_before_fsdp2_has_added_to_it_is_seen(
