@@ -166,8 +166,8 @@ def test_a_bucket_that_is_summed_before_fsdp2_has_added_to_it_is_seen(
 # --- Gradients and shards ------------------------------------------------------------------------------------------------
 
 
-def sharded() -> tuple[Any, ShardedGradients]:
-    model = wrap_sharded(Stage(model_config()))
+def sharded(**fields: Any) -> tuple[Any, ShardedGradients]:
+    model = wrap_sharded(Stage(model_config()), **fields)
     gradients = ShardedGradients([model], bucket_elements=16)
     number(gradients.regions, 0, [(0, tuple(bucket.size for region in gradients.regions for bucket in region.buckets))])
     for region in gradients.regions:
@@ -230,8 +230,8 @@ def test_a_parameter_without_gradient_has_zeros_and_a_frozen_one_has_none() -> N
 
 @pytest.mark.usefixtures("world")
 def test_state_is_the_shards_also_while_whole_parameters_are_there() -> None:
-    """After an evaluation FSDP2 keeps those of the root, and inside a forward all of a module."""
-    model, gradients = sharded()
+    """With `--torch-fsdp2-no-reshard-after-forward` they stay after an evaluation, and inside a forward they always are."""
+    model, gradients = sharded(reshard_after_forward=False)
     state = TrainingState([model])
     before = state.digest()
     addresses = [each.data.data_ptr() for each in state.tensors()]

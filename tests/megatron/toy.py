@@ -137,9 +137,9 @@ def wrap(module: MegatronModule, **fields: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module.config, DistributedDataParallelConfig(**fields), module)
 
 
-def wrap_sharded(module: MegatronModule) -> TorchFullyShardedDataParallel:
+def wrap_sharded(module: MegatronModule, **fields: Any) -> TorchFullyShardedDataParallel:
     """Upstream's FSDP2 around a module: the sharded gradients that the product reduces."""
-    return TorchFullyShardedDataParallel(module.config, TorchFullyShardedDataParallelConfig(), module)
+    return TorchFullyShardedDataParallel(module.config, TorchFullyShardedDataParallelConfig(**fields), module)
 
 
 class Threads:

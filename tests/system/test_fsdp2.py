@@ -21,6 +21,7 @@ from tests.system.test_joins import run as run_joining
 pytestmark = pytest.mark.timeout(300)
 FSDP2 = ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights")
 OVERLAP = ("--overlap-grad-reduce",)
+KEPT = ("--torch-fsdp2-no-reshard-after-forward",)
 DCP = ("--ckpt-format", "torch_dcp")
 slow = pytest.mark.slow
 PATIENT = "tests/system/patient_pretrain.py"
@@ -56,7 +57,7 @@ CASES = (
     ),
     Case(
         "bf16, recomputed activations, parameters kept after the forward",
-        _job(extra=("--bf16", *RECOMPUTE, "--torch-fsdp2-no-reshard-after-forward")),
+        _job(extra=("--bf16", *RECOMPUTE, *KEPT)),
         ("0 1 backward step=2",),
     ),
     Case(
@@ -121,8 +122,8 @@ def test_every_point(
 def test_a_job_that_is_killed_in_a_save_resumes_and_ends_as_the_one_that_was_not(
     saves: bool, tmp_path: pathlib.Path, data: pathlib.Path
 ) -> None:
-    """`saves`: the checkpoint follows an evaluation, after which FSDP2 keeps whole parameters."""
-    job = _job(steps=6, save_interval=2, eval_interval=2 if saves else 1000, extra=(*DCP, "--bf16"), train_iters=6)
+    """`saves`: the checkpoint follows an evaluation, after which FSDP2 keeps whole parameters where it is told to."""
+    job = _job(steps=6, save_interval=2, eval_interval=2 if saves else 1000, extra=(*DCP, "--bf16", *KEPT), train_iters=6)
     whole = run_job(job, tmp_path / "whole", data, save=tmp_path / "a").expect(0)
     save = tmp_path / "b"
     half = dataclasses.replace(job, extra=(*job.extra, "--exit-interval", "4"))
