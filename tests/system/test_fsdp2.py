@@ -118,12 +118,12 @@ def test_every_point(
         assert_exact(outcome, reference(job))
 
 
-@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("evaluates", [True, pytest.param(False, marks=slow)])
 def test_a_job_that_is_killed_in_a_save_resumes_and_ends_as_the_one_that_was_not(
-    saves: bool, tmp_path: pathlib.Path, data: pathlib.Path
+    evaluates: bool, tmp_path: pathlib.Path, data: pathlib.Path
 ) -> None:
-    """`saves`: the checkpoint follows an evaluation, after which FSDP2 keeps whole parameters where it is told to."""
-    job = _job(steps=6, save_interval=2, eval_interval=2 if saves else 1000, extra=(*DCP, "--bf16", *KEPT), train_iters=6)
+    """`evaluates`: the checkpoint follows an evaluation, after which FSDP2 keeps whole parameters where it is told to."""
+    job = _job(steps=6, save_interval=2, eval_interval=2 if evaluates else 1000, extra=(*DCP, "--bf16", *KEPT), train_iters=6)
     whole = run_job(job, tmp_path / "whole", data, save=tmp_path / "a").expect(0)
     save = tmp_path / "b"
     half = dataclasses.replace(job, extra=(*job.extra, "--exit-interval", "4"))
