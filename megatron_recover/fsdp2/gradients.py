@@ -133,17 +133,15 @@ class ParameterGroup(Region):
         self.collect_into(None)
 
     def backward_ended(self, microbatch: int, into: Collection[BucketId]) -> None:
-        """Check that FSDP2 has added to the buffer."""
-        self._check()
-
-    def applied(self) -> None:
-        """Check that the optimizer will read the buffer."""
-        self._check()
-
-    def _check(self) -> None:
+        """Check that FSDP2 has added to the buffer, where nothing is set aside."""
         for bucket, gradients in self.gradients.items():
             for gradient in gradients if self._into is None or bucket.id in self._into else ():
                 gradient.check()
+
+    def applied(self) -> None:
+        """Check that the optimizer will read the buffer."""
+        for gradient in itertools.chain.from_iterable(self.gradients.values()):
+            gradient.check()
 
 
 class ShardedGradients:

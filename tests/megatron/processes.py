@@ -227,6 +227,7 @@ class Training:
             expert_model_parallel_size=layout.ep, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
             persist_layer_norm=False, bias_dropout_fusion=False, overlap_p2p_comm=layout.vpp is not None,
             batch_p2p_comm=layout.vpp is None, deallocate_pipeline_outputs=layout.vpp is None,
+            transformer_impl="local",
             **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
                if layout.recompute else {}),
             **moe,

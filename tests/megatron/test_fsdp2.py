@@ -134,7 +134,7 @@ def test_gradient_that_is_not_set_aside_is_seen(threads: Threads, monkeypatch: p
 def test_a_gradient_that_is_not_put_back_is_seen(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     collect = ParameterGroup.collect_into
     monkeypatch.setattr(ParameterGroup, "collect_into", lambda self, into: collect(self, into) if into is not None else None)
-    assert is_seen(threads, [()])
+    assert is_seen(threads, deaths())
 
 
 def test_fsdp2_calls_hooks_on_the_stream_on_which_it_has_added() -> None:
