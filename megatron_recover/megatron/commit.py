@@ -65,6 +65,7 @@ from megatron_recover.trainer.ledger import count_tokens, read_losses
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
+from megatron_recover.trainer.regions import Regions
 from megatron_recover.trainer.state import Scalar
 from megatron_recover.trainer.state_server import StateServer
 from megatron_recover.trainer.state_window import StateWindow
@@ -113,6 +114,7 @@ class CommitLoop:
         before_joining: Callable[[], None] = lambda: None,
         window: StateWindow | None = None,
         server: StateServer | None = None,
+        gradients: Callable[[Sequence[Any], int], Regions] = GradientBuffers,
     ) -> None:
         """Store the collaborators; nothing is sent or called yet.
 
@@ -128,7 +130,9 @@ class CommitLoop:
         - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
         - `window` is opened and closed here. None: nobody copies from it.
         - `server` serves the state of each window to newcomers. None: none can join.
+        - `gradients(chunks, bucket_elements)` returns the gradients of Megatron's model chunks.
         """
+        self._gradients_of = gradients
         self._window, self._server = window or StateWindow(), server
         self._before_joining = before_joining
         self._page = page or ProgressPage()
@@ -239,13 +243,14 @@ class CommitLoop:
 
         Joining reports the buckets of this rank and blocks until the first generation. Raises
         `JobStopped` if the job ends or this rank fails before, and ValueError for gradients that
-        replicas cannot sum (`GradientBuffers`, `Reduction`).
+        replicas cannot sum (`gradients`, `Reduction`).
         """
         if self._reduction is None:
             self._chunks = list(chunks)
             self._parameter_digest = ParameterDigest(chunks)
             self._reduction = Reduction(
-                GradientBuffers(chunks, self._config.bucket_elements), stage=parallel_state.get_pipeline_model_parallel_rank(),
+                self._gradients_of(chunks, self._config.bucket_elements),
+                stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
                 driver=self._driver, gather=self._gather, record=self._record, faults=self._faults,
             )  # fmt: skip
@@ -481,8 +486,7 @@ class CommitLoop:
         if config.calculate_per_token_loss:
             # Upstream broadcasts the last stage's count to all stages and sums it over the lanes.
             # So the count has to be that of this lane.
-            device = chunks[0].buffers[0].grad_data.device
-            tokens = count_tokens(rows) if last else torch.zeros([], dtype=torch.int, device=device)
+            tokens = count_tokens(rows) if last else torch.zeros([], dtype=torch.int, device=reduction.device)
         if config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 chunks, tokens, pg_collection=arguments.get("pg_collection"), force_all_reduce=arguments.get("force_all_reduce")

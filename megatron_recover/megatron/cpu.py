@@ -139,6 +139,20 @@ def _by_broadcasts(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda optimizer: optimizer.broadcast_params()
 
 
+def _mesh_on_cpu(original: Any) -> Any:
+    """Return `DeviceMesh`, changed to make the mesh of a process group on the CPU.
+
+    Megatron's FSDP2 module names CUDA, and FSDP2 shards on the device of its mesh.
+    """
+
+    class MeshOnCpu(original):  # type: ignore[misc]
+        @staticmethod
+        def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+            return original.from_group(group, CPU.type, *args, **kwargs)
+
+    return MeshOnCpu
+
+
 def _with_sequence_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return `WrappedTorchNorm.__new__`, changed to accept `--sequence-parallel`.
 
@@ -249,6 +263,7 @@ MEGATRON: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] =
     # The wheel has the compiled index builder, but not the Makefile that `compile_helpers` would
     # run.
     "megatron.core.datasets.utils:compile_helpers": lambda original: lambda: None,
+    "megatron.core.distributed.torch_fully_sharded_data_parallel:DeviceMesh": _mesh_on_cpu,
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": _with_sequence_parallel,
     "megatron.training.argument_utils:core_transformer_config_from_args": _keep_outputs,
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": lambda original: _as_numbers,

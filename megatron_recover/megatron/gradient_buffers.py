@@ -6,6 +6,8 @@ backward is done with. Nothing here communicates across replicas.
 
 from __future__ import annotations
 
+import functools
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_recover.core.values import BucketId
+from megatron_recover.fsdp2.gradients import ShardedGradients
 from megatron_recover.megatron import router_counts
-from megatron_recover.trainer.regions import Bucket, Region
+from megatron_recover.trainer.collecting import Watch
+from megatron_recover.trainer.regions import Bucket, Region, Regions
 
 Params = Mapping[Any, tuple[int, int]]
 """Parameters of a region, each with (begin, end) of its elements in `Region.local`."""
@@ -62,6 +66,15 @@ class GradientBuffers:
         """Stop watching the backward, if it was watched; only if `can_watch`."""
         assert self._watch is not None
         self._watch.end()
+
+
+def gradients_of(args: Namespace) -> Callable[[Sequence[Any], int], Regions]:
+    """Return what makes the regions of model chunks that Megatron builds with `args`."""
+    if not args.use_torch_fsdp2:
+        return GradientBuffers
+    return functools.partial(
+        ShardedGradients, overlaps=args.overlap_grad_reduce, checks_finite=args.check_for_nan_in_loss_and_grad
+    )
 
 
 def params_of(bucket: Bucket, params: Params) -> list[Any]:
@@ -164,60 +177,29 @@ class Collector:
         return self._dumps[dtype]
 
 
-class BackwardWatch:
+class BackwardWatch(Watch):
     """Reports during a backward which buckets it will not touch any more."""
 
     def __init__(self, regions: Mapping[Region, Params]) -> None:
-        self._buckets: dict[int, dict[Any, list[Bucket]]] = {}
-        """Model chunk -> parameter -> buckets that overlap the parameter."""
+        """Give each parameter of `regions` a hook."""
+        buckets: dict[int, dict[Any, list[Bucket]]] = {}
         for region, params in regions.items():
-            of_chunk = self._buckets.setdefault(region.chunk, {})
+            of_chunk = buckets.setdefault(region.chunk, {})
             of_chunk.update((param, []) for param in params)
             for bucket in region.buckets:
                 for param in params_of(bucket, params):
                     of_chunk[param].append(bucket)
-        self._awaited: dict[Bucket, int] = {}
-        """Number of parameters of each bucket that the backward has yet to reach."""
-        self._left: dict[Any, list[Bucket]] | None = None
-        """Parameters of the watched chunk without a gradient so far; None while nothing is
-        watched."""
-        self._passed: Callable[[BucketId], None] = lambda bucket: None
+        super().__init__(buckets)
         self._nodes = []
-        for param in (param for of_chunk in self._buckets.values() for param in of_chunk):
+        for param in (param for of_chunk in buckets.values() for param in of_chunk):
             with torch.enable_grad():
                 # The AccumulateGrad node of the leaf. Upstream has registered its hook, which adds
                 # to `main_grad`, on this node already, and hooks run in the order of their
                 # registration. The reference is kept because the leaf itself does not keep the node
                 # alive.
                 node = param.expand_as(param).grad_fn.next_functions[0][0]
-            node.register_hook(lambda *_, param=param: self._reached(param))
+            node.register_hook(lambda *_, param=param: self.reached(param))
             self._nodes.append(node)
-
-    def begin(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
-        """Watch the backward of `chunk` that is about to begin, as `GradientBuffers.watch` does."""
-        self._left = dict(self._buckets.get(chunk, {}))
-        self._passed = passed
-        self._awaited = {}
-        for buckets in self._left.values():
-            for bucket in buckets:
-                self._awaited[bucket] = self._awaited.get(bucket, 0) + 1
-
-    def end(self) -> None:
-        """Stop watching, if a backward was watched."""
-        self._left = None
-
-    def _reached(self, param: Any) -> None:
-        if self._left is None:
-            return
-        if param not in self._left:
-            raise RuntimeError(
-                "a parameter's gradient came twice in one backward, after its bucket may have been reduced: the model cannot "
-                "be trained with --overlap-grad-reduce; leave it out"
-            )
-        for bucket in self._left.pop(param):
-            self._awaited[bucket] -= 1
-            if not self._awaited[bucket]:
-                self._passed(bucket.id)
 
 
 def find_regions(chunks: Sequence[Any], bucket_elements: int) -> dict[Region, Params]:

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_recover.fsdp2 import shards
 from megatron_recover.trainer.host_copy import to_device
 from megatron_recover.trainer.ledger import first_losses
 
@@ -17,8 +18,9 @@ from megatron_recover.trainer.ledger import first_losses
 def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     """Return the ratio of the summed gradient to the gradient of the step's mean loss.
 
-    The ratio is lanes times CP, times the loss scale. Replicas add no factor: each microbatch is in
-    one of them, and its loss is divided by the M of the whole step.
+    The ratio is lanes times CP, times the loss scale. With FSDP2, which takes the mean over the
+    lanes, it is the loss scale. Replicas add no factor: each microbatch is in one of them, and its
+    loss is divided by the M of the whole step.
 
     With a per-token loss upstream divides no loss that comes with a token count, and the ratio is
     an upper bound: it counts tokens that the loss leaves out, and the whole sequence for each
@@ -33,11 +35,13 @@ def gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     For the first kind the grid is log2(CP) bits coarser than needed.
     """
     config = get_model_config(chunk)
-    scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    scale = 1.0
+    if not shards.is_sharded(chunk):
+        scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     if config.calculate_per_token_loss:
         scale *= arguments["num_microbatches"] * arguments["micro_batch_size"] * arguments["seq_length"]
     if config.grad_scale_func is not None:
-        scale *= float(config.grad_scale_func(torch.ones(1, device=chunk.buffers[0].grad_data.device)))
+        scale *= float(config.grad_scale_func(torch.ones(1, device=next(chunk.parameters()).device)))
     return scale
 
 

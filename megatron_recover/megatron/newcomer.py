@@ -33,6 +33,7 @@ from torch import Tensor
 
 from megatron_recover.core.progress import Phase
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.fsdp2 import gradients, shards
 from megatron_recover.megatron import late_gather, mtp_losses
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, of_loaders
 from megatron_recover.megatron.schedule.passes import run_pass
@@ -154,10 +155,13 @@ class Newcomer:
             arguments, _Few(min(num_microbatches, config.pipeline_model_parallel_size)), divisor=num_microbatches, listener=dump
         )
         for chunk in arguments["model"]:
-            chunk.zero_grad_buffer()
+            if shards.is_sharded(chunk):
+                gradients.zero(chunk)
+            else:
+                chunk.zero_grad_buffer()
         tokens = None
         if config.calculate_per_token_loss:
-            tokens = torch.ones([], dtype=torch.int, device=arguments["model"][0].buffers[0].grad_data.device)
+            tokens = torch.ones([], dtype=torch.int, device=next(arguments["model"][0].parameters()).device)
         config.finalize_model_grads_func(arguments["model"], tokens, pg_collection=arguments["pg_collection"])
         return dump.reports
 

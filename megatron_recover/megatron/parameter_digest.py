@@ -57,12 +57,13 @@ class Digests(NamedTuple):
 class ParameterDigest:
     """Computes the digests of the parameters of a rank's model chunks (upstream's DDP modules).
 
-    Of parameters that lanes gather late (`late_gather.py`) only this lane's shard is digested.
+    Of parameters that lanes gather late (`late_gather.py`), and with FSDP2, only this lane's shard
+    is digested.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         """List the parameters once: walking the modules for every digest is slow."""
-        self._is_sharded = any(late_gather.is_late(chunk) for chunk in chunks)
+        self._is_sharded = any(late_gather.has_shards(chunk) for chunk in chunks)
         self._parameters = [tensor for chunk in chunks for _, tensor in late_gather.current(chunk)]
         self._held_by = [_held_by(parameter) for parameter in self._parameters]
 

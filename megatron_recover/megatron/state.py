@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_recover.fsdp2 import shards
 from megatron_recover.megatron import late_gather
 from megatron_recover.trainer.state import (
     Scalar,
@@ -44,7 +45,8 @@ class Carried(NamedTuple):
 class TrainingState(State):
     """The state of one rank.
 
-    Each call finds the tensors again: an optimizer creates its own in its first step.
+    Each call finds the tensors of the optimizer again, which creates them in its first step. The
+    parameters stay those that were there when this object was made.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TrainingState(State):
         such as the number of consumed samples.
         """
         self._chunks, self._optimizer, self._scheduler, self._counters = chunks, optimizer, scheduler, counters
+        self._parameters = [list(late_gather.current(chunk)) for chunk in chunks]
 
     @property
     def has_optimizer(self) -> bool:
@@ -67,9 +70,16 @@ class TrainingState(State):
         return self._optimizer is not None
 
     def values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
-        """Yield all state by name, in the order: chunks, optimizers, scheduler, counters."""
-        for number, chunk in enumerate(self._chunks):
-            for name, parameter in late_gather.current(chunk):
+        """Yield all state by name, in the order: chunks, optimizers, scheduler, counters.
+
+        Of a tensor that FSDP2 has sharded this is the shard of this lane.
+        """
+        for name, value in self._values():
+            yield name, shards.local(value) if isinstance(value, Tensor) else value
+
+    def _values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
+        for number, (chunk, parameters) in enumerate(zip(self._chunks, self._parameters, strict=True)):
+            for name, parameter in parameters:
                 yield f"chunk{number}.{name}", parameter
             yield from beside_parameters(f"chunk{number}", chunk)
         for number, leaf in enumerate(_leaves(self._optimizer)):

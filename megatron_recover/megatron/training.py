@@ -47,6 +47,7 @@ from megatron_recover.megatron.launch import numa, script
 from megatron_recover.megatron.launch.arguments import (
     adapt,
     flag_of,
+    fsdp2_notes,
     gpu_refusals,
     kernel_refusals,
     not_healed,
@@ -297,7 +298,8 @@ class _Training:
             refuse(found)
             if self._context.dry_run:
                 used = -(-num_ranks // config.ranks_per_gpu)
-                for line in (*adapted, *not_healed(args), device_line(num_gpus=num_gpus, num_used=used)):
+                notes = [*adapted, *fsdp2_notes(args, lanes=lanes), *not_healed(args)]
+                for line in (*notes, device_line(num_gpus=num_gpus, num_used=used)):
                     print(f"{FOR_CONSOLE}{line}", flush=True)
             args.flight_recorder_dump_path = separate_flight_records(
                 args.flight_recorder_dump_path, self._context.replica, self._context.run_dir
@@ -319,6 +321,8 @@ class _Training:
     def _install(self, args: Namespace, config: RecoverConfig, driver: RankDriver) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
+        from megatron_recover.fsdp2.gradients import scale_gradients
+        from megatron_recover.fsdp2.loading import chained_state_dict
         from megatron_recover.megatron.checkpoint.boundary import Boundary
         from megatron_recover.megatron.commit import CommitLoop
         from megatron_recover.megatron.data import alike as parts
@@ -326,6 +330,7 @@ class _Training:
         from megatron_recover.megatron.data.index_builder import IndexBuilder
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
         from megatron_recover.megatron.data.randomness import seeding
+        from megatron_recover.megatron.gradient_buffers import gradients_of
         from megatron_recover.megatron.newcomer import Entrance, Newcomer, Progress
         from megatron_recover.megatron.reporting import LogLine
         from megatron_recover.megatron.state import Carried, counters
@@ -349,6 +354,7 @@ class _Training:
             configuration=lambda: parts.arguments(args, driver.rank, unchanging=True) | around(),
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
             before_joining=before_joining, window=window, server=self._server(config, driver, window),
+            gradients=gradients_of(args),
         )  # fmt: skip
         checkpoints = self._create_checkpoints(args, config, driver, loop, window)
 
@@ -374,6 +380,8 @@ class _Training:
                 **loop.replacements(),
                 **checkpoints.replacements(),
                 **entrance.replacements(),
+                "chained_state_dict": chained_state_dict,
+                "scale_gradients": scale_gradients,
                 "compile_helpers": IndexBuilder(originals["compile_helpers"], config.deadlines.build_s).compile,
                 "cyclic": never_ends,
                 "data_loader": Loaders(cursor, get_args).build,

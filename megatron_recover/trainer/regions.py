@@ -12,6 +12,9 @@ Note [Columns]
     plain optimizer the geometry is the same, and `Bucket.apply` gathers the rows of all lanes after
     the commit. Buckets may cut parameters in two.
 
+    A trainer may also sum its gradient over the lanes in each backward and keep this lane's shard
+    alone (`fsdp2/`). For us such a region has a single lane. Its buckets have borders of their own.
+
 Note [Local gradient]
     `Region.local` is the trainer's own buffer. Backward accumulates into it, and nothing else
     writes it until the step is committed (INV-3; the exception is `Reduction.void`). A region that
@@ -134,21 +137,34 @@ class Region:
     """True if a watched backward can pass the buckets (`Regions.watch`); False: they are summed
     after all others, when the pass is over."""
 
-    def __init__(self, local: Tensor, *, chunk: int, group: Any, scale: float, sharded: bool, bucket_elements: int) -> None:
+    def __init__(
+        self,
+        local: Tensor,
+        *,
+        chunk: int,
+        group: Any | None,
+        scale: float,
+        sharded: bool,
+        bucket_elements: int,
+        edges: Sequence[int] | None = None,
+    ) -> None:
         """Cut `local`, one-dimensional, into buckets of about `bucket_elements` elements.
 
         `group` is the process group over which the trainer reduces `local`. Each rank of `group`
-        counts as a lane here, context-parallel ranks too. A result is multiplied by `scale` when it
-        becomes the gradient.
+        counts as a lane here, context-parallel ranks too. None: `local` is this lane's shard of
+        what the trainer has summed over the lanes. A result is multiplied by `scale` when it
+        becomes the gradient. `edges`: the borders of the buckets, ascending from 0 to the size of
+        `local`; None: buckets are equally large.
         """
         self.local, self.chunk, self.group, self.scale = local, chunk, group, scale
-        self.num_lanes: int = group.size()
-        self.lane: int = group.rank()
+        self.num_lanes: int = 1 if group is None else group.size()
+        self.lane: int = 0 if group is None else group.rank()
         self.sharded = sharded
         """True if each lane's optimizer needs only its own shard of the gradient (ZeRO-1)."""
         self.width = math.ceil(local.numel() / self.num_lanes)
         num = max(1, round(local.numel() / bucket_elements))
-        edges = [self.width * index // num for index in range(num + 1)]
+        if edges is None:
+            edges = [self.width * index // num for index in range(num + 1)]
         self.buckets = [Bucket(self, start, stop) for start, stop in zip(edges, edges[1:], strict=False) if stop > start]
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ from megatron_recover.cluster import chaos
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron.launch.arguments import ADAPTATIONS, REFUSALS, cpu_refusals, flag_of
+from megatron_recover.megatron.launch.arguments import ADAPTATIONS, FSDP2_REFUSALS, REFUSALS, cpu_refusals, flag_of
 from megatron_recover.sim.timed import models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +35,20 @@ def test_every_refused_flag_is_listed_with_its_reason_and_no_other() -> None:
         flags, because, instead = (cell.replace("`", "") for cell in row)
         listed |= dict.fromkeys(re.findall(r"--[\w-]+", flags), (because, instead))
     assert listed == {refusal.flag: (refusal.because, refusal.instead) for refusal in REFUSALS}
+
+
+def test_what_is_refused_with_fsdp2_is_listed_with_its_reason_and_no_other() -> None:
+    section = _text("docs/reference/supported.md").split("## With `--use-torch-fsdp2`")[1].split("\n## ")[0]
+    rows = [
+        tuple(cell.replace("`", "") for cell in row)
+        for row in re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", section, re.MULTILINE)
+    ]
+    listed = {(what, *why) for what, *why in rows[1:]}
+    for refusal in FSDP2_REFUSALS:
+        [row] = [row for row in listed if row[0].split(" ")[0] == refusal.flag or row[0] == refusal.flag]
+        assert row[1:] == (refusal.because, refusal.instead)
+        listed.remove(row)
+    assert not listed
 
 
 def test_every_flag_without_effect_is_listed_with_its_reason_and_no_other() -> None:

@@ -25,12 +25,13 @@ FINDINGS: Mapping[str, str] = {
     "G17": "sums beside a replica's own collectives come to an end",
     "CP": "a job with context parallelism finishes through a death what it began",
     "TE": "a job with layers that only CUDA has finishes through a death what it began",
+    "FSDP": "a job whose replicas FSDP2 shards finishes through a death what it began",
     "JOIN": "a lost replica comes back, and reads state that lies on a device",
     "G18": "a microbatch counts as finished when the device has finished it",
 }
-"""Name of each finding, or of what runs nowhere else (CP, TE, JOIN) -> what must hold. Others need no GPU: which Megatron is
-judged (G5), how long a save takes (G13: docs/how_to/save_and_resume.md), flags without effect (G14: `--check-for-large-grads`
-and `--num-workers` work)."""
+"""Name of each finding, or of what runs nowhere else (CP, TE, FSDP, JOIN) -> what must hold. Others need no GPU: which Megatron
+is judged (G5), how long a save takes (G13: docs/how_to/save_and_resume.md), flags without effect (G14:
+`--check-for-large-grads` and `--num-workers` work)."""
 
 
 WITHOUT_A_GPU: Mapping[str, str] = {

@@ -68,6 +68,21 @@ def test_sums_beside_a_replicas_own_collectives_come_to_an_end(tmp_path: pathlib
     assert code == 0 and "parameters bit-identical" in report, report
 
 
+@pytest.mark.finding("FSDP")
+@pytest.mark.parametrize("overlap", ["", "--overlap-grad-reduce"])
+def test_a_job_that_fsdp2_shards_survives_a_death(overlap: str, tmp_path: pathlib.Path) -> None:
+    """FSDP2 adds to a gradient on a stream of its own; a sum that read it too early would lead to other parameters."""
+    made = Job(lanes=2, steps=8)
+    flags = "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion"
+    (tmp_path / "reference").mkdir()
+    reference = run(made, tmp_path / "reference", flags=flags, queues=32).expect()
+    chaos = chaos_text("1 1 reduce step=5 occurrence=2")
+    outcome = run(made, tmp_path, flags=f"{flags} {overlap}", queues=32, chaos=chaos).expect()
+    assert bool(outcome.events("bucket_passed")) == bool(overlap)
+    code, report = check(outcome.run_dir, reference.run_dir)
+    assert code == 0 and "parameters bit-identical" in report, report
+
+
 CONTEXTS = {
     "one lane": (1, "--context-parallel-size 2"),
     "two lanes": (2, "--context-parallel-size 2"),

@@ -10,6 +10,7 @@ import os
 import pickle
 import tempfile
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     determinism: str = "fast"
     overlap: bool = False
     """`--overlap-grad-reduce`, in the recovered run."""
+    untied: bool = False
+    """The output layer has a weight of its own."""
+    fsdp2: bool = False
+    """FSDP2 shards parameters, gradients and optimizer over the lanes."""
+    recompute: bool = False
+    """Activations are computed again in the backward."""
 
     @property
     def num_ranks(self) -> int:
@@ -183,7 +190,13 @@ class Training:
 
     def __init__(self, layout: Layout, *, overlap: bool = False) -> None:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            TorchFullyShardedDataParallel,
+            TorchFullyShardedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -213,7 +226,11 @@ class Training:
             params_dtype=dtype, bf16=layout.bf16, calculate_per_token_loss=layout.per_token, num_moe_experts=layout.num_experts,
             expert_model_parallel_size=layout.ep, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
             persist_layer_norm=False, bias_dropout_fusion=False, overlap_p2p_comm=layout.vpp is not None,
-            batch_p2p_comm=layout.vpp is None, deallocate_pipeline_outputs=layout.vpp is None, **moe,
+            batch_p2p_comm=layout.vpp is None, deallocate_pipeline_outputs=layout.vpp is None,
+            transformer_impl="local",
+            **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+               if layout.recompute else {}),
+            **moe,
         )  # fmt: skip
         config.timers = None
         config.finalize_model_grads_func = finalize_model_grads
@@ -228,14 +245,19 @@ class Training:
                 config, spec, Tokens.vocabulary, Tokens.seq_length, vp_stage=vp_stage,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                share_embeddings_and_output_weights=not (layout.untied or layout.fsdp2),
             )  # fmt: skip
             module.model_type = 1
             modules.append(Float16Module(config, module) if layout.bf16 else module)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed_optimizer, overlap_grad_reduce=overlap
         )
+        if layout.fsdp2:
+            ddp_config = TorchFullyShardedDataParallelConfig()
         self.config = config
-        self.chunks = wrap_model_chunks_with_ddp(modules, config, ddp_config)
+        self.chunks = wrap_model_chunks_with_ddp(
+            modules, config, ddp_config, DP=TorchFullyShardedDataParallel if layout.fsdp2 else DistributedDataParallel
+        )
         for chunk in self.chunks:
             chunk.broadcast_params()
         self.optimizer = get_megatron_optimizer(
@@ -261,15 +283,21 @@ class Training:
             forward_step_func=forward_step, data_iterator=self.iterators, model=self.chunks,
             num_microbatches=self.layout.num_microbatches, seq_length=Tokens.seq_length, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
-        gradients = [parameter.main_grad.clone() for chunk in self.chunks for parameter in chunk.parameters()]
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        gradients = [whole(parameter.grad if self.layout.fsdp2 else parameter.main_grad).clone() for parameter in parameters]
         success, norm, _ = self.optimizer.step()
         return {
             "gradients": gradients,
             "losses": [report["lm loss"].clone() for report in losses],
-            "parameters": [parameter.detach().clone() for chunk in self.chunks for parameter in chunk.parameters()],
+            "parameters": [whole(parameter.detach()).clone() for parameter in parameters],
             "norm": float(norm),
             "success": success,
         }
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor that FSDP2 has sharded, gathered over the lanes; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def dispatcher(name: str) -> dict[str, str]:
@@ -309,11 +337,13 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """Two steps through the commit loop; each by these rounds."""
     from megatron.core import parallel_state
 
+    from megatron_recover.fsdp2.gradients import scale_gradients
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.gradient_buffers import gradients_of
     from megatron_recover.megatron.seams import seams
 
     ours = [seam for seam in seams.load() if "CommitLoop" in seam.replacement or "chedule" in seam.replacement]
-    ours += [seam for seam in seams.load() if seam.name == "finish_grad_sync"]
+    ours += [seam for seam in seams.load() if seam.name in ("finish_grad_sync", "scale_gradients")]
     installation = seams.Installation(ours)
     training = Training(layout, overlap=layout.overlap)
     driver = ScriptedDriver(rounds)
@@ -321,8 +351,11 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     loop = CommitLoop(
         driver, RecoverConfig(bucket_elements=3000, determinism=layout.determinism, rebalance="off"), installation.originals,
         cursor=training.cursor, seed=lambda *_: None, iteration=lambda: next(iteration), alike=dict,
+        gradients=gradients_of(
+            Namespace(use_torch_fsdp2=layout.fsdp2, overlap_grad_reduce=layout.overlap, check_for_nan_in_loss_and_grad=True)
+        ),
     )  # fmt: skip
-    installation.install(loop.replacements())
+    installation.install({**loop.replacements(), "scale_gradients": scale_gradients})
     try:
         steps = []
         for _ in range(2):

@@ -374,7 +374,7 @@ def test_activations_are_estimated_for_each_tensor_parallel_size_that_the_heads_
 
 
 ARGS = {
-    "multi_latent_attention": False, "hybrid_layer_pattern": None,
+    "multi_latent_attention": False, "hybrid_layer_pattern": None, "use_torch_fsdp2": False,
     "optimizer": "adam", "optimizer_cpu_offload": False, "params_dtype": torch.bfloat16, "bf16": True, "sgd_momentum": 0.9,
     "accumulate_allreduce_grads_in_fp32": True, "use_precision_aware_optimizer": False,
     "main_params_dtype": torch.float32, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float32,
@@ -402,7 +402,13 @@ def test_bytes_of_an_element_follow_from_the_arguments(changes: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("optimizer", "muon"), ("optimizer_cpu_offload", True), ("multi_latent_attention", True), ("hybrid_layer_pattern", "M*")],
+    [
+        ("optimizer", "muon"),
+        ("optimizer_cpu_offload", True),
+        ("multi_latent_attention", True),
+        ("hybrid_layer_pattern", "M*"),
+        ("use_torch_fsdp2", True),
+    ],
 )
 def test_what_cannot_be_known_is_refused(name: str, value: object) -> None:
     flag = "--" + name.replace("_", "-")

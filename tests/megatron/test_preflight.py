@@ -14,7 +14,16 @@ import pytest
 from megatron_recover.cli.data import write_dataset
 from megatron_recover.config import RecoverConfig
 from megatron_recover.deadlines import DEFAULT_S
-from megatron_recover.megatron.launch.arguments import REFUSALS, adapt, gpu_refusals, kernel_refusals, refusals
+from megatron_recover.megatron.launch.arguments import (
+    FSDP2_REFUSALS,
+    REFUSALS,
+    Refusal,
+    adapt,
+    fsdp2_notes,
+    gpu_refusals,
+    kernel_refusals,
+    refusals,
+)
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
 from megatron_recover.trace import Layout
 
@@ -202,6 +211,46 @@ def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
     assert "; " in line
 
 
+FSDP2 = "--use-torch-fsdp2 --untie-embeddings-and-output-weights"
+WITH_FSDP2 = {
+    "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
+    "--expert-model-parallel-size": "--expert-model-parallel-size 2",
+    "--num-experts": "--num-experts 4",
+    "--context-parallel-size": "--context-parallel-size 2 --transformer-impl transformer_engine",
+    "--mtp-num-layers": "--mtp-num-layers 1",
+    "--optimizer": "--optimizer sgd",
+    "--save": "--save {folder} --save-interval 1 --tensor-model-parallel-size 2 --ckpt-format torch_dcp",
+    "--load": "--load {folder} --tensor-model-parallel-size 2 --ckpt-format torch_dcp",
+    "--ckpt-format": "--load {folder}",
+    "--async-save": "--async-save --ckpt-format torch_dcp",
+    "--pretrained-checkpoint": "--pretrained-checkpoint {folder}",
+}
+"""What asks for the thing that is refused, where that is not the flag alone."""
+
+
+@pytest.mark.parametrize("refusal", FSDP2_REFUSALS, ids=lambda refusal: refusal.flag)
+def test_what_is_not_supported_with_fsdp2_is_refused_by_name(refusal: Refusal, data: str, tmp_path: Path) -> None:
+    flags = f"{FSDP2} {WITH_FSDP2.get(refusal.flag, refusal.flag)}".format(folder=tmp_path)
+    if not refusal.flag.startswith("--"):
+        flags = "--use-torch-fsdp2"
+    lines = refused(data, flags, lanes=2)
+    assert lines == [f"{refusal.flag} is not supported with --use-torch-fsdp2: {refusal.because}; {refusal.instead}"]
+    if refusal.flag not in (
+        "--ckpt-format",
+        "--load",
+        "--pretrained-checkpoint",
+        "a weight that embedding and output layer share",
+    ):
+        judge(data, flags.replace(FSDP2, "").replace("--ckpt-format torch_dcp", ""), lanes=2)
+
+
+def test_what_is_supported_with_fsdp2_is_taken(data: str, tmp_path: Path) -> None:
+    judge(data, f"{FSDP2} --bf16 --calculate-per-token-loss --overlap-grad-reduce --tensor-model-parallel-size 2", lanes=2)
+    judge(data, f"{FSDP2} --save {tmp_path} --save-interval 1 --load {tmp_path} --ckpt-format torch_dcp", lanes=4)
+    judge(data, FSDP2, lanes=1)
+    assert refused(data, f"--ckpt-format torch_dcp --load {tmp_path}")[0].startswith("--ckpt-format is not supported with rep")
+
+
 @pytest.mark.parametrize(
     "flags",
     ["--optimizer-cpu-offload", "--phase-transition-iterations 5", "--vision-pretraining --vision-pretraining-type dino"],
@@ -263,6 +312,15 @@ def test_what_means_nothing_in_a_replica_has_no_effect_and_is_told(
     assert vars(args) == plain | expected
     assert len(lines) == sum(plain[name] != given[name] and expected[name] != given[name] for name in given)
     assert all(" has no effect with replicas: " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fsdp2", "bf16", "lanes", "told"),
+    [(False, True, 1, []), (True, False, 2, []), (True, False, 1, ["nothing"]), (True, True, 1, ["nothing", "bf16"])],
+)
+def test_what_fsdp2_does_that_is_not_expected_is_told(fsdp2: bool, bf16: bool, lanes: int, told: list[str]) -> None:
+    lines = fsdp2_notes(argparse.Namespace(use_torch_fsdp2=fsdp2, bf16=bf16), lanes=lanes)
+    assert len(lines) == len(told) and all(word in line for word, line in zip(told, lines, strict=True))
 
 
 @pytest.mark.parametrize(("replica", "replicas", "kept"), [(0, 2, True), (1, 2, False), (0, 1, True)])

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import math
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+)
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
@@ -26,6 +32,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.commit import CommitLoop, gradient_is_reduced
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
+from megatron_recover.megatron.gradient_buffers import gradients_of
 from tests.megatron.loopback import Job, Link, LoopbackDriver
 
 SIZES = (21, 16, 5)
@@ -130,6 +137,11 @@ def wrap(module: MegatronModule, **fields: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module.config, DistributedDataParallelConfig(**fields), module)
 
 
+def wrap_sharded(module: MegatronModule, **fields: Any) -> TorchFullyShardedDataParallel:
+    """Upstream's FSDP2 around a module: the sharded gradients that the product reduces."""
+    return TorchFullyShardedDataParallel(module.config, TorchFullyShardedDataParallelConfig(**fields), module)
+
+
 class Threads:
     """Lets every thread of a process be a pipeline stage of its own: what upstream keeps once a process, kept once a thread.
 
@@ -165,7 +177,7 @@ class Trainer:
     def __init__(
         self, job: Job, threads: Threads, driver: LoopbackDriver, faults: FaultInjector, config: RecoverConfig, *,
         num_microbatches: int, num_chunks: int = 1, noisy: bool = False, broken: int | None = None, overlap: bool = False,
-        fused: bool = False, num_ahead: int = 0, log: Any = None, **model_fields: Any,
+        fused: bool = False, num_ahead: int = 0, fsdp2: bool = False, log: Any = None, **model_fields: Any,
     ) -> None:  # fmt: skip
         self.num_microbatches, self.noisy, self.broken = num_microbatches, noisy, broken
         num_stages = job.num_ranks
@@ -177,8 +189,11 @@ class Trainer:
         self.config = model_config(num_stages, **model_fields)
         self.config.use_kitchen = fused  # has no effect but that upstream marks first microbatches
         self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
+        self.fsdp2 = fsdp2
         self.chunks = [
-            wrap(Stage(self.config, fused), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap)
+            wrap_sharded(Stage(self.config))
+            if fsdp2
+            else wrap(Stage(self.config, fused), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap)
             for _ in range(num_chunks)
         ]
         self.cursor = MicrobatchCursor(num_ahead=num_ahead)
@@ -188,6 +203,9 @@ class Trainer:
             driver, config, {}, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
             alike=lambda: {"toy": ""}, log=log, faults=faults,
             gather=lambda holding: job.gather(driver.replica, driver.rank, holding),
+            gradients=gradients_of(
+                Namespace(use_torch_fsdp2=fsdp2, overlap_grad_reduce=overlap, check_for_nan_in_loss_and_grad=broken is not None)
+            ),
         )  # fmt: skip
         threads.enter(driver.rank, num_stages)
         self.iterators, self.validation = ([self._samples() for _ in self.chunks] for _ in range(2))
@@ -219,6 +237,7 @@ class Trainer:
             self.iteration += 1
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
+                chunk.zero_grad(set_to_none=True)  # as the optimizer does
         link = {"p2p_communicator": self.link, "pg_collection": schedules._build_default_pg_collection()} if self.link else {}
         losses = self.loop.run(
             forward_step_func=forward_step, data_iterator=self.validation if forward_only else self.iterators,
@@ -228,10 +247,11 @@ class Trainer:
         self.losses.append(losses)
         if not forward_only:
             weights = [weight for chunk in self.chunks for weight in chunk.module.weights]
-            self.gradients.append([weight.main_grad.clone() for weight in weights])
+            found = [weight.grad.to_local() if self.fsdp2 else weight.main_grad for weight in weights]
+            self.gradients.append([gradient.clone() for gradient in found])
             with torch.no_grad():
-                for weight in weights:
-                    weight -= weight.main_grad * 0.5
+                for weight, gradient in zip(weights, found, strict=True):
+                    (weight.to_local() if self.fsdp2 else weight).sub_(gradient * 0.5)
             self.loop.stepped()
 
     def expected(self) -> list[Tensor]:

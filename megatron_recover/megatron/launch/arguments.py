@@ -167,8 +167,8 @@ REFUSALS = (
     Refusal("--overlap-param-gather",
             lambda args: args.overlap_param_gather and args.lanes > 1 and args.optimizer not in BUILT_IN,
             "lanes gather whole parameters then, and between two steps only shards of a buffer are compared", _DROP),
-    Refusal("--use-megatron-fsdp", _set("use_megatron_fsdp"), "it reduces gradients itself", "use --use-distributed-optimizer"),
-    Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), "it reduces gradients itself", "use --use-distributed-optimizer"),
+    Refusal("--use-megatron-fsdp", _set("use_megatron_fsdp"), "it reduces gradients itself",
+            "use --use-torch-fsdp2 or --use-distributed-optimizer"),
     Refusal("--save-wgrads-interval", _set("save_wgrads_interval"), "it replaces the gradient reduction", _DROP),
     Refusal("--cuda-graph-impl", _not("cuda_graph_impl", "none"),
             "a captured graph keeps communicators that a loss retires", "use none"),
@@ -229,7 +229,8 @@ REFUSALS = (
             "Megatron writes that format only while it waits", "use --ckpt-format torch_dist"),
     Refusal("--non-persistent-save-interval", _set("non_persistent_save_interval"),
             "every replica would write it", "use --save-interval"),
-    Refusal("--ckpt-format", _not("ckpt_format", "torch", "torch_dist"),
+    Refusal("--ckpt-format",
+            lambda args: args.ckpt_format not in ("torch", "torch_dist") and not args.use_torch_fsdp2,
             "only these formats were tried", "use torch_dist or torch"),
     Refusal("--save-dgrads-interval", _set("save_dgrads_interval"),
             "every replica would write the same files", _DROP),
@@ -251,6 +252,49 @@ REFUSALS = (
     Refusal("--log-world-size-to-tensorboard", _set("log_world_size_to_tensorboard"),
             "it is the size of one replica", "read events.jsonl of the run directory"),
     Refusal("--yaml-cfg", _set("yaml_cfg"), "the launcher has to know the shape of the job", "use flags"),
+)  # fmt: skip
+
+_OF_MEGATRON = "Megatron refuses both together"
+_UNTRIED = "it was not tried together with FSDP2"
+_WHOLE = "Megatron loads a checkpoint of torch_dcp whole, with the optimizer"
+
+# What is refused with `--use-torch-fsdp2`. Megatron refuses more; the dry run prints its words.
+FSDP2_REFUSALS = (
+    Refusal("--pipeline-model-parallel-size", lambda args: args.pipeline_model_parallel_size > 1, _OF_MEGATRON,
+            "use tensor parallelism or more lanes"),
+    Refusal("--expert-model-parallel-size", lambda args: args.expert_model_parallel_size > 1, _OF_MEGATRON,
+            "use --use-distributed-optimizer instead of FSDP2"),
+    Refusal("--num-experts", _not("num_experts"), _UNTRIED, "use --use-distributed-optimizer instead of FSDP2"),
+    Refusal("a weight that embedding and output layer share",
+            lambda args: not args.untie_embeddings_and_output_weights, _OF_MEGATRON,
+            "add --untie-embeddings-and-output-weights"),
+    Refusal("--use-distributed-optimizer", _set("use_distributed_optimizer"), _OF_MEGATRON,
+            "leave it out: FSDP2 shards the optimizer as well"),
+    Refusal("--fp16", _set("fp16"), _OF_MEGATRON, "use --bf16"),
+    Refusal("--context-parallel-size", lambda args: args.context_parallel_size > 1, _UNTRIED, _DROP),
+    Refusal("--mtp-num-layers", _not("mtp_num_layers", 0), _UNTRIED, _DROP),
+    Refusal("--optimizer", _not("optimizer", "adam"), _UNTRIED, "use adam"),
+    Refusal("--init-model-with-meta-device", _set("init_model_with_meta_device"), _UNTRIED, _DROP),
+    Refusal("--check-for-large-grads", _set("check_for_large_grads"),
+            "Megatron does not check gradients that FSDP2 shards", _DROP),
+    # Checkpoints.
+    Refusal("--save", lambda args: args.save is not None and args.tensor_model_parallel_size > 1,
+            "Megatron refuses --ckpt-format torch_dcp with tensor parallelism, and fails in its other formats",
+            "leave it out, or use lanes instead of tensor parallelism"),
+    Refusal("--load", lambda args: args.load is not None and args.tensor_model_parallel_size > 1,
+            "Megatron refuses --ckpt-format torch_dcp with tensor parallelism, and fails in its other formats",
+            "leave it out, or use lanes instead of tensor parallelism"),
+    Refusal("--ckpt-format", lambda args: args.ckpt_format != "torch_dcp" and (args.save is not None or args.load is not None),
+            "Megatron cannot save what FSDP2 shards in another format", "add --ckpt-format torch_dcp"),
+    Refusal("--async-save", _set("async_save"), _UNTRIED, _DROP),
+    Refusal("--finetune", _set("finetune"), _WHOLE, _DROP),
+    Refusal("--no-load-optim", _set("no_load_optim"), _WHOLE, _DROP),
+    Refusal("--no-save-optim", _set("no_save_optim"),
+            "Megatron cannot load a checkpoint of torch_dcp without the optimizer", _DROP),
+    Refusal("--no-save-rng", _set("no_save_rng"),
+            "Megatron cannot load a checkpoint of torch_dcp without the random state", _DROP),
+    Refusal("--pretrained-checkpoint", _not("pretrained_checkpoint"),
+            _WHOLE, _DROP),
 )  # fmt: skip
 
 # A newcomer reads the state of others between two steps, while their next step runs. So what the
@@ -337,7 +381,24 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
 
     An argument that the installed Megatron does not know cannot be judged, so it is refused too.
     """
-    return _judged(REFUSALS, Namespace(**{**_WITHOUT_KITCHEN, **vars(args), "lanes": lanes}), "is not supported with replicas")
+    judged = Namespace(**{**_WITHOUT_KITCHEN, **vars(args), "lanes": lanes})
+    found = _judged(REFUSALS, judged, "is not supported with replicas")
+    if getattr(args, "use_torch_fsdp2", False):
+        found += _judged(FSDP2_REFUSALS, judged, "is not supported with --use-torch-fsdp2")
+    return found
+
+
+def fsdp2_notes(args: Namespace, *, lanes: int) -> list[str]:
+    """Return lines about what FSDP2 does with these arguments and the user may not expect."""
+    if not args.use_torch_fsdp2:
+        return []
+    found = ["--use-torch-fsdp2 shards nothing in a replica of one lane; give --lanes"] if lanes == 1 else []
+    if args.bf16:
+        found.append(
+            "--use-torch-fsdp2 with --bf16 sums the gradients of lanes in bf16, as Megatron does; microbatches and replicas "
+            "are summed in float64 with --recover-determinism exact, else in bf16"
+        )
+    return found
 
 
 def joining_refusals(args: Namespace) -> list[str]:

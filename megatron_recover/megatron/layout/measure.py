@@ -129,6 +129,11 @@ def unplannable(args: Namespace) -> list[str]:
         found.append("--optimizer-cpu-offload leaves an unknown part on the GPU; leave it out to plan")
     if args.multi_latent_attention:
         found.append("--multi-latent-attention needs layers of Transformer Engine, which need a GPU; leave it out to plan")
+    if args.use_torch_fsdp2:
+        found.append(
+            "--use-torch-fsdp2 shards weights and gradients, which plan does not estimate; plan with "
+            "--use-distributed-optimizer in its place, which needs more"
+        )
     if args.hybrid_layer_pattern:
         found.append("--hybrid-layer-pattern makes layers whose activations upstream does not estimate; leave it out to plan")
     if recover_config(args).ranks_per_gpu > 1:

@@ -1,0 +1,241 @@
+"""Offers the sharded gradients of FSDP2 as regions (`trainer.regions.Regions`).
+
+FSDP2 sums a gradient over the lanes in each backward and adds this lane's shard of it to the
+parameter's `grad`. Here `grad` is a view of a flat buffer, which is the local gradient. Nothing
+here communicates.
+
+Note [Set aside]
+    In a pass that must not add to a bucket (it is decided), the gradients of its parameters are set
+    aside: FSDP2 finds none and makes new ones, which are dropped. After the pass the views are put
+    back. So a bucket consists of whole parameters. With `exact` nothing is set aside: the buffer
+    holds one microbatch, and `Reduction.end_backward` chooses the buckets that take it.
+
+Note [Zeros for a parameter without gradient]
+    A parameter that no microbatch of a step uses has a gradient of zeros here, and none in plain
+    Megatron. Which parameters are used can depend on the microbatch, and all lanes and replicas
+    must have the same buckets. So the moments of such a parameter decay, and with weight decay the
+    parameter itself.
+
+Note [Passed]
+    FSDP2 calls the post-accumulate hooks of a sharded parameter once it has added to `grad`, in the
+    thread that runs the backward and on the stream of the addition (torch's `foreach_reduce`). So
+    an event that is recorded in the hook is behind the addition, and a bucket has passed when the
+    hooks of all its parameters have run. At the end of the backward FSDP2 has the training stream
+    wait for all additions. A version of torch without these calls would pass no bucket, and all
+    would be summed after the pass.
+
+Note [Nobody else writes]
+    The gradient that FSDP2 adds to, the one that is summed over replicas and the one that the
+    optimizer reads have to be the same memory. If somebody replaced `grad` in between (a hook, an
+    optimizer that steps inside the backward), gradient would be lost silently. So after each
+    backward, and before the optimizer, every `grad` is compared with its view: the address counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.values import BucketId
+from megatron_recover.fsdp2 import shards
+from megatron_recover.trainer.collecting import Watch
+from megatron_recover.trainer.regions import Bucket, Region
+
+
+class Gradient:
+    """The gradient of one parameter: a part of its region's local gradient."""
+
+    def __init__(self, parameter: Any, start: int, stop: int, buffer: Tensor) -> None:
+        """Use the elements `start`..`stop` (exclusive) of `buffer`; padding, if any, comes last."""
+        self.parameter, self.start, self.stop = parameter, start, stop
+        shard = shards.local(parameter)
+        self._view = buffer[start : start + shard.numel()].view(shard.shape)
+        self._grad = DTensor.from_local(
+            self._view, parameter.device_mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+
+    def attach(self) -> None:
+        """Let FSDP2 add to the buffer, and the optimizer read it."""
+        self.parameter.grad = self._grad
+
+    def set_aside(self) -> None:
+        """Let FSDP2 make a gradient of its own instead, which nobody reads."""
+        self.parameter.grad = None
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless the parameter's `grad` is in the buffer.
+
+        See Note [Nobody else writes].
+        """
+        grad = self.parameter.grad
+        if not isinstance(grad, DTensor) or shards.local(grad).data_ptr() != self._view.data_ptr():
+            raise InvariantViolation(
+                3, "the gradient of a parameter was replaced by something else than FSDP2: its microbatches would be lost"
+            )
+
+
+class ParameterGroup(Region):
+    """The region of the parameters that FSDP2 reduces together."""
+
+    def __init__(
+        self, module: Any, parameters: Sequence[Any], *, chunk: int, scale: float, bucket_elements: int
+    ) -> None:  # fmt: skip
+        """Allocate the local gradient of `parameters`, and cut it into buckets.
+
+        `parameters` are those of the sharded `module` that are trained. A bucket has whole
+        parameters and about `bucket_elements` elements. Raises ValueError for parameters that are
+        sharded in another way than FSDP2's default.
+        """
+        self._module = module
+        sizes = [shards.padded_elements(parameter) for parameter in parameters]
+        borders = [0, *itertools.accumulate(sizes)]
+        like = shards.local(parameters[0])
+        buffer = torch.zeros(borders[-1], dtype=like.dtype, device=like.device)
+        super().__init__(
+            buffer, chunk=chunk, group=None, scale=scale, sharded=True, bucket_elements=bucket_elements,
+            edges=_edges(borders, bucket_elements),
+        )  # fmt: skip
+        self.gradients = {
+            bucket: [
+                Gradient(parameter, start, stop, buffer)
+                for parameter, start, stop in zip(parameters, borders, borders[1:], strict=False)
+                if bucket.start <= start < bucket.stop
+            ]
+            for bucket in self.buckets
+        }
+        self._into: tuple[BucketId, ...] | None = None
+
+    def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
+        """Let FSDP2 add to the buckets `into` only; None: to all. See Note [Set aside]."""
+        self._into = into
+        for bucket, gradients in self.gradients.items():
+            for gradient in gradients:
+                if into is None or bucket.id in into:
+                    gradient.attach()
+                else:
+                    gradient.set_aside()
+
+    def begin(self) -> None:
+        """Begin a step: the optimizer has forgotten the gradients, or they are of the last step.
+
+        Free whole parameters that an evaluation has left: in a step without a backward here nobody
+        else would, and finalize looks for the gradients of what the module has.
+        """
+        self._module.reshard()
+        self.local.zero_()
+        self.collect_into(None)
+
+    def backward_ended(self, microbatch: int, into: Collection[BucketId]) -> None:
+        """Check that FSDP2 has added to the buffer, where nothing is set aside."""
+        for bucket, gradients in self.gradients.items():
+            for gradient in gradients if self._into is None or bucket.id in self._into else ():
+                gradient.check()
+
+    def applied(self) -> None:
+        """Check that the optimizer will read the buffer."""
+        for gradient in itertools.chain.from_iterable(self.gradients.values()):
+            gradient.check()
+
+
+class ShardedGradients:
+    """The sharded gradients of a rank's model chunks (`trainer.regions.Regions`)."""
+
+    def __init__(
+        self, chunks: Sequence[Any], bucket_elements: int, *, overlaps: bool = False, checks_finite: bool = True
+    ) -> None:  # fmt: skip
+        """Give each trained parameter of `chunks`, Megatron's FSDP2 modules, a gradient.
+
+        `overlaps` and `checks_finite` are what the user asked for; Megatron leaves them out of the
+        configuration of such a module. With `overlaps` each parameter also gets a hook, except on a
+        GPU with tensor parallelism: a third communicator would then run beside those of lanes and
+        replicas. Raises ValueError as `ParameterGroup` does.
+        """
+        self._groups = [
+            ParameterGroup(module, trained, chunk=chunk, scale=_scale(model, trained[0]), bucket_elements=bucket_elements)
+            for chunk, model in enumerate(chunks)
+            for module, group in shards.groups(model)
+            if (trained := [parameter for parameter in group if parameter.requires_grad])
+        ]
+        self.regions, self.num_chunks = self._groups, len(chunks)
+        self.checks_finite = checks_finite
+        self.can_watch = overlaps and all(_may_watch(chunk) for chunk in chunks)
+        self._watch = BackwardWatch(self._groups) if self.can_watch else None
+        self._into: tuple[BucketId, ...] | None = None
+
+    def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
+        """Collect gradient in the buckets `into` only, from now on. None: the pass is over."""
+        if into == self._into:
+            return
+        self._into = into
+        for group in self._groups:
+            group.collect_into(into)
+
+    def watch(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
+        """Watch the backward of `chunk` that is about to begin; only if `can_watch`.
+
+        FSDP2 runs `passed` on the stream on which it has added to the bucket.
+        """
+        assert self._watch is not None
+        self._watch.begin(chunk, passed)
+
+    def end_watch(self) -> None:
+        """Stop watching the backward, if it was watched; only if `can_watch`."""
+        assert self._watch is not None
+        self._watch.end()
+
+
+class BackwardWatch(Watch):
+    """Reports which buckets a backward is done with. See Note [Passed]."""
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        """Give each parameter of `groups` a hook."""
+        buckets: dict[int, dict[Any, list[Bucket]]] = {}
+        for group in groups:
+            for bucket, gradients in group.gradients.items():
+                buckets.setdefault(group.chunk, {}).update((gradient.parameter, [bucket]) for gradient in gradients)
+        super().__init__(buckets)
+        for parameter in (parameter for of_chunk in buckets.values() for parameter in of_chunk):
+            parameter.register_post_accumulate_grad_hook(self.reached)
+
+
+def zero(model: Any) -> None:
+    """Give each trained parameter of `model` a gradient of zeros."""
+    for _, parameter in shards.parameters(model):
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+
+
+def scale_gradients(model: Any, scaling_factor: float) -> None:
+    """Multiply all gradients of `model` by `scaling_factor` (seam `scale_gradients`)."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            shards.local(parameter.grad).mul_(scaling_factor)
+
+
+def _edges(borders: Sequence[int], bucket_elements: int) -> list[int]:
+    """Return those of `borders` between parameters at which buckets end."""
+    edges = [0]
+    for border in borders[1:]:
+        if border - edges[-1] >= bucket_elements:
+            edges.append(border)
+    return edges if edges[-1] == borders[-1] else [*edges, borders[-1]]
+
+
+def _scale(model: Any, parameter: Any) -> float:
+    """Return the factor from FSDP2's mean over the lanes to what Megatron's finalize expects.
+
+    With a per-token loss finalize divides by the tokens of all lanes, so it expects the sum.
+    """
+    return float(parameter.device_mesh.size()) if model.config.calculate_per_token_loss else 1.0
+
+
+def _may_watch(model: Any) -> bool:
+    on_gpu = shards.local(next(model.parameters())).device.type != "cpu"
+    return not (on_gpu and model.config.tensor_model_parallel_size > 1)

@@ -1,0 +1,88 @@
+"""Finds what FSDP2 has sharded over the lanes: the parameters of a model, and their local shards.
+
+Note [Sharded and whole]
+    FSDP2 puts whole parameters in the place of a module's shards while the module computes. It
+    takes them away after the forward, unless it is told to keep them, and after the backward. After
+    an evaluation they may stay, since there is no backward. So shards are looked up only by the training thread between two
+    steps, after `reshard`, and whoever needs them later keeps them. FSDP2 never replaces a shard
+    itself (torch's `_fsdp_param.py`, `reset_sharded_param`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether `fully_shard` has sharded `model`, or a module in it."""
+    return isinstance(model, torch.nn.Module) and next(_sharded_modules(model), None) is not None
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free all whole parameters of `model`, so that its modules have their shards. No collective.
+
+    See Note [Sharded and whole].
+    """
+    for module in _sharded_modules(model):
+        module.reshard()
+
+
+def parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return all parameters of `model` by name, each as this lane's shard: a DTensor.
+
+    The training thread calls it between two steps.
+    """
+    reshard(model)
+    return list(model.named_parameters())
+
+
+def groups(model: torch.nn.Module) -> list[tuple[Any, list[torch.nn.Parameter]]]:
+    """Return each module that `fully_shard` has sharded, with its parameters.
+
+    FSDP2 gathers and reduces these together. Parameters of sharded modules inside the module are
+    left out. The order is that of the modules, and so equal on all replicas.
+    """
+    reshard(model)
+    return [
+        (module, [parameter for each in _outside_of_others(module) for parameter in each.parameters(recurse=False)])
+        for module in _sharded_modules(model)
+    ]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this lane's shard of a DTensor, which has the same memory; another tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def padded_elements(parameter: Tensor) -> int:
+    """Return the number of elements of the largest shard of `parameter`, that of the first lane.
+
+    Raises ValueError for a parameter that is not sharded in its first dimension over the lanes
+    alone.
+    """
+    if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (Shard(0),):
+        placed = parameter.placements if isinstance(parameter, DTensor) else "not at all"
+        raise ValueError(f"a parameter is sharded {placed}; only parameters whose first dimension FSDP2 shards are supported")
+    return math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * math.prod(parameter.shape[1:])
+
+
+def _sharded_modules(model: torch.nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _outside_of_others(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield `module` and the modules in it that are in no other sharded module inside it."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _outside_of_others(child)

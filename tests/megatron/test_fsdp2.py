@@ -1,0 +1,276 @@
+"""A replica whose lanes FSDP2 shards: against Megatron alone, and by coded gradients at every instant of a step.
+
+The codes are those of tests/megatron/toy.py: microbatch i contributes 2**i to every element. One lane shards nothing, but
+FSDP2's hooks are the same. Lanes are in the tests with real processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.fsdp2 import shards
+from megatron_recover.fsdp2.gradients import BackwardWatch, Gradient, ParameterGroup, ShardedGradients
+from megatron_recover.megatron.state import TrainingState
+from megatron_recover.trainer.regions import number
+from tests.megatron.loopback import Strike
+from tests.megatron.processes import Layout, recovered, run, upstream_alone
+from tests.megatron.test_commit import NUM_BUCKETS, Run, first_strikes, second_strikes
+from tests.megatron.test_reduction import AFTER_A_LOSS, AT_ONCE, INTO_SOME, _assert_close, _assert_same
+from tests.megatron.toy import SIZES, Stage, Threads, model_config, wrap_sharded
+
+pytestmark = pytest.mark.timeout(300)
+
+# --- Against Megatron alone ----------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "lanes2": Layout(fsdp2=True, lanes=2),
+    "lanes2-overlap": Layout(fsdp2=True, lanes=2, overlap=True),
+    "lanes3": Layout(fsdp2=True, lanes=3),  # divides no parameter of the model
+    "tp2-lanes2": Layout(fsdp2=True, tp=2, lanes=2, overlap=True),
+    "lanes2-bf16": Layout(fsdp2=True, lanes=2, bf16=True),
+    "lanes2-recompute": Layout(fsdp2=True, lanes=2, recompute=True, overlap=True),
+    "lanes1": Layout(fsdp2=True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_equals_megatron(layout: Layout) -> None:
+    exactly = msgspec.structs.replace(layout, determinism="exact")
+    rounds = (AT_ONCE, AFTER_A_LOSS, INTO_SOME)
+    reference, *fast = run(layout, (upstream_alone, ()), *((recovered, (each,)) for each in rounds))
+    exact = run(exactly, *((recovered, (each,)) for each in rounds))
+    for rank, step in itertools.product(range(layout.num_ranks), range(2)):
+        expected = reference[rank][step]
+        assert expected["success"] and expected["norm"] > 0
+        _assert_same(fast[0][rank][step], expected)
+        for found in (*fast, *exact):
+            _assert_close(found[rank][step], expected)
+        for found in exact:
+            _assert_same(found[rank][step], exact[0][rank][step])
+    shapes = [fast[0][rank][0]["shape"] for rank in range(layout.num_ranks)]
+    assert all(shape == shapes[0] for shape in shapes) and len(shapes[0].bucket_ranks) > 3
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_loss_per_token_is_divided_as_without_fsdp2(tp: int) -> None:
+    """Megatron alone does not divide it with FSDP2, so what is compared with are lanes without."""
+    plain, sharded = (Layout(tp=tp, lanes=2, per_token=True, untied=True, fsdp2=fsdp2) for fsdp2 in (False, True))
+    [reference] = run(plain, (upstream_alone, ()))
+    found = run(sharded, (recovered, (AT_ONCE,)), (recovered, (INTO_SOME,)))
+    for rank, step, each in itertools.product(range(plain.num_ranks), range(2), found):
+        _assert_close(each[rank][step], reference[rank][step])
+
+
+# --- Coded gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_without_faults(threads: Threads, num_replicas: int, overlap: bool, determinism: str) -> None:
+    Run(threads, num_replicas, 1, [], overlap=overlap, fsdp2=True, determinism=determinism).check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_at_every_instant(threads: Threads, victim: int, overlap: bool) -> None:
+    for strike in first_strikes(victim, 2, 1):
+        print(strike)
+        found = Run(threads, 2, 1, [strike], overlap=overlap, fsdp2=True).check()
+        assert strike.struck and found.job.dead == {victim}
+
+
+def deaths() -> list[tuple[Strike, Strike]]:
+    """A death at every instant of a step, and another at every instant of the recovery from it."""
+    return [
+        (list(first_strikes(1, 3, 1))[first], second)
+        for first, victim in itertools.product(range(len(list(first_strikes(1, 3, 1)))), (0, 2))
+        for second in second_strikes(victim, 1)
+    ]
+
+
+def test_a_second_death_at_every_instant_of_the_recovery(threads: Threads) -> None:
+    num_second = num_partly = 0
+    for count, (first, second) in enumerate(deaths()):
+        print(first, second)
+        found = Run(threads, 3, 1, [first, second], overlap=bool(count % 2), fsdp2=True).check()
+        assert first.struck
+        num_second += second.struck
+        redone = [event for event in found.log.events if type(event).__name__ == "MicrobatchFinished"]
+        num_partly += any(0 < len(event.into) < NUM_BUCKETS for event in redone if event.generation > 1 and event.step == 1)
+    assert num_second > 20 and num_partly > 10
+
+
+# --- Defects -------------------------------------------------------------------------------------------------------------
+
+
+def is_seen(threads: Threads, runs: list[tuple[Strike, ...]], **options: Any) -> bool:
+    """Whether one of these runs fails."""
+    for strikes in runs:
+        try:
+            Run(threads, 3, 1, list(strikes), fsdp2=True, **options).check()
+        except (AssertionError, InvariantViolation, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+            return True
+    return False
+
+
+def test_gradient_that_is_not_set_aside_is_seen(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gradient, "set_aside", Gradient.attach)
+    assert is_seen(threads, deaths())
+
+
+def test_a_gradient_that_is_not_put_back_is_seen(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = ParameterGroup.collect_into
+    monkeypatch.setattr(ParameterGroup, "collect_into", lambda self, into: collect(self, into) if into is not None else None)
+    assert is_seen(threads, deaths())
+
+
+def test_fsdp2_calls_hooks_on_the_stream_on_which_it_has_added() -> None:
+    """No test on a CPU can see the stream; this is what `fsdp2/gradients.py`, Note [Passed], relies on in torch's source."""
+    source = inspect.getsource(_fsdp_collectives.foreach_reduce)
+    body = source.rpartition("    with device_handle.stream(post_reduce_stream):\n")[2]
+    inside = "".join(itertools.takewhile(lambda line: line.startswith(" " * 8), body.splitlines(keepends=True)))
+    order = ("grad._local_tensor += new_sharded_grad", "_post_accumulate_grad_hooks", "hook(fsdp_param.sharded_param)")
+    places = [inside.rindex(text) for text in order]
+    assert places == sorted(places)
+    assert "wait_event" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.finalize_backward)
+
+
+def test_a_bucket_that_is_summed_before_fsdp2_has_added_to_it_is_seen(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = BackwardWatch.begin
+
+    def early(self: BackwardWatch, chunk: int, passed: Any) -> None:
+        for bucket in {bucket.id for buckets in self._buckets[chunk].values() for bucket in buckets}:
+            passed(bucket)
+        begin(self, chunk, lambda bucket: None)
+
+    assert not is_seen(threads, [()], overlap=True, determinism="exact")
+    monkeypatch.setattr(BackwardWatch, "begin", early)
+    assert is_seen(threads, [()], overlap=True, determinism="exact")
+
+
+# --- Gradients and shards ------------------------------------------------------------------------------------------------
+
+
+def sharded(**fields: Any) -> tuple[Any, ShardedGradients]:
+    model = wrap_sharded(Stage(model_config()), **fields)
+    gradients = ShardedGradients([model], bucket_elements=16)
+    number(gradients.regions, 0, [(0, tuple(bucket.size for region in gradients.regions for bucket in region.buckets))])
+    for region in gradients.regions:
+        region.begin()
+    return model, gradients
+
+
+def backward(model: Any, code: float = 1.0) -> None:
+    model(torch.tensor(code)).sum().backward()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_bucket_has_whole_parameters() -> None:
+    _, gradients = sharded()
+    [region] = gradients.regions
+    assert [bucket.size for bucket in region.buckets] == [*SIZES]
+    assert [len(each) for each in region.gradients.values()] == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_pass_adds_to_the_buckets_that_miss_it_only() -> None:
+    model, gradients = sharded()
+    [region] = gradients.regions
+    gradients.collect_into((1,))
+    backward(model)
+    region.backward_ended(0, (1,))
+    gradients.collect_into(None)
+    sums = [float(region.local[bucket.start : bucket.stop].sum()) for bucket in region.buckets]
+    assert sums[0] == sums[2] == 0 < sums[1]
+    backward(model)
+    assert float(region.local[region.buckets[1].start : region.buckets[1].stop].sum()) == 2 * sums[1]
+    assert float(region.local[: region.buckets[0].stop].sum()) > 0
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_gradient_that_somebody_else_replaces_is_found(replaced: bool) -> None:
+    model, gradients = sharded()
+    [region] = gradients.regions
+    backward(model)
+    region.backward_ended(0, (0, 1, 2))
+    weight = next(iter(model.parameters()))
+    weight.grad = weight.grad.clone() if replaced else None  # as some optimizers and hooks do
+    with pytest.raises(InvariantViolation, match="INV-3"):
+        region.backward_ended(1, (0, 1, 2))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_parameter_without_gradient_has_zeros_and_a_frozen_one_has_none() -> None:
+    stage = Stage(model_config())
+    stage.unused, stage.frozen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    model = wrap_sharded(stage)
+    [region] = ShardedGradients([model], bucket_elements=1000).regions
+    region.begin()
+    backward(model)
+    region.backward_ended(0, ())
+    assert stage.unused.grad.to_local().tolist() == [0.0, 0.0, 0.0] and stage.frozen.grad is None
+    assert region.local.numel() == sum(SIZES) + 3
+
+
+@pytest.mark.usefixtures("world")
+def test_state_is_the_shards_also_while_whole_parameters_are_there() -> None:
+    """With `--torch-fsdp2-no-reshard-after-forward` they stay after an evaluation, and inside a forward they always are."""
+    model, gradients = sharded(reshard_after_forward=False)
+    state = TrainingState([model])
+    before = state.digest()
+    addresses = [each.data.data_ptr() for each in state.tensors()]
+    with torch.no_grad():
+        model(torch.tensor(1.0))
+    assert not any(hasattr(weight, "to_local") for weight in model.parameters()), "nothing is whole: the test shows nothing"
+    assert [each.data.data_ptr() for each in state.tensors()] == addresses and state.digest() == before
+    gradients.regions[0].begin()
+    assert TrainingState([model]).digest() == before
+    with torch.no_grad():
+        shards.local(next(iter(model.parameters())))[0] += 1
+    assert state.digest() != before
+
+
+def _uneven(layout: Layout) -> list[Any]:
+    """On each lane the sizes of the buckets, and those of the shards."""
+    from megatron.core import parallel_state
+
+    model = wrap_sharded(Stage(model_config()))
+    gradients = ShardedGradients([model], RecoverConfig(bucket_elements=1).bucket_elements)
+    assert parallel_state.get_data_parallel_world_size() == layout.lanes
+    [region] = gradients.regions
+    region.begin()
+    random.seed(0)
+    backward(model, 2.0 ** dist.get_rank())
+    return [
+        [bucket.size for bucket in region.buckets],
+        [shards.local(weight).numel() for weight in model.parameters()],
+        [weight.grad.full_tensor().tolist() for weight in model.parameters()],
+        float(region.local.sum()),
+    ]
+
+
+def test_lanes_with_shards_of_different_sizes_have_the_same_buckets() -> None:
+    """21, 16 and 5 elements over 4 lanes; the last lane has none of the 5."""
+    [lanes] = run(Layout(lanes=4, fsdp2=True), (_uneven, ()))
+    assert all(sizes == [6, 4, 2] for sizes, *_ in lanes)
+    assert [held for _, held, *_ in lanes] == [[6, 4, 2], [6, 4, 2], [6, 4, 1], [3, 4, 0]]
+    mean = (1 + 2 + 4 + 8) / 4
+    for _, _, whole, _ in lanes:
+        assert whole == [[mean * (1.0 + index % 7) for index in range(size)] for size in SIZES]
+    assert sum(total for *_, total in lanes) == sum(sum(each) for each in lanes[0][2])
