@@ -3,9 +3,9 @@
 Note [Sharded and whole]
     FSDP2 puts whole parameters in the place of a module's shards while the module computes. It
     takes them away after the forward, unless it is told to keep them, and after the backward. After
-    an evaluation they may stay, since there is no backward. So shards are looked up only by the training thread between two
-    steps, after `reshard`, and whoever needs them later keeps them. FSDP2 never replaces a shard
-    itself (torch's `_fsdp_param.py`, `reset_sharded_param`).
+    an evaluation they may stay, since there is no backward. So shards are looked up only by the
+    training thread between two steps, after `reshard`, and whoever needs them later keeps them.
+    FSDP2 never replaces a shard itself (torch's `_fsdp_param.py`, `reset_sharded_param`).
 """
 
 from __future__ import annotations
