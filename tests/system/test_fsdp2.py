@@ -195,14 +195,15 @@ def test_losses_are_those_of_unmodified_megatron_over_all_ranks(steps: int, tmp_
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "connections", "told"),
     [
-        (("--num-experts", "4"), "--num-experts is not supported with --use-torch-fsdp2"),
-        (("--gradient-accumulation-fusion",), "not supported with gradient accumulation fusion"),
+        (("--num-experts", "4"), "8", "--num-experts is not supported with --use-torch-fsdp2"),
+        ((), "1", "FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS"),
     ],
 )
 def test_what_is_refused_by_us_or_by_megatron_is_told_before_the_job(
-    extra: tuple[str, ...], told: str, tmp_path: pathlib.Path, data: pathlib.Path
+    extra: tuple[str, ...], connections: str, told: str, tmp_path: pathlib.Path, data: pathlib.Path
 ) -> None:
-    outcome = run_job(_job(extra=extra), tmp_path / "run", data).expect(ExitCode.BAD_INPUT)
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    outcome = run_job(_job(extra=extra), tmp_path / "run", data, environment=variables).expect(ExitCode.BAD_INPUT)
     assert told in outcome.output
