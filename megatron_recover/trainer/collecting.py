@@ -1,4 +1,4 @@
-"""Which buckets a backward collects gradient in, and which of them it is done with.
+"""Follows a backward: which buckets of a rank it is done with.
 
 Both bindings to gradients use it: those to Megatron's buffers (`megatron/gradient_buffers.py`) and
 to FSDP2's shards (`fsdp2/gradients.py`). Nothing here knows how a gradient is stored.
