@@ -13,7 +13,7 @@ EXTRAS ?= train,plot,tensorboard,metrics
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test coverage lint explore fuzz sweep repair gpu-test nodes-test joins-test slurm-test campaign bench dist wheelhouse licences clean
+.PHONY: help setup demo test coverage lint explore fuzz sweep repair gpu-test nodes-test long-test slurm-test campaign bench dist wheelhouse licences clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,8 +60,8 @@ gpu-test: setup  ## the CUDA and NCCL part, JOBS (4) tests at a time: a row for 
 nodes-test: setup ## jobs on four nodes on this machine, each a set of namespaces, whose nodes die, freeze and are cut off (as root)
 	@$(PY) -m pytest -q -n 2 $(NODES) --ignore-glob='$(NODES)/test_slurm*.py'
 
-joins-test: setup ## all jobs in which replicas come back, of which `make test` runs a few (long)
-	@$(PY) -m pytest -q tests/system/test_joins.py
+long-test: setup  ## what `make test` leaves out for time: more jobs that come back, more instants of a death, FSDP2 (long)
+	@$(PY) -m pytest -q -n 2 -m slow --dist worksteal tests/megatron tests/system
 
 slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a node dies (as root, with Debian's slurm-wlm and munge)
 	@$(PY) -m pytest -q -m slow tests/slurm

@@ -153,7 +153,10 @@ def test_without_faults(threads: Threads, num_replicas: int, num_ranks: int, num
     assert [event.provenance for event in run.log.of(trace.Reduced)] == ["ones"] * len(run.log.of(trace.Reduced))
 
 
-@pytest.mark.parametrize(("num_ranks", "num_chunks", "group_size"), [(3, 3, 3), (2, 3, 3), (3, 2, 5)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("num_ranks", "num_chunks", "group_size"), [pytest.param(3, 3, 3, marks=pytest.mark.slow), (2, 3, 3), (3, 2, 5)]
+)
 def test_any_number_of_microbatches_goes_through_the_chunks(
     threads: Threads, num_ranks: int, num_chunks: int, group_size: int
 ) -> None:
@@ -218,9 +221,16 @@ def test_a_replica_without_a_share_is_timed_when_work_is_dealt_to_it_again(threa
     assert (2, 3) in run.job.timed
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("victim", [0, 1])
+def _deaths() -> Iterator[Any]:
+    """Every case of a death; with several stages half of them are slow, so that both values of each argument run in CI."""
+    shapes = [(1, 1), (2, 1), (2, 2), (4, 1)]
+    for victim, (num_ranks, num_chunks), overlap in itertools.product((0, 1), shapes, (False, True)):
+        is_slow = num_ranks > 1 and overlap == (victim == 0)
+        yield pytest.param(victim, num_ranks, num_chunks, overlap, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("victim", "num_ranks", "num_chunks", "overlap"), _deaths())
 def test_a_death_at_every_instant(threads: Threads, victim: int, num_ranks: int, num_chunks: int, overlap: bool) -> None:
     for strike in first_strikes(victim, 2, num_ranks, num_chunks=num_chunks):
         print(strike)

@@ -1,7 +1,7 @@
 """Replicas that die come back in real jobs, and nothing else changes: members, losses, checkpoints, the end of the job.
 
 While members are missing the steps are slow (`joining_pretrain.py`), so that a newcomer has time to enter. CI runs a few of the
-jobs. `make joins-test` runs all.
+jobs. `make long-test` runs the others.
 """
 
 from __future__ import annotations
