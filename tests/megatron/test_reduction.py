@@ -87,7 +87,8 @@ def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    is_bf16 = any(gradient.dtype == torch.bfloat16 for gradient in found.get("gradients", ()))  # FSDP2 adds them up in bf16
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-3 if is_bf16 else 1e-5)
     assert len(found["losses"]) == len(expected["losses"])
     for key in ("parameters", "losses"):
         for one, other in zip(found[key], expected[key], strict=True):
