@@ -87,14 +87,28 @@ def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    is_bf16 = any(gradient.dtype == torch.bfloat16 for gradient in found.get("gradients", ()))  # FSDP2 adds them up in bf16
-    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-3 if is_bf16 else 1e-5)
+    if any(gradient.dtype == torch.bfloat16 for gradient in found.get("gradients", ())):
+        _assert_close_in_bf16(found, expected)
+        return
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
     assert len(found["losses"]) == len(expected["losses"])
     for key in ("parameters", "losses"):
         for one, other in zip(found[key], expected[key], strict=True):
             torch.testing.assert_close(
                 one.float(), other.float(), rtol=1e-2 if one.dtype == torch.bfloat16 else 1e-4, atol=2e-5
             )
+
+
+def _assert_close_in_bf16(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare the gradients of a first step, added up in bf16.
+
+    Adam makes a whole step of a tiny gradient, whose sign depends on the order; so parameters, and later steps, may differ.
+    """
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-3)
+    for one, other in zip(found["losses"], expected["losses"], strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=1e-2, atol=2e-5)
+    for one, other in zip(found["gradients"], expected["gradients"], strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2 * float(other.float().abs().max()))
 
 
 def _assert_lanes_agree(layout: Layout, ranks: list[list[dict[str, Any]]]) -> None:
