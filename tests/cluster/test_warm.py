@@ -209,7 +209,7 @@ def test_a_warm_process_that_hangs_while_it_imports_is_named(tmp_path: Path) -> 
     (tmp_path / "block").mkdir()
     with agent(tmp_path, 2, "blocks") as made:
         hung = until_one_blocks(tmp_path)
-        expected = f"1 of 2 processes have imported; pid {hung} has not, and is in state S"
+        expected = f"1 of 2 processes has imported; pid {hung} has not, and is in state S"
         until_readable(made.fileno(), lambda: made.is_ready() or made.importing() == expected, expected, deadline_s=30)
         assert not made.is_ready()
 
@@ -229,7 +229,7 @@ sys.exit(Launcher(job, deadlines=msgspec.structs.replace(Deadlines.of(20.0), for
 
 
 @pytest.mark.parametrize(
-    ("start", "named"), [("warm", "1 of 2 processes have imported; pid {} has not, and"), ("fork", "pid {}")]
+    ("start", "named"), [("warm", "1 of 2 processes has imported; pid {} has not, and"), ("fork", "pid {}")]
 )
 def test_the_console_names_a_process_that_hangs_while_it_imports(start: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "blocks.py").write_text(BLOCKS.format(folder=str(tmp_path)))
