@@ -65,10 +65,11 @@ def warm_processes(made: Agent) -> list[psutil.Process]:
 
 def spawn(made: Agent, folder: Path, rank: int, script: str = SCRIPT) -> Path:
     """Start a rank; return the file that it writes."""
-    (folder / "script.py").write_text(script)
+    own = folder / f"script-{rank}.py"  # an earlier rank may be reading its own just now
+    own.write_text(script)
     result = folder / f"result-{rank}"
     made.spawn(
-        0, rank, argv=(str(folder / "script.py"), str(result)), environment={"PLACE": str(rank)},
+        0, rank, argv=(str(own), str(result)), environment={"PLACE": str(rank)},
         output=create(folder / f"{rank}.log"),
     )  # fmt: skip
     return result
