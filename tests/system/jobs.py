@@ -212,3 +212,13 @@ def _fault(text: str) -> str:
         key, value = item.split("=")
         lines.append(f"{key} = {value}" if value.isdigit() else f'{key} = "{value}"')
     return "\n".join(lines) + "\n"
+
+
+def assert_struck_and_finished(outcome: Outcome, job: Job, faults: Sequence[str], left: int) -> None:
+    """Check that all `faults` struck, that `left` replicas made all steps, and that only what was lost was computed again."""
+    struck = [event["point"] for event in outcome.events("fault")]
+    assert sorted(struck) == sorted(fault.split()[2] for fault in faults), f"{outcome.command}\n{struck}"
+    assert outcome.summary["replicas_end"] == left
+    assert outcome.summary["steps"] == job.steps
+    assert outcome.summary["microbatches_wasted"] == 0
+    assert outcome.summary["microbatches_redone"] == outcome.summary["microbatches_lost"]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_recover.faults import NEWCOMER_ONLY, FaultPoint
-from tests.system.jobs import ROOT, Job, chaos_text, check, run_job
+from tests.system.jobs import ROOT, Job, assert_struck_and_finished, chaos_text, check, run_job
 from tests.system.test_endings import IN_A_SAVE
 from tests.system.test_rebalance import IN_PASSING
 
@@ -185,12 +185,7 @@ def test_job_ends_as_if_nothing_had_died(
     case: Case, tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
 ) -> None:
     outcome = run_job(case.job, tmp_path / "run", data, chaos=chaos_text(*case.faults), script=ROOT / case.script).expect(0)
-    struck = [event["point"] for event in outcome.events("fault")]
-    assert sorted(struck) == sorted(fault.split()[2] for fault in case.faults), f"{outcome.command}\n{struck}"
-    assert outcome.summary["replicas_end"] == case.left
-    assert outcome.summary["steps"] == case.job.steps
-    assert outcome.summary["microbatches_wasted"] == 0
-    assert outcome.summary["microbatches_redone"] == outcome.summary["microbatches_lost"]
+    assert_struck_and_finished(outcome, case.job, case.faults, case.left)
     assert {event["replica"] for event in outcome.events("extended")} >= set(case.extended), outcome.command
     assert case.taken_in in (None, outcome.summary["microbatches_redone_in_schedule"]), outcome.command
     verdict, report = check(outcome.run_dir, reference(case.job))

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_recover.core.exit_code import ExitCode
 from tests.system import upstream
-from tests.system.jobs import ROOT, Job, chaos_text, check, run_job
+from tests.system.jobs import ROOT, Job, assert_struck_and_finished, chaos_text, check, run_job
 from tests.system.test_endings import losses, tracker
 from tests.system.test_joins import DEATH, TWO, assert_exact, blamed, rosters
 from tests.system.test_joins import run as run_joining
@@ -82,12 +82,7 @@ def test_job_ends_as_if_nothing_had_died(
     case: Case, tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
 ) -> None:
     outcome = run_job(case.job, tmp_path / "run", data, chaos=chaos_text(*case.faults), script=ROOT / case.script).expect(0)
-    struck = [event["point"] for event in outcome.events("fault")]
-    assert sorted(struck) == sorted(fault.split()[2] for fault in case.faults), f"{outcome.command}\n{struck}"
-    assert outcome.summary["replicas_end"] == case.left
-    assert outcome.summary["steps"] == case.job.steps
-    assert outcome.summary["microbatches_wasted"] == 0
-    assert outcome.summary["microbatches_redone"] == outcome.summary["microbatches_lost"]
+    assert_struck_and_finished(outcome, case.job, case.faults, case.left)
     assert ("shards nothing in a replica of one lane; give --lanes" in outcome.output) == (case.job.lanes == 1)
     assert ("sums the gradients of lanes in bf16" in outcome.output) == ("--bf16" in case.job.extra)
     assert_exact(outcome, reference(case.job))

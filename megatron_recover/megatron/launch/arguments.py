@@ -257,6 +257,7 @@ REFUSALS = (
 _OF_MEGATRON = "Megatron refuses both together"
 _UNTRIED = "it was not tried together with FSDP2"
 _WHOLE = "Megatron loads a checkpoint of torch_dcp whole, with the optimizer"
+_NO_CHECKPOINT = "Megatron refuses --ckpt-format torch_dcp with tensor parallelism, and fails in its other formats"
 
 # What is refused with `--use-torch-fsdp2`. Megatron refuses more; the dry run prints its words.
 FSDP2_REFUSALS = (
@@ -279,11 +280,9 @@ FSDP2_REFUSALS = (
             "Megatron does not check gradients that FSDP2 shards", _DROP),
     # Checkpoints.
     Refusal("--save", lambda args: args.save is not None and args.tensor_model_parallel_size > 1,
-            "Megatron refuses --ckpt-format torch_dcp with tensor parallelism, and fails in its other formats",
-            "leave it out, or use lanes instead of tensor parallelism"),
+            _NO_CHECKPOINT, "leave it out, or use lanes instead of tensor parallelism"),
     Refusal("--load", lambda args: args.load is not None and args.tensor_model_parallel_size > 1,
-            "Megatron refuses --ckpt-format torch_dcp with tensor parallelism, and fails in its other formats",
-            "leave it out, or use lanes instead of tensor parallelism"),
+            _NO_CHECKPOINT, "leave it out, or use lanes instead of tensor parallelism"),
     Refusal("--ckpt-format", lambda args: args.ckpt_format != "torch_dcp" and (args.save is not None or args.load is not None),
             "Megatron cannot save what FSDP2 shards in another format", "add --ckpt-format torch_dcp"),
     Refusal("--async-save", _set("async_save"), _UNTRIED, _DROP),
