@@ -35,7 +35,7 @@ from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.rank import TimedRank
 from tests.core.planting import handle, plant
 
-SEEDS = 250
+SEEDS = 120
 PATIENCE = 500
 """Seeds in which a planted bug has to be found; each is found in far fewer."""
 
