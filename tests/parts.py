@@ -9,7 +9,8 @@ import pytest
 
 
 def in_parts(cases: Iterable[tuple[Any, ...]], num_parts: int) -> Iterator[Any]:
-    """Each case with the number of each part behind it. CI's part differs from that of the case before."""
+    """Each case with each part of a list behind it, as a slice. CI's part differs from that of the case before."""
     for number, case in enumerate(cases):
         for part in range(num_parts):
-            yield pytest.param(*case, part, marks=() if part == number % num_parts else pytest.mark.slow)
+            marks = () if part == number % num_parts else pytest.mark.slow
+            yield pytest.param(*case, slice(part, None, num_parts), marks=marks)

@@ -187,7 +187,7 @@ def test_keeping_ones_contributions_to_a_void_step_is_found(monkeypatch: pytest.
 
 
 def test_a_step_that_is_miscounted_twice_ends_the_job_with_its_state_saved() -> None:
-    found = [run(RandomJob(seed, (random_faults.miscount,)), seed) for seed in range(1, PATIENCE)]
+    found = [run(RandomJob(seed, (random_faults.miscount,)), seed) for seed in range(1, SEEDS)]
     assert [verdict for verdict in found if verdict.problem] == []
     assert ExitCode.INVARIANT_VIOLATED in {verdict.exit_code for verdict in found}
 
