@@ -135,7 +135,7 @@ class CoordinatorDriver:
 
     def lost(self, loss: Loss) -> None:
         """Feed the machine the loss of a replica. The same replica may be reported twice."""
-        self._notice()
+        self._notice_loss(loss.replica)
         self._step(machine.ReplicaLost(loss))
 
     def node_lost(self, replicas: tuple[int, ...], detail: str) -> None:
@@ -143,7 +143,7 @@ class CoordinatorDriver:
 
         `detail` names the node, and what shows that it is lost.
         """
-        self._notice()
+        self._notice_loss(*replicas)
         self._step(machine.NodeLost(replicas, detail))
 
     def fence_confirmed(self, replica: int) -> None:
@@ -289,6 +289,11 @@ class CoordinatorDriver:
     def _notice(self) -> None:
         if self._noticed is None:
             self._noticed = time.monotonic()
+
+    def _notice_loss(self, *replicas: int) -> None:
+        """Notice a loss that leads to a generation: that of a member, not of one that forms, or was lost before."""
+        if not {*replicas}.isdisjoint(self._state.roster):
+            self._notice()
 
     def _step(self, event: machine.Input) -> tuple[machine.Effect, ...]:
         before = self._state

@@ -74,4 +74,4 @@ class Scaling:
         if healing is not None:
             for replica in change.dropped:
                 healing.drop(replica, asked.reason)
-        return DrainAnswer(asked.id, (), "", change.text, change.leaving)
+        return DrainAnswer(asked.id, (), "", change.text, tuple(sorted({*change.leaving, *change.asked_before})))

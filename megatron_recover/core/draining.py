@@ -26,6 +26,8 @@ class Drain(Value, frozen=True):
     """The reason and the remedy if the request is refused, else empty."""
     leaving: tuple[ReplicaId, ...] = ()
     """The members that are to leave for it, ascending."""
+    asked_before: tuple[ReplicaId, ...] = ()
+    """The members there that were asked to leave before, and have not left, ascending."""
     dropped: tuple[ReplicaId, ...] = ()
     """The newcomers that are formed in vain, ascending."""
     node: str = ""
@@ -36,6 +38,9 @@ class Drain(Value, frozen=True):
         found = [f"no new replica is formed on {self.node} any more"]
         if self.leaving:
             found.append(f"{named(self.leaving)} {verb(len(self.leaving), 'leaves', 'leave')} after a common step")
+        if self.asked_before:
+            number = len(self.asked_before)
+            found.append(f"{named(self.asked_before)} {verb(number, 'was', 'were')} asked to leave before")
         if self.dropped:
             found.append(f"{named(self.dropped)} {verb(len(self.dropped), 'is', 'are')} not formed there any more")
         return "; ".join(found)
@@ -68,7 +73,7 @@ def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *
         )
     if leaving and (why := judged(state, leaving)[1]):
         return Drain(f"replica {why[0].replica} does not leave: {why[0].why}")
-    return Drain(leaving=leaving, dropped=dropped, node=node)
+    return Drain(leaving=leaving, asked_before=tuple(sorted(before & {*here})), dropped=dropped, node=node)
 
 
 def _fact(state: CoordinatorState, node: str, here: Collection[ReplicaId]) -> str:

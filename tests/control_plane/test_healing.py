@@ -385,6 +385,36 @@ def test_slots_of_a_replica_that_is_about_to_leave_are_used_again_once_its_proce
     assert agent.of(FormReplica) == [FormReplica(3, ((0, 4), (1, 5)))]
 
 
+def test_slots_that_a_request_for_more_would_use_again_stay_given_back_once_fewer_are_wanted(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2))
+    agent.say(DrainAsked((2,), "drain"))
+    town.run(0.1, agent)
+    scale(town, agent, 3)
+    scale(town, agent, 2)
+    town.loop.send(town.links[2], ReplicaLeaving(2, 1))
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    agent.say(FenceDone(2))
+    town.run(0.1, agent)
+    lose(town, agent, 1)
+    town.run(0.3, agent)
+    assert not agent.of(FormReplica), "replica 1 may live, and what replica 2 had belongs to somebody else"
+    agent.say(FenceDone(1))
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
+
+
+def test_a_member_that_was_asked_to_leave_and_is_needed_since_a_loss_is_replaced(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2), shared=MembershipSettings(num_replicas=3, min_replicas=2))
+    agent.say(DrainAsked((2,), "drain"))
+    town.run(0.1, agent)
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
+    membership = town.nodes._membership
+    assert membership is not None and membership.state.roster == (0, 2), "it stays until then"
+
+
 def test_a_refused_number_changes_nothing(start: Start) -> None:
     town, [agent] = start(one_node(0, 1))
     membership = town.nodes._membership

@@ -35,7 +35,15 @@ def test_a_node_without_ranks_is_drained_where_replicas_are_formed_and_nowhere_e
 
 def test_a_member_that_was_asked_before_is_no_reason_to_refuse_the_others() -> None:
     state, _ = feed(started(4), LeaveAsked((2,), "drain"))
-    assert drain(state, {2, 3}).leaving == (3,)
+    found = drain(state, {2, 3})
+    assert (found.leaving, found.asked_before) == ((3,), (2,))
+    assert "replica 3 leaves after a common step; replica 2 was asked to leave before" in found.text
+
+
+def test_a_node_is_not_free_while_a_member_that_was_asked_before_is_there() -> None:
+    state, _ = feed(started(3), LeaveAsked((2,), "drain"))
+    found = drain(state, {2})
+    assert (found.refused, found.leaving, found.asked_before) == ("", (), (2,))
 
 
 @pytest.mark.parametrize(
