@@ -99,8 +99,8 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
     if is_accepted:  # with members that leave: without any it has returned
         has, leave = verb(len(leaving), "has", "have"), verb(len(leaving), "it leaves", "they leave")
         text = (
-            f"{named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step, or, where the job has lost "
-            "others, once newcomers have joined"
+            f"{named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step, or, where the job has "
+            "lost others, once newcomers have joined"
         )
     else:
         text = (

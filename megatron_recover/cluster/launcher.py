@@ -319,7 +319,7 @@ class Launcher:
             job, self._node, self._seats, recording=self._recording, starting=self._starting, fences=self._fences,
             loop=self._loop, deadlines=self._deadlines, send=self._send, check=self._slot_check,
         )  # fmt: skip
-        self._requests = Requests(job, self._recording, self._send)
+        self._requests = Requests(job, self._recording, self._send, why_lost=lambda: self._loss.why)
         self._loss = CoordinatorLoss(
             job, self._recording, self._fences, loop=self._loop, deadlines=self._deadlines, end=self._end.begin,
             hosts=self._requests.hosts, num_signals=lambda: self._end.num_signals,

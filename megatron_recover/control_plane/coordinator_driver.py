@@ -291,7 +291,7 @@ class CoordinatorDriver:
             self._noticed = time.monotonic()
 
     def _notice_loss(self, *replicas: int) -> None:
-        """Notice a loss that leads to a generation: that of a member, not of one that forms, or was lost before."""
+        """Notice the loss of a member. No generation follows that of others, or one told twice."""
         if not {*replicas}.isdisjoint(self._state.roster):
             self._notice()
 

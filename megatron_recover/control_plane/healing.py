@@ -191,6 +191,14 @@ class Healing:
         """Return the number of replicas for which there are slots, now or later."""
         return slots.room(self._pasts, self._staying(), self._settings).num_replicas
 
+    def room_without(self, nodes: Collection[int], hosted: Collection[ReplicaId]) -> int:
+        """Return for how many replicas there are slots without these nodes.
+
+        `hosted`: the replicas that have ranks there.
+        """
+        pasts = slots.drained(self._pasts, self._drained | {*nodes})
+        return slots.room(pasts, self._staying() - {*hosted}, self._settings).own
+
     def rescale(self) -> None:
         """Form what the wanted number lacks, also in slots that were given back, if needed."""
         room = slots.room(self._pasts, self._staying(), self._settings)
@@ -208,7 +216,8 @@ class Healing:
     def _staying(self) -> set[ReplicaId]:
         """Return the replicas that live, or are formed, and were not asked to leave.
 
-        One that was asked, and that the job needs since a loss, counts as gone: it leaves once a newcomer has joined.
+        One that was asked, and that the job needs since a loss, counts as gone: it leaves once a
+        newcomer has joined.
         """
         state = self._membership.state
         living = {each.user for each in self._pasts if each.user is not None and each.is_taken}

@@ -16,7 +16,7 @@ from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import older
 from megatron_recover.core.leaving import asked, judged, leavers
 from megatron_recover.core.values import ReplicaId, Value
-from megatron_recover.core.wording import named, verb
+from megatron_recover.core.wording import counted, named, verb
 
 
 class Drain(Value, frozen=True):
@@ -46,13 +46,15 @@ class Drain(Value, frozen=True):
         return "; ".join(found)
 
 
-def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *, is_drained: bool, forms: bool) -> Drain:
+def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *, is_drained: bool, room: int | None) -> Drain:
     """Return what a request to give a node back leads to.
 
     - `node`: its name. `hosted`: all replicas that have, or have had, ranks there.
     - `is_drained`: it was given back before.
-    - `forms`: lost replicas are replaced in this job, so that a slot without a rank is of use.
+    - `room`: the number of replicas for which there are slots without the node, those of members
+      included. None: no newcomer is formed in this job, so that a slot without a rank is of no use.
     """
+    forms = room is not None
     if state.over or state.finished or policy.exit_code(state.requests) != ExitCode.OK:
         return Drain("the job ends, and gives all nodes back")
     if not state.generation:
@@ -73,6 +75,12 @@ def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *
         )
     if leaving and (why := judged(state, leaving)[1]):
         return Drain(f"replica {why[0].replica} does not leave: {why[0].why}")
+    least = state.policy.min_replicas
+    if room is not None and len(members) < least and room < least:
+        return Drain(
+            f"the job waits for {counted(least - len(members), 'more replica')}, and without node {node} there are slots for "
+            f"{counted(room, 'replica')} in all; add slots first, or end the job by SIGTERM to its launcher"
+        )
     return Drain(leaving=leaving, asked_before=tuple(sorted(before & {*here})), dropped=dropped, node=node)
 
 

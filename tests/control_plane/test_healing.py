@@ -229,6 +229,17 @@ def test_a_job_with_too_few_members_does_not_wait_for_checks_that_fail_for_good(
     assert len(agent.of(FormReplica)) == 3, "nobody is formed for a job that ends"
 
 
+def test_the_node_on_which_a_waiting_job_forms_its_newcomer_is_not_drained(start: Start) -> None:
+    waits = MembershipSettings(num_replicas=2, min_replicas=2, waits_for_newcomers=True)
+    town, agents = start(one_node(0), one_node(1), ({}, (0, 1)), shared=waits)
+    agents[1].hang_up()
+    town.until(lambda: agents[2].of(FormReplica))
+    refused = drain(town, agents[0], "n2").why
+    assert refused.startswith("the job waits for 1 more replica, and without node n2 there are slots for 1 replica in all; ")
+    membership = town.nodes._membership
+    assert membership is not None and membership.state.forming and not membership.state.requests, "it goes on waiting"
+
+
 def test_a_job_that_has_enough_members_tries_slots_again_however_often_their_checks_have_failed(start: Start) -> None:
     town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0, backoff_s=0.1))
     lose(town, agent, 1)
