@@ -57,6 +57,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeAtWork,
     NodeGone,
     NodeLaunched,
+    NotAdmitted,
     Roster,
     Say,
     ScaleAnswer,
@@ -424,6 +425,10 @@ class Launcher:
                         newcomers=newcomers,
                     )  # fmt: skip
                 )
+            case NotAdmitted(newcomers):
+                self._roster = tuple(replica for replica in self._roster if replica not in newcomers)
+                if self._others is not None:
+                    self._others.num_members = len(self._roster)
             case FenceReplica(replica):
                 self._starting.forget(replica)
                 self._fences.fence(replica)

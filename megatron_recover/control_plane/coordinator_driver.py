@@ -77,6 +77,7 @@ class CoordinatorDriver:
         form: Callable[[int], None],
         on_end: Callable[[int, str], None],
         on_generation: Callable[[NewGeneration], None] = lambda new: None,
+        on_turned_away: Callable[[int], None] = lambda newcomer: None,
         deadlines: Deadlines | None = None,
     ) -> None:
         """Wait for leaders; `accept` takes their links.
@@ -89,10 +90,11 @@ class CoordinatorDriver:
         - `on_end(exit_code, reason)` is called once, before the leaders are sent `Stop`. An
           agent could otherwise see a rank end by it, and count it as lost, before it knows.
         - `on_generation(new)` is called after the leaders were sent a new generation.
+        - `on_turned_away(newcomer)` is called for one that was announced and is not admitted.
         """
         self._loop, self._timers_s, self._record, self._on_end = loop, timers_s, record, on_end
         self._fence, self._dismiss, self._form = fence, dismiss, form
-        self._on_generation = on_generation
+        self._on_generation, self._on_turned_away = on_generation, on_turned_away
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
@@ -316,6 +318,7 @@ class CoordinatorDriver:
                 case machine.Refuse(refused, member):
                     if refused.generation:  # it was announced, and may miss what is announced meanwhile
                         self._announced.discard(refused.newcomer)
+                        self._on_turned_away(refused.newcomer)
                     for recorded in membership_events.refusal(refused):
                         self._record(recorded)
                     self._loop.send(self._links[refused.newcomer], refused)

@@ -20,6 +20,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeBeat,
     NodeLaunched,
     NodeReady,
+    NotAdmitted,
     ReplicaGone,
     Roster,
     Say,
@@ -32,8 +33,9 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.core import slots
 from megatron_recover.core.coordinator import MembershipSettings
-from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaLeaving
+from megatron_recover.core.membership_messages import Loss, LossKind, NewcomerReady, ReplicaLeaving, TurnedAway
 from megatron_recover.core.request import TOO_FEW
+from megatron_recover.core.values import Claim
 from tests.control_plane.test_nodes_driver import Agent, Town
 
 pytestmark = pytest.mark.timeout(120)
@@ -249,6 +251,26 @@ def test_a_job_that_has_enough_members_tries_slots_again_however_often_their_che
         agent.say(SlotsUnfit(replica, (3,), "no room on the disk"))
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
+
+
+def test_all_nodes_know_of_a_newcomer_that_was_turned_away_that_it_is_no_member(start: Start) -> None:
+    """Without the coordinator they would wait for it for ever, since it cannot join any more."""
+    town, agents = start(one_node(0, 1), one_node(2))
+    lose(town, agents[0], 1)
+    agents[0].say(FenceDone(1))
+    town.until(lambda: agents[0].of(FormReplica))
+    agents[0].say(SlotsReady(3, "a:3"))
+    town.until(lambda: agents[0].of(StartReplica))
+    town._lead(3)
+    membership = town.nodes._membership
+    assert membership is not None
+    town.until(lambda: membership.num_expected == 0)
+    claim = Claim(3, "train 1", 5)
+    town.loop.send(town.links[0], NewcomerReady(0, membership.generation, membership.state.step, claim))
+    town.until(lambda: 3 in agents[1].of(Roster)[-1].roster)
+    town.loop.send(town.links[0], TurnedAway(0, membership.generation, (3,), "late"))
+    town.until(lambda: all(agent.of(NotAdmitted) for agent in agents))
+    assert agents[1].of(NotAdmitted) == [NotAdmitted((3,))] and membership.state.forming == (3,)
 
 
 def test_a_newcomer_that_is_lost_before_all_nodes_are_ready_is_not_started(start: Start) -> None:
