@@ -104,7 +104,8 @@ def train(
     )
     named = [(f"parameter{number}", each) for number, each in enumerate(parameters)]
     chunk = SimpleNamespace(
-        config=config, named_parameters=lambda: named, parameters=lambda: iter(parameters), buffers=[SimpleNamespace(grad_data=parameters[0])],
+        config=config, named_parameters=lambda: named, parameters=lambda: iter(parameters),
+        buffers=[SimpleNamespace(grad_data=parameters[0])],
         ddp_config=SimpleNamespace(check_for_large_grads=False, overlap_param_gather=False),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
