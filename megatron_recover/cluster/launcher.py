@@ -425,8 +425,8 @@ class Launcher:
                         newcomers=newcomers,
                     )  # fmt: skip
                 )
-            case NotAdmitted(newcomers):
-                self._roster = tuple(replica for replica in self._roster if replica not in newcomers)
+            case NotAdmitted(replica):
+                self._roster = tuple(member for member in self._roster if member != replica)
                 if self._others is not None:
                     self._others.num_members = len(self._roster)
             case FenceReplica(replica):

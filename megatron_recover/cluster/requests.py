@@ -7,7 +7,7 @@ the requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import msgspec
 
@@ -80,23 +80,18 @@ class Requests:
         if self._state is None:
             return
         found, self._early = self._early, []
-        if why := self._why_lost():
-            self._refuse_all(found, f"{why}: nobody can change the job any more; it ends at the next save point")
-            return
+        why = self._why_lost()
         for request in found:
             if request.id in self._known:
                 self._repeat(request.id)
-            else:
-                self._known[request.id] = None
+                continue
+            self._known[request.id] = None
+            if not why:
                 self._give(request, self._state)
-
-    def _refuse_all(self, found: Collection[status.Request], why: str) -> None:
-        """Refuse requests without an answer; repeat the answers to the others of `found`."""
-        for request in found:
-            self._repeat(request.id)
-        unanswered = [key for key, answer in self._known.items() if answer is None]
-        for key in dict.fromkeys((*unanswered, *(each.id for each in found if each.id not in self._known))):
-            self._answer(status.Answer(key, why))
+        if why:
+            refused = f"{why}: nobody can change the job any more; it ends at the next save point"
+            for unanswered in [key for key, answer in self._known.items() if answer is None]:
+                self._answer(status.Answer(unanswered, refused))
 
     def _give(self, request: status.Request, state: JobState) -> None:
         target, by = request.drain[:_LONGEST_NAME], request.by[:_LONGEST_NAME]
@@ -112,7 +107,7 @@ class Requests:
 
     def _repeat(self, request: str) -> None:
         """Give the answer to a request again, if newer answers have displaced it."""
-        known = self._known.get(request)
+        known = self._known[request]
         if known is not None and all(answer.id != request for answer in self._answers):
             self._answer(known)
 

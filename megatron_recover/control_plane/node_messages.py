@@ -285,9 +285,9 @@ class Roster(Value, frozen=True):
 
 
 class NotAdmitted(Value, frozen=True):
-    """Newcomers of the roster were turned away: they form again, and are no members."""
+    """A newcomer of the roster was turned away: it forms again, and is no member."""
 
-    newcomers: tuple[ReplicaId, ...]
+    replica: ReplicaId
 
 
 class FenceReplica(Value, frozen=True):

@@ -521,7 +521,7 @@ class NodesDriver:
     def _turned_away(self, newcomer: int) -> None:
         """Have all nodes know that it is no member: it would count as one that lives."""
         assert self._membership is not None
-        self._send_to(self._agents, NotAdmitted((newcomer,)))
+        self._send_to(self._agents, NotAdmitted(newcomer))
         self._hangs.judge(condemning.Rostered(self._membership.state.roster))
 
     def _heal(self) -> None:

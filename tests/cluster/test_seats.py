@@ -299,12 +299,12 @@ def test_a_rank_whose_start_is_answered_after_its_fence_is_killed_and_its_replic
 
 def test_a_newcomer_that_was_turned_away_is_killed_with_the_coordinator(tmp_path: Path) -> None:
     """It would wait for another generation for ever, and the run with it."""
-    node, unused = Node(tmp_path), None
+    node = Node(tmp_path)
     node.newcomers.handle(FORM)
     node.until_sent()
     launcher: Any = Launcher.__new__(Launcher)
-    launcher._roster, launcher._newcomers, launcher._others = (0, 1, 2), node.newcomers, unused
+    launcher._roster, launcher._newcomers, launcher._others = (0, 1, 2), node.newcomers, None
     launcher._end, launcher._why_lost = SimpleNamespace(has_come=True), ""
-    launcher._from_coordinator(NotAdmitted((2,)))
+    launcher._from_coordinator(NotAdmitted(2))
     launcher._coordinator_gone("its process has ended")
     assert node.fences.gone == {2}

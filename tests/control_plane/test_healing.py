@@ -270,7 +270,7 @@ def test_all_nodes_know_of_a_newcomer_that_was_turned_away_that_it_is_no_member(
     town.until(lambda: 3 in agents[1].of(Roster)[-1].roster)
     town.loop.send(town.links[0], TurnedAway(0, membership.generation, (3,), "late"))
     town.until(lambda: all(agent.of(NotAdmitted) for agent in agents))
-    assert agents[1].of(NotAdmitted) == [NotAdmitted((3,))] and membership.state.forming == (3,)
+    assert agents[1].of(NotAdmitted) == [NotAdmitted(3)] and membership.state.forming == (3,)
 
 
 def test_a_newcomer_that_is_lost_before_all_nodes_are_ready_is_not_started(start: Start) -> None:
