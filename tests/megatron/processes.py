@@ -29,6 +29,8 @@ from tests.megatron import token_exchange
 from tests.megatron.split_attention import SplitAttention, part
 
 DEADLINE_S = 120.0
+LEARNING_RATE = 0.01
+"""About how far Adam moves a parameter in one of the first steps, however small its gradient is."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,7 +260,7 @@ class Training:
         for chunk in self.chunks:
             chunk.broadcast_params()
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(lr=0.01, bf16=layout.bf16, params_dtype=dtype, clip_grad=0.5,
+            OptimizerConfig(lr=LEARNING_RATE, bf16=layout.bf16, params_dtype=dtype, clip_grad=0.5,
                             use_distributed_optimizer=layout.distributed_optimizer),
             self.chunks,
         )  # fmt: skip

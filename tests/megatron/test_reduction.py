@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.processes import Layout, Round, recovered, run, upstream_alone
+from tests.megatron.processes import LEARNING_RATE, Layout, Round, recovered, run, upstream_alone
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -92,11 +92,22 @@ def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         return
     assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
     assert len(found["losses"]) == len(expected["losses"])
-    for key in ("parameters", "losses"):
-        for one, other in zip(found[key], expected[key], strict=True):
-            torch.testing.assert_close(
-                one.float(), other.float(), rtol=1e-2 if one.dtype == torch.bfloat16 else 1e-4, atol=2e-5
-            )
+    for one, other in zip(found["losses"], expected["losses"], strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=1e-4, atol=2e-5)
+    for one, other in zip(found["parameters"], expected["parameters"], strict=True):
+        _assert_parameters_close(one, other)
+
+
+def _assert_parameters_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare parameters; one element, or one in 1,000, may differ more, but by less than the two steps of Adam it has made.
+
+    Adam makes a whole step of a gradient that is nearly nothing, and of its rounding: which elements have one depends on
+    how the processor adds. A microbatch that is lost changes all elements.
+    """
+    one, other = found.float(), expected.float()
+    far = (one - other).abs() > 2e-5 + (1e-2 if found.dtype == torch.bfloat16 else 1e-4) * other.abs()
+    assert int(far.sum()) <= max(1, one.numel() // 1000), f"{int(far.sum())} of {one.numel()} elements differ"
+    torch.testing.assert_close(one, other, rtol=1e-2, atol=2 * LEARNING_RATE)
 
 
 def _assert_close_in_bf16(found: dict[str, Any], expected: dict[str, Any]) -> None:
