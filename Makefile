@@ -60,8 +60,8 @@ gpu-test: setup  ## the CUDA and NCCL part, JOBS (4) tests at a time: a row for 
 nodes-test: setup ## jobs on four nodes on this machine, each a set of namespaces, whose nodes die, freeze and are cut off (as root)
 	@$(PY) -m pytest -q -n 2 $(NODES) --ignore-glob='$(NODES)/test_slurm*.py'
 
-long-test: setup  ## what `make test` leaves out for time: more jobs that come back, more instants of a death, FSDP2 (long)
-	@$(PY) -m pytest -q -n 2 -m slow --dist worksteal tests/megatron tests/system
+long-test: setup  ## what `make test` leaves out for time: more jobs, more instants of a death, larger explorations (hours)
+	@$(PY) -m pytest -q -n 2 -m slow --dist worksteal $(filter-out tests/slurm/,$(OTHERS))
 
 slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a node dies (as root, with Debian's slurm-wlm and munge)
 	@$(PY) -m pytest -q -m slow tests/slurm

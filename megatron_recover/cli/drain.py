@@ -98,7 +98,10 @@ def _await(run_dir: Path, asked: str, leaving: tuple[int, ...], wait_s: float, p
         time.sleep(_LOOK_S)
     if is_accepted:  # with members that leave: without any it has returned
         has, leave = verb(len(leaving), "has", "have"), verb(len(leaving), "it leaves", "they leave")
-        text = f"{named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step"
+        text = (
+            f"{named(leaving)} {has} not left within {wait_s:g} s; {leave} after the next common step, or, where the job has "
+            "lost others, once newcomers have joined"
+        )
     else:
         text = (
             f"the job has not answered within {wait_s:g} s; the request stays in {run_dir / status.REQUESTS}, and "

@@ -79,7 +79,8 @@ class Fences:
     def _tell_if_empty(self, what: str) -> None:
         if self._job.nodes and self.gone.issuperset(self._seats.replicas_here):
             back = f"; `kill {os.getpid()}` gives it back at once, and the job goes on" if self._job.node else ""
-            until = "the end of the job" if self._job.config.heal == "off" else "a newcomer, or the end of the job"
+            heals = self._job.config.heal != "off"
+            until = "a newcomer, or, if it was drained, the end of the job" if heals else "the end of the job"
             self._recording.says(f"all replicas with ranks on this node {what}: the node waits for {until}{back}")
 
     def fence_late(self) -> None:

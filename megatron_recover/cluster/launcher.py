@@ -57,6 +57,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeAtWork,
     NodeGone,
     NodeLaunched,
+    NotAdmitted,
     Roster,
     Say,
     ScaleAnswer,
@@ -319,7 +320,7 @@ class Launcher:
             job, self._node, self._seats, recording=self._recording, starting=self._starting, fences=self._fences,
             loop=self._loop, deadlines=self._deadlines, send=self._send, check=self._slot_check,
         )  # fmt: skip
-        self._requests = Requests(job, self._recording, self._send)
+        self._requests = Requests(job, self._recording, self._send, why_lost=lambda: self._loss.why)
         self._loss = CoordinatorLoss(
             job, self._recording, self._fences, loop=self._loop, deadlines=self._deadlines, end=self._end.begin,
             hosts=self._requests.hosts, num_signals=lambda: self._end.num_signals,
@@ -424,6 +425,10 @@ class Launcher:
                         newcomers=newcomers,
                     )  # fmt: skip
                 )
+            case NotAdmitted(newcomers):
+                self._roster = tuple(replica for replica in self._roster if replica not in newcomers)
+                if self._others is not None:
+                    self._others.num_members = len(self._roster)
             case FenceReplica(replica):
                 self._starting.forget(replica)
                 self._fences.fence(replica)

@@ -7,7 +7,7 @@ the requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -27,9 +27,11 @@ _REST = " ..."
 class Requests:
     """Keeps the state of a job on node 0, and has requests carried out."""
 
-    def __init__(self, job: Job, recording: Recording, send: Callable[[DrainAsked | ScaleAsked], None]) -> None:
-        """`send(message)` sends to the coordinator."""
-        self._job, self._recording, self._send = job, recording, send
+    def __init__(
+        self, job: Job, recording: Recording, send: Callable[[DrainAsked | ScaleAsked], None], why_lost: Callable[[], str]
+    ) -> None:
+        """`send(message)` sends to the coordinator; `why_lost()` returns why it is lost, or ""."""
+        self._job, self._recording, self._send, self._why_lost = job, recording, send, why_lost
         self._answers: tuple[status.Answer, ...] = ()
         """Answers to the newest requests."""
         self._known: dict[str, status.Answer | None] = {}
@@ -78,12 +80,23 @@ class Requests:
         if self._state is None:
             return
         found, self._early = self._early, []
+        if why := self._why_lost():
+            self._refuse_all(found, f"{why}: nobody can change the job any more; it ends at the next save point")
+            return
         for request in found:
             if request.id in self._known:
                 self._repeat(request.id)
             else:
                 self._known[request.id] = None
                 self._give(request, self._state)
+
+    def _refuse_all(self, found: Collection[status.Request], why: str) -> None:
+        """Refuse requests without an answer; repeat the answers to the others of `found`."""
+        for request in found:
+            self._repeat(request.id)
+        unanswered = [key for key, answer in self._known.items() if answer is None]
+        for key in dict.fromkeys((*unanswered, *(each.id for each in found if each.id not in self._known))):
+            self._answer(status.Answer(key, why))
 
     def _give(self, request: status.Request, state: JobState) -> None:
         target, by = request.drain[:_LONGEST_NAME], request.by[:_LONGEST_NAME]
@@ -99,7 +112,7 @@ class Requests:
 
     def _repeat(self, request: str) -> None:
         """Give the answer to a request again, if newer answers have displaced it."""
-        known = self._known[request]
+        known = self._known.get(request)
         if known is not None and all(answer.id != request for answer in self._answers):
             self._answer(known)
 

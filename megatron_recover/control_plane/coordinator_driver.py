@@ -77,6 +77,7 @@ class CoordinatorDriver:
         form: Callable[[int], None],
         on_end: Callable[[int, str], None],
         on_generation: Callable[[NewGeneration], None] = lambda new: None,
+        on_turned_away: Callable[[int], None] = lambda newcomer: None,
         deadlines: Deadlines | None = None,
     ) -> None:
         """Wait for leaders; `accept` takes their links.
@@ -89,10 +90,11 @@ class CoordinatorDriver:
         - `on_end(exit_code, reason)` is called once, before the leaders are sent `Stop`. An
           agent could otherwise see a rank end by it, and count it as lost, before it knows.
         - `on_generation(new)` is called after the leaders were sent a new generation.
+        - `on_turned_away(newcomer)` is called for one that was announced and is not admitted.
         """
         self._loop, self._timers_s, self._record, self._on_end = loop, timers_s, record, on_end
         self._fence, self._dismiss, self._form = fence, dismiss, form
-        self._on_generation = on_generation
+        self._on_generation, self._on_turned_away = on_generation, on_turned_away
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
@@ -135,7 +137,7 @@ class CoordinatorDriver:
 
     def lost(self, loss: Loss) -> None:
         """Feed the machine the loss of a replica. The same replica may be reported twice."""
-        self._notice()
+        self._notice_loss(loss.replica)
         self._step(machine.ReplicaLost(loss))
 
     def node_lost(self, replicas: tuple[int, ...], detail: str) -> None:
@@ -143,7 +145,7 @@ class CoordinatorDriver:
 
         `detail` names the node, and what shows that it is lost.
         """
-        self._notice()
+        self._notice_loss(*replicas)
         self._step(machine.NodeLost(replicas, detail))
 
     def fence_confirmed(self, replica: int) -> None:
@@ -290,6 +292,11 @@ class CoordinatorDriver:
         if self._noticed is None:
             self._noticed = time.monotonic()
 
+    def _notice_loss(self, *replicas: int) -> None:
+        """Notice the loss of a member. No generation follows that of others, or one told twice."""
+        if not {*replicas}.isdisjoint(self._state.roster):
+            self._notice()
+
     def _step(self, event: machine.Input) -> tuple[machine.Effect, ...]:
         before = self._state
         self._state, effects = machine.step(before, event)
@@ -311,6 +318,7 @@ class CoordinatorDriver:
                 case machine.Refuse(refused, member):
                     if refused.generation:  # it was announced, and may miss what is announced meanwhile
                         self._announced.discard(refused.newcomer)
+                        self._on_turned_away(refused.newcomer)
                     for recorded in membership_events.refusal(refused):
                         self._record(recorded)
                     self._loop.send(self._links[refused.newcomer], refused)

@@ -191,11 +191,19 @@ class Healing:
         """Return the number of replicas for which there are slots, now or later."""
         return slots.room(self._pasts, self._staying(), self._settings).num_replicas
 
+    def room_without(self, nodes: Collection[int], hosted: Collection[ReplicaId]) -> int:
+        """Return for how many replicas there are slots without these nodes.
+
+        `hosted`: the replicas that have ranks there.
+        """
+        pasts = slots.drained(self._pasts, self._drained | {*nodes})
+        return slots.room(pasts, self._staying() - {*hosted}, self._settings).own
+
     def rescale(self) -> None:
         """Form what the wanted number lacks, also in slots that were given back, if needed."""
         room = slots.room(self._pasts, self._staying(), self._settings)
         again = room.given_back[: max(0, self._wanted() - room.own)]
-        self._stays_free |= {*again}
+        self._stays_free = {*again}  # not also those of an earlier request for more, which this one takes back
         self._pasts = slots.lent_again(self._pasts, again)
         self._again_at_s = 0.0
         self.heal()
@@ -206,10 +214,14 @@ class Healing:
         self._membership.lost(Loss(replica, LossKind.PROCESS_ENDED, why))  # its slots are not to blame
 
     def _staying(self) -> set[ReplicaId]:
-        """Return the replicas that live, or are formed, and do not leave."""
+        """Return the replicas that live, or are formed, and were not asked to leave.
+
+        One that was asked, and that the job needs since a loss, counts as gone: it leaves once a
+        newcomer has joined.
+        """
         state = self._membership.state
         living = {each.user for each in self._pasts if each.user is not None and each.is_taken}
-        return living - leaving.leavers(state.requests, state.roster, state.policy.min_replicas)
+        return living - {*leaving.asked(state.requests, state.roster)}
 
     # --- Forming ----------------------------------------------------------------------------------
 

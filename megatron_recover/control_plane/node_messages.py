@@ -284,6 +284,12 @@ class Roster(Value, frozen=True):
     """Replicas of the roster that are unproven."""
 
 
+class NotAdmitted(Value, frozen=True):
+    """Newcomers of the roster were turned away: they form again, and are no members."""
+
+    newcomers: tuple[ReplicaId, ...]
+
+
 class FenceReplica(Value, frozen=True):
     """Kill all ranks of a replica on this node."""
 
@@ -458,6 +464,7 @@ ToAgent = (
     | NodesShared
     | Launch
     | Roster
+    | NotAdmitted
     | FenceReplica
     | FormReplica
     | StartReplica

@@ -52,6 +52,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeReady,
     NodeShares,
     NodeSuspects,
+    NotAdmitted,
     OtherJob,
     ReplicaGone,
     Roster,
@@ -320,7 +321,7 @@ class NodesDriver:
             settings, loop=self._loop, deadlines=self._deadlines, record=self._record,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
             fence=self._fence, dismiss=self._dismiss, form=self._form, on_end=self.end,
-            on_generation=self._announced,
+            on_generation=self._announced, on_turned_away=self._turned_away,
         )  # fmt: skip
         if is_of_several:  # not before: node 0 records since it has met the others
             places = (trace.NodePlace(number=one.number, name=one.name, slots=one.slots) for one in self._start.nodes)
@@ -516,6 +517,12 @@ class NodesDriver:
         self._hangs.judge(condemning.Rostered(new.roster))
         self._send_state()
         self._loop.post(self._heal)  # the machine is in the middle of a step
+
+    def _turned_away(self, newcomer: int) -> None:
+        """Have all nodes know that it is no member: it would count as one that lives."""
+        assert self._membership is not None
+        self._send_to(self._agents, NotAdmitted((newcomer,)))
+        self._hangs.judge(condemning.Rostered(self._membership.state.roster))
 
     def _heal(self) -> None:
         if self._healing is not None and not self.has_ended:

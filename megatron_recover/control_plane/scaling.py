@@ -63,7 +63,8 @@ class Scaling:
         if not nodes:
             return DrainAnswer(asked.id, (), f"node {asked.node} is lost, or not used by the job: nothing of it is in use")
         is_drained = healing is not None and nodes <= healing.drained
-        change = draining.drained(self._membership.state, asked.node, hosted, is_drained=is_drained, forms=healing is not None)
+        room = None if healing is None else healing.room_without(nodes, hosted)
+        change = draining.drained(self._membership.state, asked.node, hosted, is_drained=is_drained, room=room)
         if change.refused:
             return DrainAnswer(asked.id, (), change.refused)
         self._say(Say(f"{asked.reason}: {change.text}"))
@@ -74,4 +75,4 @@ class Scaling:
         if healing is not None:
             for replica in change.dropped:
                 healing.drop(replica, asked.reason)
-        return DrainAnswer(asked.id, (), "", change.text, change.leaving)
+        return DrainAnswer(asked.id, (), "", change.text, tuple(sorted({*change.leaving, *change.asked_before})))

@@ -16,7 +16,7 @@ from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import older
 from megatron_recover.core.leaving import asked, judged, leavers
 from megatron_recover.core.values import ReplicaId, Value
-from megatron_recover.core.wording import named, verb
+from megatron_recover.core.wording import counted, named, verb
 
 
 class Drain(Value, frozen=True):
@@ -26,6 +26,8 @@ class Drain(Value, frozen=True):
     """The reason and the remedy if the request is refused, else empty."""
     leaving: tuple[ReplicaId, ...] = ()
     """The members that are to leave for it, ascending."""
+    asked_before: tuple[ReplicaId, ...] = ()
+    """The members there that were asked to leave before, and have not left, ascending."""
     dropped: tuple[ReplicaId, ...] = ()
     """The newcomers that are formed in vain, ascending."""
     node: str = ""
@@ -36,18 +38,23 @@ class Drain(Value, frozen=True):
         found = [f"no new replica is formed on {self.node} any more"]
         if self.leaving:
             found.append(f"{named(self.leaving)} {verb(len(self.leaving), 'leaves', 'leave')} after a common step")
+        if self.asked_before:
+            number = len(self.asked_before)
+            found.append(f"{named(self.asked_before)} {verb(number, 'was', 'were')} asked to leave before")
         if self.dropped:
             found.append(f"{named(self.dropped)} {verb(len(self.dropped), 'is', 'are')} not formed there any more")
         return "; ".join(found)
 
 
-def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *, is_drained: bool, forms: bool) -> Drain:
+def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *, is_drained: bool, room: int | None) -> Drain:
     """Return what a request to give a node back leads to.
 
     - `node`: its name. `hosted`: all replicas that have, or have had, ranks there.
     - `is_drained`: it was given back before.
-    - `forms`: lost replicas are replaced in this job, so that a slot without a rank is of use.
+    - `room`: the number of replicas for which there are slots without the node, those of members
+      included. None: no newcomer is formed in this job, so that a slot without a rank is of no use.
     """
+    forms = room is not None
     if state.over or state.finished or policy.exit_code(state.requests) != ExitCode.OK:
         return Drain("the job ends, and gives all nodes back")
     if not state.generation:
@@ -68,7 +75,13 @@ def drained(state: CoordinatorState, node: str, hosted: Collection[ReplicaId], *
         )
     if leaving and (why := judged(state, leaving)[1]):
         return Drain(f"replica {why[0].replica} does not leave: {why[0].why}")
-    return Drain(leaving=leaving, dropped=dropped, node=node)
+    least = state.policy.min_replicas
+    if room is not None and len(members) < least and room < least:
+        return Drain(
+            f"the job waits for {counted(least - len(members), 'more replica')}, and without node {node} there are slots for "
+            f"{counted(room, 'replica')} in all; add slots first, or end the job by SIGTERM to its launcher"
+        )
+    return Drain(leaving=leaving, asked_before=tuple(sorted(before & {*here})), dropped=dropped, node=node)
 
 
 def _fact(state: CoordinatorState, node: str, here: Collection[ReplicaId]) -> str:

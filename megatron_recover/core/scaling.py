@@ -82,7 +82,7 @@ def scaled(state: CoordinatorState, num_replicas: int, *, grown: int, room: int 
     members = older(state.roster, state.joins)
     staying = sorted({*members} - {*asked(state.requests, members)})
     leaving = tuple(staying[num_replicas:])
-    if leaving and state.joins:
+    if state.joins and len(staying) + len(state.joins) > num_replicas:
         who = [claim.replica for claim in state.joins]
         first = verb(len(who), "is in its first step", "are in their first step")
         return Change(f"{named(who)} {first}; ask again", grown=grown)

@@ -112,6 +112,22 @@ def test_a_request_of_a_generation_that_is_over_does_not_start_the_clock_of_the_
     assert isinstance(last, Announcement) and last.noticed_s < 0.2
 
 
+def test_a_loss_that_makes_no_generation_does_not_start_the_clock_of_the_next_recovery(town: Town) -> None:
+    """Such as that of a newcomer that is still formed, or one that is told twice."""
+    for replica in range(3):
+        town.call(Party(Role.LEADER, replica), Hello(replica, "f"))
+    town.turn(lambda: len(town.announced()) == 3)
+    town.membership.lost(Loss(2, LossKind.PROCESS_ENDED))
+    town.turn(lambda: len(town.announced()) == 5)
+    town.membership.lost(Loss(2, LossKind.PROCESS_ENDED))
+    town.membership.node_lost((2,), "it is cut off")
+    time.sleep(0.3)
+    town.membership.lost(Loss(1, LossKind.PROCESS_ENDED))
+    town.turn(lambda: len(town.announced()) == 6)
+    *_, (_, last) = town.heard
+    assert isinstance(last, Announcement) and last.noticed_s < 0.2
+
+
 def test_a_lost_replica_is_not_told_that_training_has_ended(town: Town) -> None:
     """Its node may have been cut off: what comes through after the cut would end its ranks as if all steps were made."""
     for replica in range(3):

@@ -335,7 +335,7 @@ def test_a_link_that_takes_the_place_of_the_folder_leads_nowhere(folder: Folder,
     assert folder.names == ["0-none.json"]
 
 
-def carrier(found: list[Request]) -> tuple[Requests, list[Any], list[Status]]:
+def carrier(found: list[Request], why_lost: Callable[[], str] = str) -> tuple[Requests, list[Any], list[Status]]:
     """The launcher's side of a job with two replicas, the messages that it sends and the states that it has written."""
     sent: list[Any] = []
     kept: list[Status] = []
@@ -348,7 +348,7 @@ def carrier(found: list[Request]) -> tuple[Requests, list[Any], list[Status]]:
     account = SimpleNamespace(lost_members={1}, saved=None, is_complete=True)
     recording: Any = SimpleNamespace(requests=take, account=account, keep=kept.append)
     job: Any = SimpleNamespace(num_replicas=2, node=0)
-    return Requests(job, recording, sent.append), sent, kept
+    return Requests(job, recording, sent.append, why_lost), sent, kept
 
 
 STATE = JobState(1, (0, 1), 1, (NodeState(0, "n0", "here", (0, 1)),))
@@ -378,6 +378,20 @@ def test_a_request_is_carried_out_once_when_the_state_is_known(monkeypatch: pyte
     assert kept[-1].answers[-1] == Answer("i", f"the job has no replica {'9' * 100} and no node of that name"), (
         "a recorder asks for it again"
     )
+
+
+def test_without_its_coordinator_a_job_refuses_what_nobody_can_carry_out_any_more() -> None:
+    found, why = [Request(id="i", drain="1", by="a@b")], [""]
+    made, sent, kept = carrier(found, lambda: why[0])
+    made.keep(STATE)
+    made.carry_out()
+    assert [each.id for each in sent] == ["i"] and not kept[-1].answers
+    why[0] = "the coordinator is gone (its process has ended)"
+    found += [Request(id="k", drain="", by="a@b", replicas=1)]
+    for _ in range(2):
+        made.carry_out()
+    refused = f"{why[0]}: nobody can change the job any more; it ends at the next save point"
+    assert len(sent) == 1 and kept[-1].answers == (Answer("i", refused), Answer("k", refused))
 
 
 def test_drain_says_whether_the_job_has_answered(

@@ -24,13 +24,14 @@ from megatron_recover.cluster import forkserver_messages as messages
 from megatron_recover.cluster import slot_check
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.job import Job, link_logs_of_newcomer
+from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.newcomers import Newcomers
 from megatron_recover.cluster.node import NodeLost
 from megatron_recover.cluster.seats import Seats
 from megatron_recover.cluster.slot_check import Wanted
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.node_messages import FormReplica, SlotsReady, SlotsUnfit, StartReplica
+from megatron_recover.control_plane.node_messages import FormReplica, NotAdmitted, SlotsReady, SlotsUnfit, StartReplica
 from megatron_recover.core.placement import place
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host import gpus
@@ -294,3 +295,16 @@ def test_a_rank_whose_start_is_answered_after_its_fence_is_killed_and_its_replic
     os.close(pidfd)
     for each in (served.server, agent._control):
         each.close()
+
+
+def test_a_newcomer_that_was_turned_away_is_killed_with_the_coordinator(tmp_path: Path) -> None:
+    """It would wait for another generation for ever, and the run with it."""
+    node, unused = Node(tmp_path), None
+    node.newcomers.handle(FORM)
+    node.until_sent()
+    launcher: Any = Launcher.__new__(Launcher)
+    launcher._roster, launcher._newcomers, launcher._others = (0, 1, 2), node.newcomers, unused
+    launcher._end, launcher._why_lost = SimpleNamespace(has_come=True), ""
+    launcher._from_coordinator(NotAdmitted((2,)))
+    launcher._coordinator_gone("its process has ended")
+    assert node.fences.gone == {2}

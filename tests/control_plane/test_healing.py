@@ -20,6 +20,7 @@ from megatron_recover.control_plane.node_messages import (
     NodeBeat,
     NodeLaunched,
     NodeReady,
+    NotAdmitted,
     ReplicaGone,
     Roster,
     Say,
@@ -32,8 +33,9 @@ from megatron_recover.control_plane.node_messages import (
 )
 from megatron_recover.core import slots
 from megatron_recover.core.coordinator import MembershipSettings
-from megatron_recover.core.membership_messages import Loss, LossKind, ReplicaLeaving
+from megatron_recover.core.membership_messages import Loss, LossKind, NewcomerReady, ReplicaLeaving, TurnedAway
 from megatron_recover.core.request import TOO_FEW
+from megatron_recover.core.values import Claim
 from tests.control_plane.test_nodes_driver import Agent, Town
 
 pytestmark = pytest.mark.timeout(120)
@@ -229,6 +231,17 @@ def test_a_job_with_too_few_members_does_not_wait_for_checks_that_fail_for_good(
     assert len(agent.of(FormReplica)) == 3, "nobody is formed for a job that ends"
 
 
+def test_the_node_on_which_a_waiting_job_forms_its_newcomer_is_not_drained(start: Start) -> None:
+    waits = MembershipSettings(num_replicas=2, min_replicas=2, waits_for_newcomers=True)
+    town, agents = start(one_node(0), one_node(1), ({}, (0, 1)), shared=waits)
+    agents[1].hang_up()
+    town.until(lambda: agents[2].of(FormReplica))
+    refused = drain(town, agents[0], "n2").why
+    assert refused.startswith("the job waits for 1 more replica, and without node n2 there are slots for 1 replica in all; ")
+    membership = town.nodes._membership
+    assert membership is not None and membership.state.forming and not membership.state.requests, "it goes on waiting"
+
+
 def test_a_job_that_has_enough_members_tries_slots_again_however_often_their_checks_have_failed(start: Start) -> None:
     town, [agent] = start(one_node(0, 1), settings=replace(SETTINGS, budget=0, backoff_s=0.1))
     lose(town, agent, 1)
@@ -238,6 +251,26 @@ def test_a_job_that_has_enough_members_tries_slots_again_however_often_their_che
         agent.say(SlotsUnfit(replica, (3,), "no room on the disk"))
         town.until(lambda replica=replica: FenceReplica(replica) in agent.received)
         agent.say(FenceDone(replica))
+
+
+def test_all_nodes_know_of_a_newcomer_that_was_turned_away_that_it_is_no_member(start: Start) -> None:
+    """Without the coordinator they would wait for it for ever, since it cannot join any more."""
+    town, agents = start(one_node(0, 1), one_node(2))
+    lose(town, agents[0], 1)
+    agents[0].say(FenceDone(1))
+    town.until(lambda: agents[0].of(FormReplica))
+    agents[0].say(SlotsReady(3, "a:3"))
+    town.until(lambda: agents[0].of(StartReplica))
+    town._lead(3)
+    membership = town.nodes._membership
+    assert membership is not None
+    town.until(lambda: membership.num_expected == 0)
+    claim = Claim(3, "train 1", 5)
+    town.loop.send(town.links[0], NewcomerReady(0, membership.generation, membership.state.step, claim))
+    town.until(lambda: 3 in agents[1].of(Roster)[-1].roster)
+    town.loop.send(town.links[0], TurnedAway(0, membership.generation, (3,), "late"))
+    town.until(lambda: all(agent.of(NotAdmitted) for agent in agents))
+    assert agents[1].of(NotAdmitted) == [NotAdmitted((3,))] and membership.state.forming == (3,)
 
 
 def test_a_newcomer_that_is_lost_before_all_nodes_are_ready_is_not_started(start: Start) -> None:
@@ -383,6 +416,36 @@ def test_slots_of_a_replica_that_is_about_to_leave_are_used_again_once_its_proce
     agent.say(FenceDone(2))
     town.until(lambda: agent.of(FormReplica))
     assert agent.of(FormReplica) == [FormReplica(3, ((0, 4), (1, 5)))]
+
+
+def test_slots_that_a_request_for_more_would_use_again_stay_given_back_once_fewer_are_wanted(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2))
+    agent.say(DrainAsked((2,), "drain"))
+    town.run(0.1, agent)
+    scale(town, agent, 3)
+    scale(town, agent, 2)
+    town.loop.send(town.links[2], ReplicaLeaving(2, 1))
+    town.until(lambda: town.announced(0)[-1].new.roster == (0, 1))
+    agent.say(FenceDone(2))
+    town.run(0.1, agent)
+    lose(town, agent, 1)
+    town.run(0.3, agent)
+    assert not agent.of(FormReplica), "replica 1 may live, and what replica 2 had belongs to somebody else"
+    agent.say(FenceDone(1))
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
+
+
+def test_a_member_that_was_asked_to_leave_and_is_needed_since_a_loss_is_replaced(start: Start) -> None:
+    town, [agent] = start(one_node(0, 1, 2), shared=MembershipSettings(num_replicas=3, min_replicas=2))
+    agent.say(DrainAsked((2,), "drain"))
+    town.run(0.1, agent)
+    lose(town, agent, 1)
+    agent.say(FenceDone(1))
+    town.until(lambda: agent.of(FormReplica))
+    assert agent.of(FormReplica) == [FormReplica(3, ((0, 2), (1, 3)))]
+    membership = town.nodes._membership
+    assert membership is not None and membership.state.roster == (0, 2), "it stays until then"
 
 
 def test_a_refused_number_changes_nothing(start: Start) -> None:

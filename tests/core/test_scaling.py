@@ -86,6 +86,16 @@ def test_a_lost_replica_is_missing_until_fewer_are_wanted() -> None:
     assert (change.leaving, change.text, wanted(state, change.grown)) == ((), "nothing has to change", 2)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_shrinking_below_a_newcomer_in_its_first_step_is_refused(number: int) -> None:
+    """Or it would become a member that is one too many, for good."""
+    assert asked(with_one_in_its_first_step(), number).refused == "replica 3 is in its first step; ask again"
+
+
+def test_a_newcomer_in_its_first_step_is_in_the_way_of_no_number_that_has_room_for_it() -> None:
+    assert not asked(with_one_in_its_first_step(), 4).refused
+
+
 def test_newcomers_that_are_still_formed_go_before_members() -> None:
     state, _ = feed(started(3), FormAsked(2))
     change = asked(state, 4, grown=2)

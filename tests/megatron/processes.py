@@ -50,8 +50,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     determinism: str = "fast"
     overlap: bool = False
     """`--overlap-grad-reduce`, in the recovered run."""
-    untied: bool = False
-    """The output layer has a weight of its own."""
     fsdp2: bool = False
     """FSDP2 shards parameters, gradients and optimizer over the lanes."""
     recompute: bool = False
@@ -245,7 +243,6 @@ class Training:
                 config, spec, Tokens.vocabulary, Tokens.seq_length, vp_stage=vp_stage,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                share_embeddings_and_output_weights=not (layout.untied or layout.fsdp2),
             )  # fmt: skip
             module.model_type = 1
             modules.append(Float16Module(config, module) if layout.bf16 else module)

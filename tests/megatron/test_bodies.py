@@ -111,7 +111,7 @@ def test_a_changed_megatron_is_refused_and_trains_at_its_users_word(
     import megatron.core
 
     installed = pathlib.Path(str(megatron.core.__file__)).parents[1]
-    shutil.copytree(installed, tmp_path / "checkout" / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(installed, tmp_path / "checkout" / "megatron")  # also what is compiled: only one file has changed
     changed = tmp_path / "checkout" / "megatron" / "training" / "training.py"
     text = changed.read_text()
     changed.write_text(text.replace("    args = get_args()\n", "    args = get_args()\n    assert args is not None\n"))

@@ -43,6 +43,7 @@ from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.work_queue import Task
 from tests.megatron.loopback import Job, LoopbackDriver, Strike
 from tests.megatron.toy import SIZES, Events, Threads, Trainer
+from tests.parts import in_parts
 
 M = 4
 NUM_BUCKETS = 3
@@ -154,14 +155,12 @@ def test_without_faults(threads: Threads, num_replicas: int, num_ranks: int, num
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("num_ranks", "num_chunks", "group_size"), [pytest.param(3, 3, 3, marks=pytest.mark.slow), (2, 3, 3), (3, 2, 5)]
-)
+@pytest.mark.parametrize(("num_ranks", "num_chunks", "group_size", "part"), in_parts([(3, 3, 3), (2, 3, 3), (3, 2, 5)], 4))
 def test_any_number_of_microbatches_goes_through_the_chunks(
-    threads: Threads, num_ranks: int, num_chunks: int, group_size: int
+    threads: Threads, num_ranks: int, num_chunks: int, group_size: int, part: slice
 ) -> None:
     """Also where upstream refuses it; the link would hang if the stages disagreed on a message."""
-    for num_microbatches in range(1, 9):
+    for num_microbatches in range(1, 9)[part]:
         fields = {"num_microbatches": num_microbatches, "microbatch_group_size_per_vp_stage": group_size}
         run = Run(threads, 1, num_ranks, [], num_chunks=num_chunks, **fields)
         for trainer in run.trainers.values():
@@ -221,30 +220,40 @@ def test_a_replica_without_a_share_is_timed_when_work_is_dealt_to_it_again(threa
     assert (2, 3) in run.job.timed
 
 
-def _deaths() -> Iterator[Any]:
-    """Every case of a death; with several stages half of them are slow, so that both values of each argument run in CI."""
-    shapes = [(1, 1), (2, 1), (2, 2), (4, 1)]
-    for victim, (num_ranks, num_chunks), overlap in itertools.product((0, 1), shapes, (False, True)):
-        is_slow = num_ranks > 1 and overlap == (victim == 0)
-        yield pytest.param(victim, num_ranks, num_chunks, overlap, marks=pytest.mark.slow if is_slow else ())
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("victim", "num_ranks", "num_chunks", "overlap"), _deaths())
-def test_a_death_at_every_instant(threads: Threads, victim: int, num_ranks: int, num_chunks: int, overlap: bool) -> None:
-    for strike in first_strikes(victim, 2, num_ranks, num_chunks=num_chunks):
+@pytest.mark.parametrize(
+    ("victim", "shape", "overlap", "part"),
+    [  # shapes are stages and chunks
+        *in_parts(itertools.product((0, 1), [(1, 1), (2, 1)], (False, True)), 8),
+        *in_parts(itertools.product((0, 1), [(2, 2), (4, 1)], (False, True)), 16),
+    ],
+)
+def test_a_death_at_every_instant(threads: Threads, victim: int, shape: tuple[int, int], overlap: bool, part: slice) -> None:
+    num_ranks, num_chunks = shape
+    strikes = list(first_strikes(victim, 2, num_ranks, num_chunks=num_chunks))[part]
+    assert strikes
+    for strike in strikes:
         print(strike)
         run = Run(threads, 2, num_ranks, [strike], overlap=overlap, num_chunks=num_chunks).check()
         assert strike.struck and run.job.dead == {victim}
 
 
-@pytest.mark.parametrize("when", ["open", "closed"])
-@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_a_death_in_every_forward_and_backward(threads: Threads, num_ranks: int, num_chunks: int, when: Any) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("shape", "when", "part"),
+    [
+        *in_parts(itertools.product([(2, 1)], ["open", "closed"]), 8),
+        *in_parts(itertools.product([(4, 1), (2, 2), (4, 2)], ["open", "closed"]), 16),
+    ],
+)
+def test_a_death_in_every_forward_and_backward(threads: Threads, shape: tuple[int, int], when: Any, part: slice) -> None:
     """What is lost is computed in the schedule that runs, if the other replica has not announced its end."""
+    num_ranks, num_chunks = shape
     victim, points = 1, (FaultPoint.FORWARD, FaultPoint.BACKWARD)
     ids, chunks = share(balanced(M, (1, 1)), range(2), victim), range(1, num_chunks + 1)
-    for rank, point, microbatch, occurrence in itertools.product(range(num_ranks), points, ids, chunks):
+    instants = list(itertools.product(range(num_ranks), points, ids, chunks))[part]
+    assert instants
+    for rank, point, microbatch, occurrence in instants:
         strike = Strike(victim, rank, point, step=1, microbatch=microbatch, occurrence=occurrence, when=when)
         print(strike)
         run = Run(threads, 2, num_ranks, [strike], num_chunks=num_chunks).check()
@@ -262,23 +271,25 @@ def test_a_death_in_evaluation(threads: Threads, num_ranks: int, num_chunks: int
         assert strike.struck
 
 
-@pytest.mark.timeout(300)
-def test_a_second_death_at_every_instant_of_the_recovery(threads: Threads) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("second_victim", "part"), in_parts([(0,), (2,)], 20))
+def test_a_second_death_at_every_instant_of_the_recovery(threads: Threads, second_victim: int, part: slice) -> None:
     num_second = 0
-    for first, second_victim in itertools.product(range(len(list(first_strikes(1, 3, 2)))), (0, 2)):
-        for second in second_strikes(second_victim, 2):
-            strikes = [list(first_strikes(1, 3, 2))[first], second]
-            print(strikes)
-            Run(threads, 3, 2, strikes).check()
-            assert strikes[0].struck
-            num_second += second.struck
-    assert num_second > 100  # not every second instant comes up: whether a transfer is needed depends on who was how far
+    num_first, num_then = (len(list(each)) for each in (first_strikes(1, 3, 2), second_strikes(second_victim, 2)))
+    for first, then in list(itertools.product(range(num_first), range(num_then)))[part]:
+        strikes = [list(first_strikes(1, 3, 2))[first], list(second_strikes(second_victim, 2))[then]]
+        print(strikes)
+        Run(threads, 3, 2, strikes).check()
+        assert strikes[0].struck
+        num_second += strikes[1].struck
+    assert num_second > 1  # not every second instant comes up: whether a transfer is needed depends on who was how far
 
 
-def test_random_deaths_of_all_but_one(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", in_parts([()], 5))
+def test_random_deaths_of_all_but_one(threads: Threads, monkeypatch: pytest.MonkeyPatch, part: slice) -> None:
     """Results are given back once they are applied, as on a GPU: nobody may need one afterwards, whoever is behind."""
     monkeypatch.setattr(BucketSum, "release", lambda bucket_sum: setattr(bucket_sum, "_result", None))
-    for seed in range(40):
+    for seed in range(40)[part]:
         chance = random.Random(seed)
         victims = chance.sample(range(4), 3)
         strikes = [
@@ -525,7 +536,7 @@ def test_the_grid_is_scaled_like_the_gradient(
 ) -> None:
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda with_context_parallel: 3)
     config = SimpleNamespace(calculate_per_token_loss=per_token, grad_scale_func=lambda loss: loss * grad_scale)
-    chunk = SimpleNamespace(config=config, buffers=[SimpleNamespace(grad_data=torch.zeros(1))])
+    chunk = SimpleNamespace(config=config, parameters=lambda: iter([torch.nn.Parameter(torch.zeros(1))]))
     arguments = {"num_microbatches": 4, "micro_batch_size": 2, "seq_length": 8}
     assert gradient_scale(chunk, arguments) == scale
 

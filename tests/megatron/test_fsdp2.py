@@ -65,7 +65,7 @@ def test_equals_megatron(layout: Layout) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_loss_per_token_is_divided_as_without_fsdp2(tp: int) -> None:
     """Megatron alone does not divide it with FSDP2, so what is compared with are lanes without."""
-    plain, sharded = (Layout(tp=tp, lanes=2, per_token=True, untied=True, fsdp2=fsdp2) for fsdp2 in (False, True))
+    plain, sharded = (Layout(tp=tp, lanes=2, per_token=True, fsdp2=fsdp2) for fsdp2 in (False, True))
     [reference] = run(plain, (upstream_alone, ()))
     found = run(sharded, (recovered, (AT_ONCE,)), (recovered, (INTO_SOME,)))
     for rank, step, each in itertools.product(range(plain.num_ranks), range(2), found):
