@@ -135,7 +135,7 @@ def _is_in(place: int, gradients: ShardedGradients) -> bool:
 
 @pytest.fixture(scope="module")
 def model() -> sizes.Model:
-    [[found]] = run(Layout(untied=True), (whole_model, ()))
+    [[found]] = run(Layout(), (whole_model, ()))
     return found  # type: ignore[no-any-return]
 
 
