@@ -104,13 +104,12 @@ def train(
     )
     named = [(f"parameter{number}", each) for number, each in enumerate(parameters)]
     chunk = SimpleNamespace(
-        config=config, named_parameters=lambda: named, buffers=[SimpleNamespace(grad_data=parameters[0])],
+        config=config, named_parameters=lambda: named, parameters=lambda: iter(parameters),
+        buffers=[SimpleNamespace(grad_data=parameters[0])],
         ddp_config=SimpleNamespace(check_for_large_grads=False, overlap_param_gather=False),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (
-            ("GradientBuffers", lambda *_: buffers), ("run_pass", run_pass), ("TrainingState", lambda *_: digest)
-        ):  # fmt: skip
+        for name, value in (("run_pass", run_pass), ("TrainingState", lambda *_: digest)):
             patch.setattr(commit, name, value)
         patch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
         patch.setattr(parallel_state, "is_pipeline_last_stage", lambda ignore_virtual: True)
@@ -125,7 +124,7 @@ def train(
             ),
             {"train_step": lambda *_: loop.run(model=[chunk], data_iterator=None, num_microbatches=size.num_microbatches)},
             cursor=MicrobatchCursor(), seed=lambda *_: None, iteration=lambda: iteration[0], alike=dict,
-            gather=lambda value: [value],
+            gather=lambda value: [value], gradients=lambda *_: buffers,
         )  # fmt: skip
         for iteration[0] in (1, 2, 3):
             with around():
