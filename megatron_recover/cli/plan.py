@@ -33,7 +33,7 @@ from megatron_recover.megatron.launch import one_megatron
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Undecided
 from megatron_recover.megatron.layout.choice import USABLE, Gpus, Judged, judge
-from megatron_recover.megatron.layout.sizes import Elements, Layout, Sizes
+from megatron_recover.megatron.layout.sizes import Elements, Layout, Numerics, Sizes
 
 _UNITS = {"GB": 10**9, "GiB": 2**30}
 _GB = 10**9
@@ -43,7 +43,7 @@ _ROWS_OF_NONE = 3
 """Layouts that are printed at most without `--all` if none fits."""
 _WIDTH = 10_000
 """More columns than any table needs: a narrow terminal wraps its lines, and no figure is lost."""
-_PARTS = ("weights", "gradient", "result", "optimizer", "activations", "sums", "redirected")
+_PARTS = ("weights", "gradient", "result", "optimizer", "activations", "sums", "redirected", "gathered")
 _MEASURE = "megatron_recover.megatron.layout.measure"
 _TRACEBACK = "Traceback (most recent call last):"
 _WARNING = r"^\S+:\d+: \w*Warning: .*\n?(^  .*\n?)?|^\[rank\d+\]:\[W.*\n?|^\[rank\d+\]: "
@@ -111,7 +111,8 @@ def _parser() -> Parser:
         "by part, and what a death costs. Nothing is trained, and no GPU is needed.",
         usage="megatron-recover plan [options] SCRIPT [Megatron flags]",
         epilog="Flags of Megatron that give tensor-, pipeline- or expert-parallel sizes are ignored: all sizes are compared. "
-        "--context-parallel-size and --expert-tensor-parallel-size are kept. "
+        "--context-parallel-size and --expert-tensor-parallel-size are kept. With --use-torch-fsdp2 the lanes share weights, "
+        "gradient and optimizer. "
         "docs/how_to/choose_a_layout.md explains every column. Exit code 1: an error in the script; 2: bad input, or no layout "
         "fits.",
     )
@@ -187,7 +188,9 @@ def table(shown: Sequence[Judged]) -> Table:
     found.add_column("")
     for title in [title for _, title in dimensions]:
         found.add_column(title, justify="right", no_wrap=True)
-    for title in (*_PARTS, "peak", "recovery", "a death takes", "deaths"):
+    # FSDP2 alone gathers parameters.
+    parts = [part for part in _PARTS if part != "gathered" or any(each.memory.gathered for each in shown)]
+    for title in (*parts, "peak", "recovery", "a death takes", "deaths"):
         found.add_column(title, justify="right", no_wrap=True)
     found.add_column("", no_wrap=True)
     for number, judged in enumerate(shown):
@@ -195,7 +198,7 @@ def table(shown: Sequence[Judged]) -> Table:
         found.add_row(
             "*" if number == 0 and judged.fits else "",
             *(str(getattr(layout, name)) for name, _ in dimensions),
-            *(gigabytes(getattr(memory, part)) for part in _PARTS),
+            *(gigabytes(getattr(memory, part)) for part in parts),
             gigabytes(memory.peak), gigabytes(memory.recovery),
             f"{_gpus(layout.num_ranks)} ({_share(judged.lost_share)})", str(judged.num_deaths),
             "fits" if judged.fits else "too large",
@@ -254,12 +257,19 @@ def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
         f"The step of the death\n  takes up to {_share(chosen.longer_step)} longer; no step is lost. "
         f"The run survives {counted(chosen.num_deaths, 'death')}.\n\n"
         f"  megatron-recover run {ours} {script} <your other flags> {theirs}"
-        f"{_environment(layout, is_overlapped=sizes.numerics.is_overlapped)}"
+        f"{_environment(layout, sizes.numerics)}"
     )
 
 
-def _environment(layout: Layout, *, is_overlapped: bool) -> str:
+def _environment(layout: Layout, numerics: Numerics) -> str:
     """Return the lines about the environment of the command, or no text."""
+    is_overlapped = numerics.is_overlapped
+    if numerics.fsdp2 is not None and layout.tp > 1:
+        overlap = ". On a GPU\n  --overlap-grad-reduce overlaps nothing with both." if is_overlapped else "."
+        return (
+            "\n\n  With --use-torch-fsdp2, Megatron refuses CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, which it wants "
+            f"for a TP\n  above 1 without it{overlap}"
+        )
     if layout.tp > 1 or layout.cp > 1:
         overlap = ". With that,\n  --overlap-grad-reduce overlaps nothing." if is_overlapped else "."
         return (
@@ -306,9 +316,9 @@ def _remedies(sizes: Sizes, gpus: Gpus, job: Undecided, flags: Sequence[str], sm
     words = {word.partition("=")[0] for word in flags}
     numerics, replace = sizes.numerics, msgspec.structs.replace
     tried = [("use more GPUs (--nodes)", sizes, replace(gpus, num_nodes=2 * gpus.num_nodes))]
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("share the optimizer among lanes (--use-distributed-optimizer)", {"is_sharded": True})
-    ]
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if not numerics.is_sharded:
+        changes.append(("share the optimizer among lanes (--use-distributed-optimizer)", {"is_sharded": True}))
     if "--bf16" in words and numerics.gradient > 2:
         changes.append(("keep gradients in 2 bytes (--grad-reduce-in-bf16)", {"gradient": 2, "step_copy": 4}))
     tried += [(remedy, replace(sizes, numerics=replace(numerics, **change)), gpus) for remedy, change in changes]

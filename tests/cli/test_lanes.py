@@ -12,7 +12,7 @@ from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.flags import split
 from megatron_recover.host import gpus
 from megatron_recover.megatron.layout.memory import memory
-from megatron_recover.megatron.layout.sizes import Layout, Sizes
+from megatron_recover.megatron.layout.sizes import Fsdp2, Layout, Sizes
 from tests.megatron.test_layout import eight_billion
 
 FLAGS = "--tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 64 --train-iters 2 --mock-data "
@@ -60,6 +60,18 @@ def test_lanes_are_the_fewest_with_which_a_rank_fits(
     see(monkeypatch, *[four] * 8)
     number, line = lanes.lanes_that_fit(["s.py"], FLAGS.split(), 8) or (0, "")
     assert number == 1 and line.startswith("WARNING: 1 lane a replica, though none fits")
+
+
+def test_with_fsdp2_more_lanes_share_all_of_the_state(
+    measured: list[Sizes | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs of 40 GB 16 bytes a parameter of each of two tensor-parallel ranks, and activations, fit with 4 lanes."""
+    numerics = msgspec.structs.replace(measured[0].numerics, gradient=2, step_copy=4, fsdp2=Fsdp2())
+    measured[0] = msgspec.structs.replace(measured[0], numerics=numerics)
+    see(monkeypatch, *[40 * 10**9] * 8)
+    flags = [*FLAGS.split(), "--use-torch-fsdp2", "--untie-embeddings-and-output-weights"]
+    number, line = lanes.lanes_that_fit(["s.py"], flags, 8) or (0, "")
+    assert number == 4 and line.startswith("4 lanes a replica, the fewest that fit"), line
 
 
 def test_the_fewest_lanes_are_those_over_which_experts_can_be_spread(

@@ -17,8 +17,8 @@ import pytest
 from megatron_recover import cli
 from megatron_recover.cli import plan, run_flags
 from megatron_recover.megatron.launch.preflight import preflight
-from megatron_recover.megatron.layout.sizes import Layout, Sizes
-from tests.megatron.test_layout import eight_billion
+from megatron_recover.megatron.layout.sizes import Fsdp2, Layout, Sizes
+from tests.megatron.test_layout import BF16, eight_billion
 
 SCRIPT = "scripts/pretrain_gpt.py"
 BATCH = "--micro-batch-size 1 --global-batch-size 128 --train-iters 1"
@@ -66,6 +66,25 @@ def test_the_printed_layout_is_complete_so_that_it_overrides_the_flags_before_it
         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     )
+
+
+def test_with_fsdp2_what_is_gathered_has_a_column_and_no_layout_has_a_pipeline(
+    measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    titles = "result optimizer activations sums redirected peak recovery"
+    assert titles in " ".join(told(f"-- {SCRIPT} {BATCH} --bf16", capsys)[1].split())
+    numerics = msgspec.structs.replace(measured[0].numerics, gradient=2, step_copy=4, fsdp2=Fsdp2())
+    measured[0] = msgspec.structs.replace(measured[0], numerics=numerics)
+    flags = f"{BATCH} --bf16 --use-torch-fsdp2 --untie-embeddings-and-output-weights"
+    code, out, err = told(f"-- {SCRIPT} {flags}", capsys)
+    assert (code, err) == (0, []) and titles.replace("peak", "gathered peak") in " ".join(out.split())
+    marked = [line.split() for line in out.splitlines() if line.startswith("* ")]
+    assert marked[0][1:5] == ["2", "1", "1", "4"], "4 lanes: 2 would need 100 GB"
+    found = json.loads(told(f"--json -- {SCRIPT} {flags}", capsys)[1])["layouts"]
+    assert {each["pp"] for each in found} == {1} and len({(each["tp"], each["lanes"]) for each in found}) == len(found) > 3
+    assert all(each["bytes"]["gathered"] for each in found)
+    code, _, [line] = told(f"--gpu-memory 20GB -- {SCRIPT} {flags}", capsys)
+    assert code == 2 and "--nodes" in line and "--use-distributed-optimizer" not in line
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -175,9 +194,19 @@ def test_bad_input_is_refused_with_the_remedy(
     ],
 )
 def test_the_environment_in_which_sums_overlap_is_named(cp: int, pp: int, is_overlapped: bool, expected: list[str]) -> None:
-    said = plan._environment(Layout(replicas=2, cp=cp, pp=pp), is_overlapped=is_overlapped)
+    numerics = msgspec.structs.replace(BF16, is_overlapped=is_overlapped)
+    said = plan._environment(Layout(replicas=2, cp=cp, pp=pp), numerics)
     assert all(each in said for each in expected) and bool(said) == bool(expected)
     assert ("overlap" in said) == (is_overlapped and bool(expected))
+
+
+@pytest.mark.parametrize(("tp", "is_overlapped"), [(1, False), (1, True), (2, False), (2, True)])
+def test_the_environment_that_megatron_refuses_with_fsdp2_is_named(tp: int, is_overlapped: bool) -> None:
+    numerics = msgspec.structs.replace(BF16, is_overlapped=is_overlapped, fsdp2=Fsdp2())
+    said = plan._environment(Layout(replicas=2, tp=tp, lanes=2), numerics)
+    assert ("refuses CUDA_DEVICE_MAX_CONNECTIONS=1" in said) == (tp > 1)
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=32" in said) == (tp == 1 and is_overlapped)
+    assert ("overlaps nothing" in said) == is_overlapped
 
 
 @pytest.mark.parametrize(("nodes", "is_told"), [(1000, False), (1001, True)])
@@ -357,6 +386,16 @@ def test_a_real_script_is_measured_without_training_it() -> None:
     assert found.numerics == expected.numerics
     assert found.flags == expected.flags
     assert {(each.tp, each.pp) for each in expected.activations} <= {(each.tp, each.pp) for each in found.activations}
+
+
+def test_a_real_script_is_measured_with_fsdp2() -> None:
+    flags = f"{SMALL} --global-batch-size 8 --use-torch-fsdp2 --untie-embeddings-and-output-weights"
+    numerics = plan.read_sizes(SCRIPT, [*flags.split(), "--no-gradient-accumulation-fusion"]).numerics
+    assert (numerics.weight, numerics.gradient, numerics.optimizer, numerics.fsdp2) == (2, 2, 12, Fsdp2())
+    with pytest.raises(
+        ValueError, match=r"^--use-torch-fsdp2 is not supported with fused .*--no-gradient-accumulation-fusion$"
+    ):
+        plan.read_sizes(SCRIPT, flags.split())
 
 
 SMALL = (

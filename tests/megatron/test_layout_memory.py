@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -178,7 +179,15 @@ def on_rank(model: Any) -> sizes.OnRank:
     experts = sum(number for name, number in parameters.items() if ".experts." in name)
     tables = {name: number for name, number in parameters.items() if "word_embeddings" in name or "output_layer" in name}
     largest = max(number for name, number in parameters.items() if name not in tables)
-    return sizes.OnRank(sum(parameters.values()) - experts, experts, tuple(tables.values()), largest)
+    groups: dict[str, int] = {}
+    for name, number in parameters.items():
+        if ".experts." not in name:
+            layer = re.search(r"layers\.\d+\.", name)
+            group = layer[0] if layer else "embedding" if name.startswith("embedding.") else "rest"
+            groups[group] = groups.get(group, 0) + number
+    return sizes.OnRank(
+        sum(parameters.values()) - experts, experts, tuple(tables.values()), largest, tuple(groups.values())
+    )  # fmt: skip
 
 
 PARTS = {"llama": (32, 0), "tied": (64, 0), "mixtral": (64, 96)}
@@ -396,8 +405,31 @@ ARGS = {
     ],
 )
 def test_bytes_of_an_element_follow_from_the_arguments(changes: dict[str, Any], expected: tuple[int, ...]) -> None:
-    found = measure.numerics_of(SimpleNamespace(**{**ARGS, **changes}))
+    found = measure.numerics_of(SimpleNamespace(**{**ARGS, **changes}), measure.layout_flags([])[0])
     assert (found.weight, found.gradient, found.optimizer, found.step_copy) == expected
+    assert found.fsdp2 is None
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "expected"),
+    [
+        ("", {}, sizes.Fsdp2()),
+        ("--transformer-impl local", {}, sizes.Fsdp2(keeps_output=True)),
+        ("--transformer-impl transformer_engine --use-cpu-initialization", {}, sizes.Fsdp2(built_on_host=True)),
+        ("", {"torch_fsdp2_reshard_after_forward": False}, sizes.Fsdp2(reshards=False)),
+    ],
+)
+def test_with_fsdp2_a_gradient_has_the_type_of_its_parameter(
+    words: str, changes: dict[str, Any], expected: sizes.Fsdp2
+) -> None:
+    given = {"use_torch_fsdp2": True, "use_distributed_optimizer": False, "torch_fsdp2_reshard_after_forward": True, **changes}
+    asked, others = measure.layout_flags(words.split())
+    assert others == []
+    for dtype, bytes_of in ((torch.bfloat16, (2, 2, 12, 4)), (torch.float32, (4, 4, 8, 0))):
+        args = SimpleNamespace(**{**ARGS, **given, "params_dtype": dtype, "bf16": dtype == torch.bfloat16})
+        found = measure.numerics_of(args, asked)
+        assert (found.weight, found.gradient, found.optimizer, found.step_copy) == bytes_of
+        assert found.fsdp2 == expected and found.is_sharded
 
 
 @pytest.mark.parametrize(
@@ -407,11 +439,18 @@ def test_bytes_of_an_element_follow_from_the_arguments(changes: dict[str, Any], 
         ("optimizer_cpu_offload", True),
         ("multi_latent_attention", True),
         ("hybrid_layer_pattern", "M*"),
-        ("use_torch_fsdp2", True),
     ],
 )
 def test_what_cannot_be_known_is_refused(name: str, value: object) -> None:
     flag = "--" + name.replace("_", "-")
-    assert measure.unplannable(SimpleNamespace(**ARGS)) == []
-    [line] = measure.unplannable(SimpleNamespace(**{**ARGS, name: value}))
+    asked, _ = measure.layout_flags([])
+    assert measure.unplannable(SimpleNamespace(**ARGS), asked) == []
+    [line] = measure.unplannable(SimpleNamespace(**{**ARGS, name: value}), asked)
     assert line.startswith(flag)
+
+
+def test_fsdp2_needs_the_flag_that_a_gpu_needs() -> None:
+    args = SimpleNamespace(**{**ARGS, "use_torch_fsdp2": True})
+    [line] = measure.unplannable(args, measure.layout_flags([])[0])
+    assert line.startswith("--use-torch-fsdp2 is not supported with") and line.endswith("--no-gradient-accumulation-fusion")
+    assert measure.unplannable(args, measure.layout_flags(["--no-gradient-accumulation-fusion"])[0]) == []

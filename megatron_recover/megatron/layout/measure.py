@@ -28,7 +28,7 @@ from megatron_recover.megatron.launch import parsing, script
 from megatron_recover.megatron.launch.arguments import gpu_refusals, recover_config, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.megatron.layout import choice
-from megatron_recover.megatron.layout.sizes import Activations, Elements, Flags, Model, Numerics, Sizes, padded
+from megatron_recover.megatron.layout.sizes import Activations, Elements, Flags, Fsdp2, Model, Numerics, Sizes, padded
 
 _LAYOUT: Final = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
@@ -46,10 +46,12 @@ _OF_ONE_SIZE: Final = {
 """Flags that suit one size only, with the name of that size."""
 _KERNELS: Final = ("--apply-layernorm-1p", "--moe-permute-fusion", "--moe-router-fusion")
 """Flags that choose a kernel of Transformer Engine."""
+_SET_ON_CPU: Final = ("--use-cpu-initialization", "--no-gradient-accumulation-fusion")
+"""Flags that are set by themselves on a CPU; on a GPU the user's word counts."""
 
 
 def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
-    """Return the flags of `argv` that concern the layout or choose kernels, and all other words.
+    """Return the flags of `argv` for layout, kernels and what a CPU decides, and all other words.
 
     Raises ValueError for a bad value, and for a flag that suits one size only.
     """
@@ -62,6 +64,8 @@ def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--transformer-impl", default=SUPPRESS)
     for flag in _KERNELS:
         parser.add_argument(flag, action="store_true", default=SUPPRESS)
+    for flag in _SET_ON_CPU:
+        parser.add_argument(flag, action="store_true")
     try:
         found, others = parser.parse_known_args(argv)
     except ArgumentError as error:
@@ -120,20 +124,23 @@ def parts_of(model: Any, vocabulary: int) -> tuple[int, int]:
     return parts, of_experts
 
 
-def unplannable(args: Namespace) -> list[str]:
-    """Return a line for each argument that cannot be planned with: the reason and the remedy."""
+def unplannable(args: Namespace, asked: Namespace) -> list[str]:
+    """Return a line for each argument that cannot be planned with: the reason and the remedy.
+
+    `asked` has the flags that `layout_flags` takes out of the command line.
+    """
     found = []
+    if args.use_torch_fsdp2 and not asked.no_gradient_accumulation_fusion:
+        found.append(
+            "--use-torch-fsdp2 is not supported with fused gradient accumulation, Megatron's default on a GPU; "
+            "add --no-gradient-accumulation-fusion"
+        )
     if args.optimizer not in ("adam", "sgd"):
         found.append(f"--optimizer {args.optimizer} has state whose memory is not known; plan with adam or sgd")
     if args.optimizer_cpu_offload:
         found.append("--optimizer-cpu-offload leaves an unknown part on the GPU; leave it out to plan")
     if args.multi_latent_attention:
         found.append("--multi-latent-attention needs layers of Transformer Engine, which need a GPU; leave it out to plan")
-    if args.use_torch_fsdp2:
-        found.append(
-            "--use-torch-fsdp2 shards weights and gradients, which plan does not estimate; plan with "
-            "--use-distributed-optimizer in its place, which needs more"
-        )
     if args.hybrid_layer_pattern:
         found.append("--hybrid-layer-pattern makes layers whose activations upstream does not estimate; leave it out to plan")
     if recover_config(args).ranks_per_gpu > 1:
@@ -153,8 +160,11 @@ def without_precision_aware(args: Namespace) -> Namespace:
     return shown
 
 
-def numerics_of(args: Namespace) -> Numerics:
-    """Return the bytes for each element that the parsed arguments lead to."""
+def numerics_of(args: Namespace, asked: Namespace) -> Numerics:
+    """Return the bytes for each element that the parsed arguments lead to.
+
+    `asked` has the flags that `layout_flags` takes out of the command line.
+    """
     weight = args.params_dtype.itemsize
     gradient = 4 if weight == 4 or args.accumulate_allreduce_grads_in_fp32 else weight
     main = 0 if weight == 4 else 4
@@ -166,10 +176,17 @@ def numerics_of(args: Namespace) -> Numerics:
         remains = getattr(args, "store_param_remainders", True) and args.bf16 and args.main_params_dtype == torch.float32
         main = 2 if remains else args.main_params_dtype.itemsize
         moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    fsdp2 = None
+    if args.use_torch_fsdp2:
+        gradient = weight  # FSDP2 gives a gradient the type of its parameter
+        fsdp2 = Fsdp2(
+            reshards=args.torch_fsdp2_reshard_after_forward, built_on_host=asked.use_cpu_initialization,
+            keeps_output=getattr(asked, "transformer_impl", None) == "local",
+        )  # fmt: skip
     config = recover_config(args)
     return Numerics(
         weight=weight, gradient=gradient, optimizer=main + moments, step_copy=0 if gradient == 4 or is_aware else 4,
-        is_sharded=bool(args.use_distributed_optimizer), is_exact=config.determinism == "exact",
+        is_sharded=bool(args.use_distributed_optimizer or fsdp2), fsdp2=fsdp2, is_exact=config.determinism == "exact",
         bucket_elements=config.bucket_elements, is_overlapped=bool(args.overlap_grad_reduce),
     )  # fmt: skip
 
@@ -261,7 +278,8 @@ def measured(args: Namespace, asked: Namespace, model: Any) -> Sizes:
         min_replicas=recover_config(args).min_replicas,
     )  # fmt: skip
     return Sizes(
-        model=described, numerics=numerics_of(args), flags=flags, activations=tuple(activations_of(args, described, flags)),
+        model=described, numerics=numerics_of(args, asked), flags=flags,
+        activations=tuple(activations_of(args, described, flags)),
         split_activations=tuple(split_activations_of(args, described, flags)),
     )  # fmt: skip
 
@@ -283,7 +301,7 @@ class _Measuring:
         args = parsing.parse(extra_args_provider, args_defaults, ignores_unknown=ignores_unknown)
         with parsing.bad_input_ends():
             on_gpu = gpu_refusals(recover_config(args), num_ranks=1, num_gpus=1, deterministic=args.deterministic_mode)
-            if found := [*refusals(args, lanes=1), *on_gpu, *unplannable(args)]:
+            if found := [*refusals(args, lanes=1), *on_gpu, *unplannable(args, self._asked)]:
                 raise ValueError("\n".join(found))
             self._begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self._args = args

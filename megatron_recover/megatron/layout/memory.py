@@ -21,8 +21,24 @@ Note [Peaks]
     So the peak of a recovery decides whether a layout fits: a rank that runs out of memory in a
     recovery would end the second replica after a death, and perhaps all.
 
+    With FSDP2 the lanes share weights, gradient, result and optimizer. While a microbatch is
+    computed, FSDP2 gathers parameters (Note [Gathered]). What a pass must not add to is set aside
+    in whole parameters: in the worst case FSDP2 makes nearly all of a shard's gradient anew
+    (`fsdp2/gradients.py`, Note [Set aside]).
+
     Workspaces of kernels are not counted. One of cuBLAS is ours: checksums multiply on the stream
     of the reduction (`trainer/checksum.py`), and torch keeps a workspace for each stream.
+
+Note [Gathered]
+    FSDP2 gathers and reduces the parameters of a group together: the embedding, each layer, and the
+    output layer. The most exists at the end of the backward of a group: its whole parameters and
+    their gradients, the buffer into which FSDP2 gathers the group whose backward is next, and the
+    buffer from which the gradient of the last group is summed over the lanes. Gradients and buffers
+    have the type of the parameters. With one lane nothing is gathered beforehand. Where the
+    parameters stay whole after the forward, those of all groups that come later in the backward
+    exist as well, and no buffer. The root module is whole until the end of the backward, and so are
+    its gradients. It has the final norm, which counts with the output layer here, and with
+    Megatron's local layers the output layer itself.
 """
 
 from __future__ import annotations
@@ -31,7 +47,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from megatron_recover.megatron.layout.sizes import Layout, Numerics, OnRank, Sizes, layers_of_stages, on_stage
+from megatron_recover.megatron.layout.sizes import Fsdp2, Layout, Numerics, OnRank, Sizes, layers_of_stages, on_stage
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +66,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Buffers of the sum of one bucket over lanes and replicas, which are kept."""
     redirected: int
     """Gradient of decided buckets in a recovery."""
+    gathered: int = 0
+    """Whole parameters and their gradients, and FSDP2's buffers for them. See Note [Gathered]."""
     step_copy: int = 0
     """Copy of the gradient in the optimizer's step, if the gradient is not fp32."""
+    start: int = 0
+    """The whole model, before FSDP2 shards it."""
     is_overlapped: bool = False
 
     @property
@@ -62,14 +82,16 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def peak(self) -> int:
         """Return the peak of a step without failures. See Note [Peaks]."""
+        computing = self.activations + self.gathered
         if self.is_overlapped:
-            return self.always + max(self.activations + self.result, self.step_copy)
-        return self.always + max(self.activations, self.result, self.step_copy)
+            return max(self.start, self.always + max(computing + self.result, self.step_copy))
+        return max(self.start, self.always + max(computing, self.result, self.step_copy))
 
     @property
     def recovery(self) -> int:
         """Return the peak of a recovery. See Note [Peaks]."""
-        return self.always + self.result + max(self.activations + self.redirected, self.step_copy)
+        computing = self.activations + self.gathered + self.redirected
+        return max(self.start, self.always + self.result + max(computing, self.step_copy))
 
 
 def memory(sizes: Sizes, layout: Layout) -> Memory:
@@ -91,6 +113,8 @@ def memory(sizes: Sizes, layout: Layout) -> Memory:
 
 def of_rank(held: OnRank, numerics: Numerics, layout: Layout, activations: int = 0) -> Memory:
     """Return the memory of a rank that holds these elements."""
+    if numerics.fsdp2 is not None:
+        return _of_shards(held, numerics, numerics.fsdp2, layout.num_shards, activations)
     groups = [(held.dense, layout.num_shards), (held.experts, layout.num_expert_shards)]
     elements = held.dense + held.experts
     shares = sum(-(-number // shards) for number, shards in groups)
@@ -106,6 +130,47 @@ def of_rank(held: OnRank, numerics: Numerics, layout: Layout, activations: int =
         step_copy=optimized * numerics.step_copy,
         is_overlapped=numerics.is_overlapped,
     )
+
+
+def _of_shards(held: OnRank, numerics: Numerics, fsdp2: Fsdp2, num_shards: int, activations: int) -> Memory:
+    """Return the memory of a rank whose lanes share parameters, gradients and optimizer.
+
+    FSDP2 rounds the first dimension of each parameter up to a multiple of the lanes, which is not
+    counted.
+    """
+    shard = -(-held.dense // num_shards)
+    largest = -(-max((*held.tables, held.largest)) // num_shards)
+    start = 0 if fsdp2.built_on_host else held.dense
+    return Memory(
+        weights=shard * numerics.weight,
+        gradient=shard * (numerics.gradient + (8 if numerics.is_exact else 0)),
+        result=shard * numerics.summed,
+        optimizer=shard * numerics.optimizer,
+        activations=activations,
+        sums=max(_sum_of_bucket(shard, 1, numerics), largest * numerics.summed),  # a bucket has whole parameters
+        redirected=0 if numerics.is_exact else shard * numerics.gradient,
+        gathered=_gathered(held.groups, fsdp2, num_shards) * numerics.weight,
+        step_copy=shard * numerics.step_copy,
+        start=start * numerics.weight,
+        is_overlapped=numerics.is_overlapped,
+    )
+
+
+def _gathered(groups: Sequence[int], fsdp2: Fsdp2, num_shards: int) -> int:
+    """Return the elements of whole parameters and gradients that FSDP2 has at most at a time.
+
+    `groups` are as in `OnRank.groups`. See Note [Gathered].
+    """
+    kept = groups[-1] if fsdp2.keeps_output else 0
+    others = groups[:-1] if fsdp2.keeps_output else groups
+    found = []
+    for number, group in enumerate(others):
+        is_fetched = number > 0 and fsdp2.reshards and num_shards > 1
+        whole = group if fsdp2.reshards else sum(others[: number + 1])
+        fetched = others[number - 1] if is_fetched else 0
+        reduced = sum(others[number + 1 : number + 2])
+        found.append(whole + group + fetched + reduced)
+    return max(found, default=0) + 2 * kept
 
 
 def _redirected(held: OnRank, groups: Sequence[tuple[int, int]]) -> int:

@@ -67,6 +67,19 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The same of experts, for the number of ranks that share one."""
 
 
+class Fsdp2(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags that decide what FSDP2 has of whole parameters."""
+
+    reshards: bool = True
+    """False with `--torch-fsdp2-no-reshard-after-forward`: parameters stay whole until the
+    backward."""
+    built_on_host: bool = False
+    """True with `--use-cpu-initialization`: the GPU never has the whole model."""
+    keeps_output: bool = False
+    """True with `--transformer-impl local`: FSDP2's root module has the output layer, and is whole
+    during a forward and during a backward."""
+
+
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes for each element of a parameter, and how the optimizer's are spread."""
 
@@ -78,7 +91,9 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     step_copy: int = 0
     """Bytes of the copy of the gradient that exists during the optimizer's step only."""
     is_sharded: bool = False
-    """True if the lanes share the optimizer's state (`--use-distributed-optimizer`)."""
+    """True if the lanes share the optimizer's state (`--use-distributed-optimizer`, FSDP2)."""
+    fsdp2: Fsdp2 | None = None
+    """None unless the lanes share parameters and gradients as well (`--use-torch-fsdp2`)."""
     is_exact: bool = False
     """True with `--recover-determinism exact`: float64 accumulators and results."""
     bucket_elements: int
@@ -168,6 +183,9 @@ class OnRank(msgspec.Struct, frozen=True):
     """Elements of each parameter that has a row for every entry of the vocabulary."""
     largest: int
     """Elements of the largest other parameter."""
+    groups: tuple[int, ...] = ()
+    """Elements of the parameters that FSDP2 gathers together, in the order of the forward: those of
+    the embedding, of each layer, and the rest."""
 
 
 def layers_of_stages(num_layers: int, num_stages: int, flags: Flags) -> list[range] | None:
@@ -187,22 +205,29 @@ def layers_of_stages(num_layers: int, num_stages: int, flags: Flags) -> list[ran
 
 def on_stage(model: Model, layout: Layout, stage: int, stages: Sequence[range]) -> OnRank:
     """Return the elements on a rank of pipeline stage `stage`; `stages` has its layers."""
-    held = sum((model.layers[layer] for layer in stages[stage]), Elements())
+    groups = [model.layers[layer] for layer in stages[stage]]
     rows = []
     if stage == 0:
-        held += model.first
+        groups.insert(0, model.first)
         rows.append(model.first.rows)
     if stage == len(stages) - 1:
-        held += model.last
+        last = model.last
         rows.append(model.last.rows)
         if model.is_tied and stage > 0:
-            held += Elements(rows=model.first.rows)
+            last += Elements(rows=model.first.rows)
             rows.append(model.first.rows)
+        groups.append(last)
+    held = sum(groups, Elements())
     vocabulary = padded(model, layout.tp)
-    dense = (held.rows * vocabulary + held.split) // layout.tp + held.whole
     experts = (held.expert_split // layout.expert_tp + held.expert_whole) // layout.ep
     largest = max(held.largest_split // layout.tp, held.largest_whole, held.largest_expert // layout.expert_tp)
-    return OnRank(dense, experts, tuple(row * vocabulary // layout.tp for row in rows if row), largest)
+    tables = tuple(row * vocabulary // layout.tp for row in rows if row)
+    dense = tuple(_dense(group, vocabulary, layout.tp) for group in groups)
+    return OnRank(_dense(held, vocabulary, layout.tp), experts, tables, largest, dense)
+
+
+def _dense(held: Elements, vocabulary: int, tp: int) -> int:
+    return (held.rows * vocabulary + held.split) // tp + held.whole
 
 
 def padded(model: Model, tp: int) -> int:
