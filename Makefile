@@ -21,8 +21,8 @@ help:            ## list the targets
 setup:           ## make .venv (fast when it exists)
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
-demo: setup      ## train on real text, kill real processes, which come back; prove that nothing was lost
-	@$(PY) -m megatron_recover demo
+demo: setup      ## train on real text, kill real processes, which come back; prove that nothing was lost; FSDP=1: with FSDP2
+	@$(PY) -m megatron_recover demo $(if $(FSDP),--fsdp2)
 
 # Tests start hundreds of programs. Where the environment has PYTHONDONTWRITEBYTECODE, each would compile all that it imports.
 test: setup lint ## everything that CI runs
@@ -61,7 +61,7 @@ nodes-test: setup ## jobs on four nodes on this machine, each a set of namespace
 	@$(PY) -m pytest -q -n 2 $(NODES) --ignore-glob='$(NODES)/test_slurm*.py'
 
 long-test: setup  ## what `make test` leaves out for time: more jobs that come back, more instants of a death, FSDP2 (long)
-	@$(PY) -m pytest -q -n 2 -m slow --dist worksteal tests/megatron tests/system
+	@$(PY) -m pytest -q -n 2 -m slow --dist worksteal tests/megatron tests/system tests/cli
 
 slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a node dies (as root, with Debian's slurm-wlm and munge)
 	@$(PY) -m pytest -q -m slow tests/slurm
