@@ -21,8 +21,8 @@ help:            ## list the targets
 setup:           ## make .venv (fast when it exists)
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
-demo: setup      ## train on real text, kill real processes, which come back; prove that nothing was lost
-	@$(PY) -m megatron_recover demo
+demo: setup      ## train on real text, kill real processes, which come back; prove that nothing was lost; FSDP=1: with FSDP2
+	@$(PY) -m megatron_recover demo $(if $(FSDP),--fsdp2)
 
 # Tests start hundreds of programs. Where the environment has PYTHONDONTWRITEBYTECODE, each would compile all that it imports.
 test: setup lint ## everything that CI runs

@@ -79,12 +79,20 @@ its deadline is killed."""
 LAST_WORDS = 12
 """Lines of a failed command's stderr that are shown."""
 
+LANES = 2
+"""Lanes of each replica with `--fsdp2`: as many as pipeline stages without."""
 MODEL = (
-    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
-    "--seq-length 128 --max-position-embeddings 128 --tokenizer-type NullTokenizer --vocab-size 257"
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --tokenizer-type NullTokenizer "
+    "--vocab-size 257"
 )
+STAGES = f"--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size {MICROBATCHES}"
+SHARDS = (
+    "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion --num-layers 2 "
+    f"--global-batch-size {LANES * MICROBATCHES}"
+)
+"""Flags of the layout, with `--fsdp2` and without. A lane has all layers, so there are fewer."""
 TRAINING = (
-    f"--micro-batch-size 1 --global-batch-size {MICROBATCHES} --lr 3e-3 --min-lr 3e-4 "
+    f"--micro-batch-size 1 --lr 3e-3 --min-lr 3e-4 "
     f"--lr-decay-style cosine --lr-decay-iters {DECAY_STEPS} "
     f"--lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.01 --seed {SEED} --split 90,5,5 "
     "--log-interval 1 --eval-interval 10000 --eval-iters 1 --overlap-grad-reduce "
@@ -129,16 +137,16 @@ step = {step}
 steps = 1
 """
 CHAOS = f"""\
-# Two stragglers and two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
+# Two stragglers and two deaths, of different pipeline stages (rank 0 is the first), or with --fsdp2 of different lanes.
 {_SLOW.format(step=8)}
-[[fault]]  # a last stage dies within its step: the others have begun theirs, and are far from done: 3 -> 2 replicas
+[[fault]]  # a rank dies within its step: the others have begun theirs, and are far from done: 3 -> 2 replicas
 replica = 2
 rank = 1
 point = "backward"
 step = 8
 occurrence = 4
 
-[[fault]]  # the replica that writes logs dies while its first stage sums a bucket beside the backward: 2 -> 1 replicas
+[[fault]]  # the replica that writes logs dies while its rank 0 sums a bucket beside the backward: 2 -> 1 replicas
 replica = 0
 rank = 0
 point = "reduce"
@@ -259,6 +267,10 @@ class _Demo:
 
     deaths = "two processes, whose replicas come back"
     chaos = CHAOS
+    model = "a GPT of 4 layers as 2 pipeline stages"
+    parts = "pipeline stages"
+    lanes = 1
+    layout = STAGES
 
     def __init__(self, folder: Path, say: TextIO, gpus: int) -> None:
         self.folder, self._say = folder, say
@@ -281,10 +293,9 @@ class _Demo:
         Raises RuntimeError if a verb fails, OSError if a file cannot be written, and what `check`
         raises.
         """
-        model = "a GPT of 4 layers as 2 pipeline stages"
         self.tell("1/4  the text of Python's standard library becomes a data set")
         self._command("data", "--output", str(self.data))
-        self.tell(f"2/4  {model}, {REPLICAS} replicas, with kill -9 of {self.deaths}")
+        self.tell(f"2/4  {self.model}, {REPLICAS} replicas, with kill -9 of {self.deaths}")
         chaos = self.folder / "chaos.toml"
         chaos.write_text(self.chaos)
         self._train_and_kill(self.faulty, "--chaos", str(chaos))
@@ -296,15 +307,15 @@ class _Demo:
 
     def claims(self, reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         """Return what the demo claims about its two runs."""
-        return claims(reference, faulty, patience_s=PATIENCE_S)
+        return claims(reference, faulty, parts=self.parts, patience_s=PATIENCE_S)
 
     def _train(self, run_dir: Path, steps: int) -> None:
         training = self._training(run_dir, "--train-iters", str(MOST_STEPS), "--exit-interval", str(steps))
-        self._command("run", "--replicas", str(REPLICAS), *training)
+        self._command(*self._run(), *training)
 
     def _train_and_kill(self, run_dir: Path, *flags: str) -> None:
         """Train; a rank kills itself where the chaos file says (Note [The end of the demo])."""
-        line = ["run", "--replicas", str(REPLICAS), *flags]
+        line = [*self._run(), *flags]
         line += self._training(run_dir, "--train-iters", str(MOST_STEPS), *HEALING)
         follow, is_told = Return(), False
         with contextlib.closing(self._started("run", line)) as command:
@@ -315,9 +326,13 @@ class _Demo:
                     command.process.terminate()
             command.wait((ExitCode.OK, ExitCode.INTERRUPTED))
 
+    def _run(self) -> list[str]:
+        """Return the words of a launch line of one node up to its other flags."""
+        return ["run", "--replicas", str(REPLICAS), *(["--lanes", str(self.lanes)] if self.lanes > 1 else [])]
+
     def _training(self, run_dir: Path, *flags: str) -> list[str]:
         """Return the words of a launch line from its run directory on; `flags` are Megatron's."""
-        megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), *flags, *self._extra]
+        megatron = [*shlex.split(MODEL), *shlex.split(self.layout), *shlex.split(TRAINING), *flags, *self._extra]
         return ["--run-dir", str(run_dir), "--", str(PRETRAIN), *megatron, "--data-path", str(self.data)]
 
     def _started(self, name: str, line: Sequence[str], *, is_shown: bool = True) -> _Command:
@@ -333,6 +348,15 @@ class _Demo:
             for line in command.lines():
                 self.tell(f"     {short(line)}")
             command.wait()
+
+
+class _Fsdp2Demo(_Demo):
+    """The demo in which FSDP2 shards a model over the lanes of each replica."""
+
+    model = f"a GPT of 2 layers, which FSDP2 shards over {LANES} lanes"
+    parts = "lanes"
+    lanes = LANES
+    layout = SHARDS
 
 
 class _NodesDemo(_Demo):
@@ -434,9 +458,15 @@ def main(argv: list[str]) -> int:
         help=f"{NODES}: the run with deaths is on {NODES} nodes, all on this machine, and a whole node is killed in mid-step; "
         "nothing comes back in its place, as there is no spare",
     )  # fmt: skip
+    parser.add_argument(
+        "--fsdp2", action="store_true",
+        help=f"each replica is {LANES} lanes, over which FSDP2 shards parameters, gradients and optimizer; without --nodes",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (progress goes to stderr)")
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")
     arguments = parser.parse_args(argv)
+    if arguments.fsdp2 and arguments.nodes > 1:
+        parser.error("--fsdp2 and --nodes are two demos; give one of them")
     try:
         packages.require(packages.TRAINING)
         gpus = num_gpus()
@@ -445,7 +475,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    kind = _Demo if arguments.nodes == 1 else _NodesDemo
+    kind = _NodesDemo if arguments.nodes > 1 else _Fsdp2Demo if arguments.fsdp2 else _Demo
     demo = kind(folder, sys.stderr if arguments.json else sys.stdout, gpus)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is terminated ends its runs

@@ -48,26 +48,27 @@ def _taken_in(history: History) -> Iterator[str]:
         replicas = sorted({one.replica for one in taken})
         yield (
             f"{history.label(step)}: microbatches {', '.join(map(str, sorted(one.microbatch for one in taken)))} "
-            f"taken into the running 1F1B by {named(replicas, between=' and ')}"
+            f"taken into the running pass by {named(replicas, between=' and ')}"
         )
 
 
-def claims(reference: Verdict, faulty: Verdict, *, patience_s: float) -> tuple[Claim, ...]:
+def claims(reference: Verdict, faulty: Verdict, *, parts: str, patience_s: float) -> tuple[Claim, ...]:
     """Return the claims about the two runs; `faulty` was checked against `reference`.
 
+    `parts`: the name of what the ranks of a replica are: pipeline stages or lanes.
     `patience_s`: seconds after the last death for which the demo waited for the lost replicas.
     """
     summary, quiet = faulty.summary, reference.summary
     kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
     backward, reduction = ([fault for fault in kills if fault.point == point] for point in ("backward", "reduce"))
-    stages = sorted({fault.rank for fault in (*backward, *reduction)})
+    ranks = {fault.rank for fault in (*backward, *reduction)}
     killed = {event.replica for _, event in faulty.history.of(trace.Failure) if event.cause == "SIGKILL"}
     fewest = min((size for _, size in sizes(faulty.history)), default=0)
     is_over = summary.exit_code in (ExitCode.OK, ExitCode.INTERRUPTED)  # the demo ends the run
     return (
         Claim(
-            "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
-            bool(backward and reduction) and len(stages) > 1 and killed >= {one.replica for one in (*backward, *reduction)},
+            f"Real processes were killed: in a backward and inside a reduction, of different {parts}",
+            bool(backward and reduction) and len(ranks) > 1 and killed >= {one.replica for one in (*backward, *reduction)},
             "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in kills) or "none",
         ),
         Claim(
@@ -209,7 +210,7 @@ def _claims_of_any_loss(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...
     summary, quiet = faulty.summary, reference.summary
     return (
         Claim(
-            "The others did not let their pipelines drain first: the lost microbatches joined the 1F1B that they were running",
+            "The others did not let their pass end first: the lost microbatches joined it while it ran",
             summary.microbatches_redone_in_schedule > 0,
             "; ".join(_taken_in(faulty.history)) or "all was computed in a second pass, after the running one",
         ),

@@ -20,6 +20,7 @@ from megatron_recover.cli import demo
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.data_plane.nccl import MOST_QUEUES
+from megatron_recover.megatron.launch.preflight import preflight
 from megatron_recover.observe.gaps import LAUNCHER
 from tests.observe import traces
 
@@ -80,7 +81,7 @@ def test_the_demo_proves_what_the_traces_show(
     assert "train 2: replica 0 rank 0 was killed inside the reduction of bucket 1" in text
     assert "train 4: replica 1 rank 1 was slowed down for a step" in text
     assert "\n        train 2: replica 0 rank 0 inside the reduction of bucket 1; train 4: replica 2 rank 1 in the b" in text
-    assert "train 4: microbatches 1, 3, 5 taken into the running 1F1B by replica 1" in text
+    assert "train 4: microbatches 1, 3, 5 taken into the running pass by replica 1" in text
     assert "replica 3 in the place of replica 0 joined at train 5, " in text
     assert "replica 4 in the place of replica 2 joined at train 6, " in text
     assert "until replica 3 was announced, replica 1 finished 15 microbatches in 2 steps; longest pause 0.0" in text
@@ -434,9 +435,39 @@ def test_torch_is_asked_for_gpus_only_where_the_machine_has_one(monkeypatch: pyt
     assert demo.num_gpus(tmp_path) == 2 and "import torch" in asked[0][-1]
 
 
+def test_the_demo_with_fsdp2_claims_the_same_of_lanes(
+    prepared: Callable[[Events, Events], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(traces.quiet_run(20).events, _faulty().events)
+    assert demo.main(["--fsdp2", "--run-dir", str(tmp_path / "demo")]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "2/4  a GPT of 2 layers, which FSDP2 shards over 2 lanes, 3 replicas, with kill -9 of two processes" in text
+    assert "[yes] Real processes were killed: in a backward and inside a reduction, of different lanes" in text
+    assert text.count("  [yes] ") == 10 and "PROVEN" in text and "stage" not in text
+
+
+def test_the_job_with_fsdp2_is_accepted_and_has_as_many_microbatches(tmp_path: Path) -> None:
+    """Also on a GPU, where Megatron's default are fused gradients, which FSDP2 refuses."""
+    for kind, lanes in ((demo._Demo, 1), (demo._Fsdp2Demo, 2)):
+        made = kind(tmp_path, io.StringIO(), 0)
+        line = [*made._run(), *made._training(tmp_path / "run", "--train-iters", "9")]
+        assert ("--lanes" in line) == (lanes > 1)
+        megatron = line[line.index(str(demo.PRETRAIN)) + 1 : line.index("--data-path")]
+        found = preflight([*megatron, "--mock-data"], num_replicas=demo.REPLICAS, lanes=lanes)
+        assert found.num_microbatches == demo.MICROBATCHES and found.layout.num_ranks * demo.REPLICAS == demo.RANKS
+        assert ("--use-torch-fsdp2" in megatron) == ("--no-gradient-accumulation-fusion" in megatron) == (lanes > 1)
+
+
+def test_fsdp2_and_nodes_are_two_demos(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        demo.main(["--fsdp2", "--nodes", "3"])
+    assert end.value.code == ExitCode.BAD_INPUT and "give one of them" in capsys.readouterr().err
+
+
 @pytest.mark.timeout(600)
-def test_the_real_demo_proves_its_claims(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_recover", "demo", "--json", "--run-dir", str(tmp_path / "demo")]
+@pytest.mark.parametrize("flags", [[], pytest.param(["--fsdp2"], marks=pytest.mark.slow)], ids=["stages", "fsdp2"])
+def test_the_real_demo_proves_its_claims(flags: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_recover", "demo", *flags, "--json", "--run-dir", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=590)
     assert done.returncode == ExitCode.OK, done.stderr[-6000:]
     content = json.loads(done.stdout)
