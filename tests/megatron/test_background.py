@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_recover.megatron.checkpoint.background import BackgroundSave, write_results
+from megatron_recover.megatron.checkpoint.background import BackgroundSave, Planning, write_results
 from megatron_recover.megatron.seams import seams
 from megatron_recover.trainer.state_window import StateWindow
 
@@ -68,6 +68,13 @@ def test_an_error_of_the_write_is_the_failure() -> None:
     save = BackgroundSave(asked, StateWindow())
     save.wait()
     assert save.failure == "RuntimeError: a disk"
+
+
+def test_only_a_save_of_torch_dcp_gets_what_completes_it_alone() -> None:
+    plan = Planning(lambda state, **settings: (("writer", state, settings), "central plan", "local plan", False, False)).plan
+    assert plan("state", planner=1) == (("writer", "state", {"planner": 1}), "central plan", "local plan", False, False)
+    for caches in (False, True):
+        assert plan("state", planner=1, enable_cache=caches) == ("writer", "state", {"planner": 1})
 
 
 def test_each_save_has_a_queue_of_its_own_and_no_process_for_it() -> None:

@@ -222,7 +222,6 @@ WITH_FSDP2 = {
     "--save": "--save {folder} --save-interval 1 --tensor-model-parallel-size 2 --ckpt-format torch_dcp",
     "--load": "--load {folder} --tensor-model-parallel-size 2 --ckpt-format torch_dcp",
     "--ckpt-format": "--load {folder}",
-    "--async-save": "--async-save --ckpt-format torch_dcp",
     "--pretrained-checkpoint": "--pretrained-checkpoint {folder}",
 }
 """What asks for the thing that is refused, where that is not the flag alone."""
@@ -246,7 +245,7 @@ def test_what_is_not_supported_with_fsdp2_is_refused_by_name(refusal: Refusal, d
 
 def test_what_is_supported_with_fsdp2_is_taken(data: str, tmp_path: Path) -> None:
     judge(data, f"{FSDP2} --bf16 --calculate-per-token-loss --overlap-grad-reduce --tensor-model-parallel-size 2", lanes=2)
-    judge(data, f"{FSDP2} --save {tmp_path} --save-interval 1 --load {tmp_path} --ckpt-format torch_dcp", lanes=4)
+    judge(data, f"{FSDP2} --save {tmp_path} --save-interval 1 --load {tmp_path} --ckpt-format torch_dcp --async-save", lanes=4)
     judge(data, FSDP2, lanes=1)
     assert refused(data, f"--ckpt-format torch_dcp --load {tmp_path}")[0].startswith("--ckpt-format is not supported with rep")
 

@@ -18,14 +18,14 @@ ASYNC = ("--async-save", "--use-persistent-ckpt-worker")
 ZERO1 = ("--use-distributed-optimizer", "--bf16")
 
 
-def between(outcome: Outcome, iteration: int) -> int:
-    """How many training steps the writer applied between the beginning and the end of a save."""
+def between(outcome: Outcome, iteration: int, *, replica: int = 0) -> int:
+    """How many training steps `replica`, the writer, applied between the beginning and the end of a save."""
     begun, num = False, 0
     for line in (outcome.run_dir / "events.jsonl").read_text().splitlines():
         begun |= '"phase":"started"' in line and f'"iteration":{iteration},' in line
         if begun and '"phase":"finished"' in line:
             return num
-        num += begun and '"event":"applied"' in line and '"label":"train' in line and '"replica":0,"rank":0' in line
+        num += begun and '"event":"applied"' in line and '"label":"train' in line and f'"replica":{replica},"rank":0' in line
     raise AssertionError(f"no save of {iteration} ended")
 
 

@@ -10,10 +10,13 @@ import pathlib
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_recover.core.exit_code import ExitCode
 from tests.system import upstream
 from tests.system.jobs import ROOT, Job, assert_struck_and_finished, chaos_text, check, run_job
+from tests.system.test_async_save import LATE, between
 from tests.system.test_endings import losses, tracker
 from tests.system.test_joins import DEATH, TWO, assert_exact, blamed, rosters
 from tests.system.test_joins import run as run_joining
@@ -136,6 +139,51 @@ def test_a_job_that_is_killed_in_a_save_resumes_and_ends_as_the_one_that_was_not
         each["digest"] for each in whole.events("state_digested")
     }
     assert check(then.run_dir)[0] == 0
+
+
+def content(checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
+    """All of model, optimizer and scheduler in a checkpoint of torch_dcp, by path, tensors as bytes."""
+    file = folder / "plain.pt"
+    dcp_to_torch_save(checkpoint, file)
+    loaded = torch.load(file, weights_only=False)
+    found, left = {}, [((name,), loaded[name]) for name in ("model", "optimizer", "opt_param_scheduler", "iteration")]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict | list):
+            left += [((*path, name), each) for name, each in (value.items() if isinstance(value, dict) else enumerate(value))]
+        else:
+            found[str(path)] = value.view(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(value) else repr(value)
+    return found
+
+
+@slow
+@pytest.mark.parametrize(
+    ("fault", "is_partial"),
+    [("0 1 backward step=3 microbatch=0", True), ("0 0 checkpoint_tracker occurrence=1", False)],
+    ids=["while it is written", "before it is named"],
+)
+def test_what_is_saved_in_the_background_is_what_all_had_agreed_on_also_if_its_writer_dies(
+    fault: str, is_partial: bool, tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    """Protocol step 3 is the training step behind `save 2`, in which the write goes on; it is written steps late."""
+    job = _job(steps=6, save_interval=2, extra=(*DCP, "--bf16"))
+    waiting, late = tmp_path / "waiting", tmp_path / "late"
+    run_job(job, tmp_path / "run1", data, save=waiting).expect()
+    saving = dataclasses.replace(job, extra=(*job.extra, "--async-save"))
+    outcome = run_job(saving, tmp_path / "run2", data, chaos=chaos_text(fault), save=late, script=LATE).expect()
+    assert "--use-persistent-ckpt-worker has no effect with replicas" in outcome.output
+    saves = outcome.saves()
+    assert saves[0] == (2, "started") and (2, "finished") not in saves and saves[-1] == (6, "finished")
+    assert ((2, "removed_partial") in saves) == is_partial
+    assert between(outcome, 4, replica=1) >= 1, "it waited for the write"
+    for iteration in (4, 6):
+        name = f"iter_{iteration:07d}"
+        found, wanted = content(late / name, tmp_path), content(waiting / name, tmp_path)
+        assert found == wanted and sum(isinstance(value, bytes) for value in found.values()) > 30
+    assert check(outcome.run_dir)[0] == 0
+    longer = dataclasses.replace(saving, steps=7, extra=(*saving.extra, "--override-opt-param-scheduler"))
+    resumed = run_job(longer, tmp_path / "run3", data, save=late).expect()
+    assert resumed.events("committed")[0]["label"] == "train 7"
 
 
 @slow

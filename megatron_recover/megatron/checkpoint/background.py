@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,24 @@ def write_results(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
     Replaces `get_write_results_queue` (seam `write_results`). `mp_mode` does not matter.
     """
     return queue.SimpleQueue()
+
+
+class Planning:
+    """Plans a save in the background by upstream's function, also one of format `torch_dcp`."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        """Use upstream's `save_state_dict_async_plan` (seam `async_plan`)."""
+        self._original = original
+
+    def plan(self, *args: Any, enable_cache: bool | None = None, **kwargs: Any) -> Any:
+        """Return upstream's plan. Collective over the ranks of the replica.
+
+        Only upstream's save of format `torch_dcp` gives `enable_cache`, whether a plan is to be
+        used again. It expects what completes the save, which is the first part of what the original
+        returns. Such a save is planned anew each time.
+        """
+        found = self._original(*args, **kwargs)
+        return found if enable_cache is None else found[0]
 
 
 class BackgroundSave:

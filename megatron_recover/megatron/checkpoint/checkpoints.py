@@ -68,7 +68,7 @@ from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing, n
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checkpoint import resuming
-from megatron_recover.megatron.checkpoint.background import BackgroundSave, write_results
+from megatron_recover.megatron.checkpoint.background import BackgroundSave, Planning, write_results
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
 from megatron_recover.megatron.checkpoint.shared_failure import NoGrant, SharedFailure, agreed, gathered, of_first
 from megatron_recover.megatron.checkpoint.tracker_file import TrackerFile, replacing_tracker
@@ -109,7 +109,7 @@ class Checkpoints:
         Raises OSError if the tracker cannot be looked at.
 
         - `originals`: Megatron's functions behind the seams `save_checkpoint`, `write_checkpoint`,
-          `checkpoint_name` and `tracker`.
+          `checkpoint_name`, `tracker` and `async_plan`.
         - `agree(iteration, model, optimizer, scheduler)` returns when a record with the digest of
           this state is committed.
         - `save`: the folder of `--save`, or None.
@@ -177,6 +177,7 @@ class Checkpoints:
             "checkpoint_name": self.checkpoint_name,
             "schedule_save": self.schedule_save,
             "tracker": TrackerFile(self._originals["tracker"], self.before_naming, self.after_naming),
+            "async_plan": Planning(self._originals["async_plan"]).plan,
             "write_results": write_results,
         }
 

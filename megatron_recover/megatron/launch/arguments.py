@@ -285,7 +285,6 @@ FSDP2_REFUSALS = (
             _NO_CHECKPOINT, "leave it out, or use lanes instead of tensor parallelism"),
     Refusal("--ckpt-format", lambda args: args.ckpt_format != "torch_dcp" and (args.save is not None or args.load is not None),
             "Megatron cannot save what FSDP2 shards in another format", "add --ckpt-format torch_dcp"),
-    Refusal("--async-save", _set("async_save"), _UNTRIED, _DROP),
     Refusal("--finetune", _set("finetune"), _WHOLE, _DROP),
     Refusal("--no-load-optim", _set("no_load_optim"), _WHOLE, _DROP),
     Refusal("--no-save-optim", _set("no_save_optim"),
@@ -326,7 +325,7 @@ class Adaptation(msgspec.Struct, frozen=True):
 
 
 ADAPTATIONS = (
-    Adaptation("--use-persistent-ckpt-worker", lambda args: args.async_save and args.ckpt_format == "torch_dist",
+    Adaptation("--use-persistent-ckpt-worker", lambda args: args.async_save and args.ckpt_format != "torch",
                "async_save", False, "threads of the writer write what --async-save leaves to be written"),
     Adaptation("--overlap-param-gather", lambda args: args.overlap_param_gather and args.lanes == 1,
                "overlap_param_gather", False, "with one lane nothing is gathered"),
