@@ -148,19 +148,24 @@ def measure(starts: Sequence[Callable[[], Side]], steps: int, deadline_s: float)
     raise RuntimeError(f"{steps} steps took more than {deadline_s:g} s; iterations: {[side.stamps[-1:] for side in sides]}")
 
 
+def ranks(job: Job) -> int:
+    """Return the number of ranks of a replica."""
+    return job.tp * job.pp * job.lanes
+
+
 def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> tuple[list[str], list[str]]:
     """Return the command lines of ours and of the baseline for one job."""
     script = str(ROOT / "scripts" / "pretrain_gpt.py")
     flags = job.megatron_flags(data, None)
     ours = [
-        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(folder / name),
-        "--", script, *flags,
+        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--lanes", str(job.lanes),
+        "--run-dir", str(folder / name), "--", script, *flags,
     ]  # fmt: skip
     plain = list(flags)
     for option in ("--recover-determinism", "--recover-bucket-elements", "--recover-rebalance", "--recover-heal"):
         at = plain.index(option)
         del plain[at : at + 2]
-    world = job.replicas * job.tp * job.pp
+    world = job.replicas * ranks(job)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]  # holds its port
     baseline = [*torchrun, script, *plain]
     return ours, baseline
@@ -188,20 +193,20 @@ DEADLINE_S = 400.0
 def shaped(case: Case, *, steps: int) -> Job:
     """Return the job of a case, with the size and settings that are measured."""
     sequence = str(case.sequence)
+    size = f"--hidden-size 128 --num-layers 4 --seq-length {sequence} --max-position-embeddings {sequence} --num-workers 0"
     return dataclasses.replace(
         case.job, steps=steps, determinism="fast", bucket_elements=40_000_000,  # the default
-        extra=("--hidden-size", "128", "--num-layers", "4", "--seq-length", sequence, "--max-position-embeddings", sequence,
-               "--num-workers", "0", *(("--overlap-grad-reduce",) if case.overlap else ())),
+        extra=(*case.job.extra, *size.split(), *(("--overlap-grad-reduce",) if case.overlap else ())),
     )  # fmt: skip
 
 
-def _pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at_once: bool, ours_first: bool = True) -> float:
+def pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at_once: bool, ours_first: bool = True) -> float:
     """Return the percentage of CPU-seconds per step that ours needs more than the baseline.
 
     `at_once`: the two run at the same time.
     """
     job = shaped(case, steps=10_000)
-    log = folder / name / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
+    log = folder / name / "logs" / f"replica-0-rank-{ranks(job) - 1}.log"
     output = folder / f"{name}.baseline.log"
     # The baseline's port is chosen when the baseline starts.
     begin = (
@@ -217,13 +222,13 @@ def _pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at
     return 100 * (ours_s / baseline_s - 1)
 
 
-def _readiness(case: Case, data: pathlib.Path, folder: pathlib.Path, pair: int) -> float:
+def _readiness(case: Case, data: pathlib.Path, folder: pathlib.Path, number: int) -> float:
     """Return the percentage of CPU-seconds a step that a job needs more to be ready to heal."""
     used = {}
-    for heal in ("off", "in-place") if pair % 2 else ("in-place", "off"):
-        name = f"{heal}-{pair}"
+    for heal in ("off", "in-place") if number % 2 else ("in-place", "off"):
+        name = f"{heal}-{number}"
         job = dataclasses.replace(shaped(case, steps=10_000), heal=heal)
-        log = folder / name / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
+        log = folder / name / "logs" / f"replica-0-rank-{ranks(job) - 1}.log"
 
         def begin(job: Job = job, name: str = name, log: pathlib.Path = log) -> Side:
             return Side(commands(job, data, folder, name)[0], folder / f"{name}.log", log)
@@ -243,12 +248,12 @@ def rows() -> list[Row]:
         for index, case in enumerate(CASES):
             for at_once, when in ((False, "in turn"), (True, "at the same time")):
                 values = [
-                    _pair(case, data, folder, f"{index}-{when}-{pair}", at_once=at_once, ours_first=pair % 2 == 0)
-                    for pair in range(case.pairs)
+                    pair(case, data, folder, f"{index}-{when}-{number}", at_once=at_once, ours_first=number % 2 == 0)
+                    for number in range(case.pairs)
                 ]
                 title = f"overhead, CPU-seconds a step ({case.title}), {when}"
                 result.append(row(title, values, "%", baseline=against, goal="<= 2"))
         small = CASES[-1]
-        values = [_readiness(small, data, folder, pair) for pair in range(small.pairs)]
+        values = [_readiness(small, data, folder, number) for number in range(small.pairs)]
     title = f"--recover-heal in-place, CPU-seconds a step ({small.title}), in turn"
     return [*result, row(title, values, "%", baseline="--recover-heal off")]

@@ -25,8 +25,8 @@ def run(
     chaos_file = folder / "chaos.toml"
     chaos_file.write_text(chaos)
     command = [
-        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(folder / "run"),
-        "--chaos", str(chaos_file), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
+        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--lanes", str(job.lanes),
+        "--run-dir", str(folder / "run"), "--chaos", str(chaos_file), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
         *job.megatron_flags(data, None), "--paced-forward-s", str(pace_s), *flags,
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=deadline_s)

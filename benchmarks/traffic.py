@@ -26,7 +26,7 @@ def sent_bytes(pid: int) -> float:
     return float(counters[8])
 
 
-def _alone(command: list[str]) -> list[str]:
+def alone(command: list[str]) -> list[str]:
     return ["unshare", "--net", "sh", "-c", f"ip link set lo up && exec {shlex.join(command)}"]
 
 
@@ -41,8 +41,8 @@ def rows() -> list[Row]:
             ours, baseline = commands(job, data, folder, f"run-{index}")
             log = folder / f"run-{index}" / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
             output = folder / f"{index}.baseline.log"
-            [moved] = measure([partial(Side, _alone(ours), folder / f"{index}.log", log, sent_bytes)], STEPS, DEADLINE_S)
-            [expected] = measure([partial(Side, _alone(baseline), output, output, sent_bytes)], STEPS, DEADLINE_S)
+            [moved] = measure([partial(Side, alone(ours), folder / f"{index}.log", log, sent_bytes)], STEPS, DEADLINE_S)
+            [expected] = measure([partial(Side, alone(baseline), output, output, sent_bytes)], STEPS, DEADLINE_S)
             result.append(
                 row(
                     f"bytes moved a step ({case.title}; ours {moved / 1e6:.2f} MB)", [moved / expected], "ratio",

@@ -1,14 +1,16 @@
 """Offers the sharded gradients of FSDP2 as regions (`trainer.regions.Regions`).
 
 FSDP2 sums a gradient over the lanes in each backward and adds this lane's shard of it to the
-parameter's `grad`. Here `grad` is a view of a flat buffer, which is the local gradient. Nothing
-here communicates.
+parameter's `grad`. Here `grad` is a view of a flat buffer, which is the local gradient. With
+parameters in bf16 the buffer is in fp32 instead, unless the user wants bf16
+(`parameter_gradient.py`). Nothing here communicates.
 
 Note [Set aside]
     In a pass that must not add to a bucket (it is decided), the gradients of its parameters are set
     aside: FSDP2 finds none and makes new ones, which are dropped. After the pass the views are put
-    back. So a bucket consists of whole parameters. With `exact` nothing is set aside: the buffer
-    holds one microbatch, and `Reduction.end_backward` chooses the buckets that take it.
+    back. (In fp32 FSDP2 always makes new ones, and those of such a pass are not added.) So a bucket
+    consists of whole parameters. With `exact` nothing is set aside: the buffer holds one
+    microbatch, and `Reduction.end_backward` chooses the buckets that take it.
 
 Note [Zeros for a parameter without gradient]
     A parameter that no microbatch of a step uses has a gradient of zeros here, and none in plain
@@ -38,82 +40,64 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import BucketId
 from megatron_recover.fsdp2 import shards
+from megatron_recover.fsdp2.parameter_gradient import FlatSum, Gradient, WideGradient
 from megatron_recover.trainer.collecting import Watch
 from megatron_recover.trainer.regions import Bucket, Region
-
-
-class Gradient:
-    """The gradient of one parameter: a part of its region's local gradient."""
-
-    def __init__(self, parameter: Any, start: int, stop: int, buffer: Tensor) -> None:
-        """Use the elements `start`..`stop` (exclusive) of `buffer`; padding, if any, comes last."""
-        self.parameter, self.start, self.stop = parameter, start, stop
-        shard = shards.local(parameter)
-        self._view = buffer[start : start + shard.numel()].view(shard.shape)
-        self._grad = DTensor.from_local(
-            self._view, parameter.device_mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
-
-    def attach(self) -> None:
-        """Let FSDP2 add to the buffer, and the optimizer read it."""
-        self.parameter.grad = self._grad
-
-    def set_aside(self) -> None:
-        """Let FSDP2 make a gradient of its own instead, which nobody reads."""
-        self.parameter.grad = None
-
-    def check(self) -> None:
-        """Raise InvariantViolation unless the parameter's `grad` is in the buffer.
-
-        See Note [Nobody else writes].
-        """
-        grad = self.parameter.grad
-        if not isinstance(grad, DTensor) or shards.local(grad).data_ptr() != self._view.data_ptr():
-            raise InvariantViolation(
-                3, "the gradient of a parameter was replaced by something else than FSDP2: its microbatches would be lost"
-            )
 
 
 class ParameterGroup(Region):
     """The region of the parameters that FSDP2 reduces together."""
 
     def __init__(
-        self, module: Any, parameters: Sequence[Any], *, chunk: int, scale: float, bucket_elements: int
-    ) -> None:  # fmt: skip
+        self,
+        module: Any,
+        parameters: Sequence[Any],
+        *,
+        chunk: int,
+        scale: float,
+        bucket_elements: int,
+        flat: FlatSum | None = None,
+    ) -> None:
         """Allocate the local gradient of `parameters`, and cut it into buckets.
 
         `parameters` are those of the sharded `module` that are trained. A bucket has whole
-        parameters and about `bucket_elements` elements. Raises ValueError for parameters that are
-        sharded in another way than FSDP2's default.
+        parameters and about `bucket_elements` elements. With `flat` the local gradient is in fp32,
+        also if the parameters are not. Raises ValueError for parameters that are sharded in another
+        way than FSDP2's default.
         """
         self._module = module
         sizes = [shards.padded_elements(parameter) for parameter in parameters]
         borders = [0, *itertools.accumulate(sizes)]
         like = shards.local(parameters[0])
-        buffer = torch.zeros(borders[-1], dtype=like.dtype, device=like.device)
+        self._flat = flat if like.dtype != torch.float32 else None
+        dtype = like.dtype if self._flat is None else torch.float32
+        buffer = torch.zeros(borders[-1], dtype=dtype, device=like.device)
         super().__init__(
             buffer, chunk=chunk, group=None, scale=scale, sharded=True, bucket_elements=bucket_elements,
             edges=_edges(borders, bucket_elements),
         )  # fmt: skip
         self.gradients = {
             bucket: [
-                Gradient(parameter, start, stop, buffer)
+                self._gradient(parameter, start, stop)
                 for parameter, start, stop in zip(parameters, borders, borders[1:], strict=False)
                 if bucket.start <= start < bucket.stop
             ]
             for bucket in self.buckets
         }
         self._into: tuple[BucketId, ...] | None = None
+        if self._flat is not None:
+            module.set_all_reduce_hook(self._flat.keep)
+
+    def _gradient(self, parameter: Any, start: int, stop: int) -> Gradient:
+        if self._flat is None:
+            return Gradient(parameter, start, stop, self.local)
+        return WideGradient(parameter, start, stop, self.local, self._flat)
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
-        """Let FSDP2 add to the buckets `into` only; None: to all. See Note [Set aside]."""
+        """Have backwards add to the buckets `into` only; None: to all. See Note [Set aside]."""
         self._into = into
         for bucket, gradients in self.gradients.items():
             for gradient in gradients:
@@ -134,6 +118,8 @@ class ParameterGroup(Region):
 
     def backward_ended(self, microbatch: int, into: Collection[BucketId]) -> None:
         """Check that FSDP2 has added to the buffer, where nothing is set aside."""
+        if self._flat is not None:
+            self._flat.forget()
         for bucket, gradients in self.gradients.items():
             for gradient in gradients if self._into is None or bucket.id in self._into else ():
                 gradient.check()
@@ -148,17 +134,27 @@ class ShardedGradients:
     """The sharded gradients of a rank's model chunks (`trainer.regions.Regions`)."""
 
     def __init__(
-        self, chunks: Sequence[Any], bucket_elements: int, *, overlaps: bool = False, checks_finite: bool = True
-    ) -> None:  # fmt: skip
+        self,
+        chunks: Sequence[Any],
+        bucket_elements: int,
+        *,
+        in_fp32: bool = False,
+        overlaps: bool = False,
+        checks_finite: bool = True,
+    ) -> None:
         """Give each trained parameter of `chunks`, Megatron's FSDP2 modules, a gradient.
 
-        `overlaps` and `checks_finite` are what the user asked for; Megatron leaves them out of the
-        configuration of such a module. With `overlaps` each parameter also gets a hook, except on a
+        The settings are what the user asked for; Megatron leaves them out of the configuration of
+        such a module. With `in_fp32` gradients are added up in fp32; the modules have to be sharded
+        for that (`Sharding`). With `overlaps` each parameter also gets a hook, except on a
         GPU with tensor parallelism: a third communicator would then run beside those of lanes and
         replicas. Raises ValueError as `ParameterGroup` does.
         """
+        flat = FlatSum() if in_fp32 else None
         self._groups = [
-            ParameterGroup(module, trained, chunk=chunk, scale=_scale(model, trained[0]), bucket_elements=bucket_elements)
+            ParameterGroup(
+                module, trained, chunk=chunk, scale=_scale(model, trained[0]), bucket_elements=bucket_elements, flat=flat
+            )  # fmt: skip
             for chunk, model in enumerate(chunks)
             for module, group in shards.groups(model)
             if (trained := [parameter for parameter in group if parameter.requires_grad])
@@ -215,8 +211,9 @@ def zero(model: Any) -> None:
 def scale_gradients(model: Any, scaling_factor: float) -> None:
     """Multiply all gradients of `model` by `scaling_factor` (seam `scale_gradients`)."""
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            shards.local(parameter.grad).mul_(scaling_factor)
+        gradient = getattr(parameter, "main_grad", parameter.grad)
+        if gradient is not None:
+            shards.local(gradient).mul_(scaling_factor)
 
 
 def _edges(borders: Sequence[int], bucket_elements: int) -> list[int]:

@@ -73,8 +73,14 @@ def gradients_of(args: Namespace) -> Callable[[Sequence[Any], int], Regions]:
     if not args.use_torch_fsdp2:
         return GradientBuffers
     return functools.partial(
-        ShardedGradients, overlaps=args.overlap_grad_reduce, checks_finite=args.check_for_nan_in_loss_and_grad
-    )
+        ShardedGradients, in_fp32=sums_in_fp32(args), overlaps=args.overlap_grad_reduce,
+        checks_finite=args.check_for_nan_in_loss_and_grad,
+    )  # fmt: skip
+
+
+def sums_in_fp32(args: Namespace) -> bool:
+    """Return whether gradients in bf16 are summed in fp32; Megatron's default."""
+    return bool(args.bf16 and args.accumulate_allreduce_grads_in_fp32)
 
 
 def params_of(bucket: Bucket, params: Params) -> list[Any]:

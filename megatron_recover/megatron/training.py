@@ -323,6 +323,7 @@ class _Training:
 
         from megatron_recover.fsdp2.gradients import scale_gradients
         from megatron_recover.fsdp2.loading import chained_state_dict
+        from megatron_recover.fsdp2.parameter_gradient import Sharding
         from megatron_recover.megatron.checkpoint.boundary import Boundary
         from megatron_recover.megatron.commit import CommitLoop
         from megatron_recover.megatron.data import alike as parts
@@ -330,7 +331,7 @@ class _Training:
         from megatron_recover.megatron.data.index_builder import IndexBuilder
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor, never_ends
         from megatron_recover.megatron.data.randomness import seeding
-        from megatron_recover.megatron.gradient_buffers import gradients_of
+        from megatron_recover.megatron.gradient_buffers import gradients_of, sums_in_fp32
         from megatron_recover.megatron.newcomer import Entrance, Newcomer, Progress
         from megatron_recover.megatron.reporting import LogLine
         from megatron_recover.megatron.state import Carried, counters
@@ -382,6 +383,7 @@ class _Training:
                 **entrance.replacements(),
                 "chained_state_dict": chained_state_dict,
                 "scale_gradients": scale_gradients,
+                "fully_shard": Sharding(originals["fully_shard"], in_fp32=sums_in_fp32(args)).fully_shard,
                 "compile_helpers": IndexBuilder(originals["compile_helpers"], config.deadlines.build_s).compile,
                 "cyclic": never_ends,
                 "data_loader": Loaders(cursor, get_args).build,

@@ -54,6 +54,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """`--overlap-grad-reduce`, in the recovered run."""
     fsdp2: bool = False
     """FSDP2 shards parameters, gradients and optimizer over the lanes."""
+    reduce_in_bf16: bool = False
+    """`--grad-reduce-in-bf16`, with FSDP2 alone."""
     recompute: bool = False
     """Activations are computed again in the backward."""
 
@@ -283,7 +285,7 @@ class Training:
             num_microbatches=self.layout.num_microbatches, seq_length=Tokens.seq_length, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        gradients = [whole(parameter.grad if self.layout.fsdp2 else parameter.main_grad).clone() for parameter in parameters]
+        gradients = [whole(getattr(parameter, "main_grad", parameter.grad)).clone() for parameter in parameters]
         success, norm, _ = self.optimizer.step()
         return {
             "gradients": gradients,
@@ -337,13 +339,16 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     from megatron.core import parallel_state
 
     from megatron_recover.fsdp2.gradients import scale_gradients
+    from megatron_recover.fsdp2.parameter_gradient import Sharding
     from megatron_recover.megatron.commit import CommitLoop
     from megatron_recover.megatron.gradient_buffers import gradients_of
     from megatron_recover.megatron.seams import seams
 
     ours = [seam for seam in seams.load() if "CommitLoop" in seam.replacement or "chedule" in seam.replacement]
-    ours += [seam for seam in seams.load() if seam.name in ("finish_grad_sync", "scale_gradients")]
+    ours += [seam for seam in seams.load() if seam.name in ("finish_grad_sync", "scale_gradients", "fully_shard")]
     installation = seams.Installation(ours)
+    in_fp32 = layout.bf16 and not layout.reduce_in_bf16
+    installation.install({"fully_shard": Sharding(installation.originals["fully_shard"], in_fp32=in_fp32).fully_shard})
     training = Training(layout, overlap=layout.overlap)
     driver = ScriptedDriver(rounds)
     iteration = iter(range(1, 100))
@@ -351,7 +356,10 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
         driver, RecoverConfig(bucket_elements=3000, determinism=layout.determinism, rebalance="off"), installation.originals,
         cursor=training.cursor, seed=lambda *_: None, iteration=lambda: next(iteration), alike=dict,
         gradients=gradients_of(
-            Namespace(use_torch_fsdp2=layout.fsdp2, overlap_grad_reduce=layout.overlap, check_for_nan_in_loss_and_grad=True)
+            Namespace(
+                use_torch_fsdp2=layout.fsdp2, overlap_grad_reduce=layout.overlap, check_for_nan_in_loss_and_grad=True,
+                bf16=layout.bf16, accumulate_allreduce_grads_in_fp32=in_fp32,
+            )  # fmt: skip
         ),
     )  # fmt: skip
     installation.install({**loop.replacements(), "scale_gradients": scale_gradients})

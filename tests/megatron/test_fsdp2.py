@@ -20,7 +20,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.fsdp2 import shards
-from megatron_recover.fsdp2.gradients import BackwardWatch, Gradient, ParameterGroup, ShardedGradients
+from megatron_recover.fsdp2.gradients import BackwardWatch, ParameterGroup, ShardedGradients
+from megatron_recover.fsdp2.parameter_gradient import FlatSum, Gradient, WideGradient
 from megatron_recover.megatron.state import TrainingState
 from megatron_recover.trainer.regions import number
 from tests.megatron.loopback import Strike
@@ -38,7 +39,7 @@ LAYOUTS = {
     "lanes2-overlap": Layout(fsdp2=True, lanes=2, overlap=True),
     "lanes3": Layout(fsdp2=True, lanes=3),  # divides no parameter of the model
     "tp2-lanes2": Layout(fsdp2=True, tp=2, lanes=2, overlap=True),
-    "lanes2-bf16": Layout(fsdp2=True, lanes=2, bf16=True),
+    "lanes2-bf16": Layout(fsdp2=True, lanes=2, bf16=True, reduce_in_bf16=True),
     "lanes2-recompute": Layout(fsdp2=True, lanes=2, recompute=True, overlap=True),
     "lanes1": Layout(fsdp2=True),
 }
@@ -72,22 +73,54 @@ def test_a_loss_per_token_is_divided_as_without_fsdp2(tp: int) -> None:
         _assert_close(each[rank][step], reference[rank][step])
 
 
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_gradients_in_bf16_are_summed_in_fp32_as_without_fsdp2(tp: int) -> None:
+    """With FSDP2 Megatron alone sums them in bf16, so what is compared with are lanes without, which sum in fp32."""
+    layout = Layout(tp=tp, lanes=2, bf16=True, untied=True, overlap=True, fsdp2=True)
+    sums = [(recovered, changes, each) for changes in ({}, {"determinism": "exact"}) for each in (AFTER_A_LOSS, INTO_SOME)]
+    jobs = ((upstream_alone, {"fsdp2": False}), *sums, (recovered, {"reduce_in_bf16": True}, AT_ONCE))
+    reference, *found, rough = run(layout, *((_changed, job) for job in jobs))
+    for rank, each in itertools.product(range(layout.num_ranks), found):
+        assert unlike(each[rank][0], reference[rank][0]) < 1e-5
+        _assert_close(each[rank][0], reference[rank][0])
+        assert each[rank][1]["success"]
+    assert unlike(rough[0][0], reference[0][0]) > 1e-3, "sums in bf16 are as good: the test shows nothing"
+
+
+def _changed(layout: Layout, job: Any, changes: dict[str, Any], *arguments: Any) -> Any:
+    return job(msgspec.structs.replace(layout, **changes), *arguments)
+
+
+def unlike(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest difference of two gradients, as a share of the largest element of the parameter's gradient."""
+    pairs = zip(found["gradients"], expected["gradients"], strict=True)
+    return max(float((one.double() - other.double()).abs().max() / other.double().abs().max()) for one, other in pairs)
+
+
 # --- Coded gradients -----------------------------------------------------------------------------------------------------
 
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
+
+@TYPES
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_without_faults(threads: Threads, num_replicas: int, overlap: bool, determinism: str) -> None:
-    Run(threads, num_replicas, 1, [], overlap=overlap, fsdp2=True, determinism=determinism).check()
+def test_without_faults(
+    threads: Threads, num_replicas: int, overlap: bool, determinism: str, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """With eight microbatches a sum has more bits than bf16."""
+    settings: dict[str, Any] = {"overlap": overlap, "fsdp2": True, "determinism": determinism, "dtype": dtype}
+    Run(threads, num_replicas, 1, [], num_microbatches=8, **settings).check()
 
 
+@TYPES
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_at_every_instant(threads: Threads, victim: int, overlap: bool) -> None:
+def test_a_death_at_every_instant(threads: Threads, victim: int, overlap: bool, dtype: torch.dtype) -> None:
     for strike in first_strikes(victim, 2, 1):
         print(strike)
-        found = Run(threads, 2, 1, [strike], overlap=overlap, fsdp2=True).check()
+        found = Run(threads, 2, 1, [strike], overlap=overlap, fsdp2=True, dtype=dtype).check()
         assert strike.struck and found.job.dead == {victim}
 
 
@@ -100,11 +133,12 @@ def deaths() -> list[tuple[Strike, Strike]]:
     ]
 
 
-def test_a_second_death_at_every_instant_of_the_recovery(threads: Threads) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_a_second_death_at_every_instant_of_the_recovery(threads: Threads, dtype: torch.dtype) -> None:
     num_second = num_partly = 0
     for count, (first, second) in enumerate(deaths()):
         print(first, second)
-        found = Run(threads, 3, 1, [first, second], overlap=bool(count % 2), fsdp2=True).check()
+        found = Run(threads, 3, 1, [first, second], overlap=bool(count % 2), fsdp2=True, dtype=dtype).check()
         assert first.struck
         num_second += second.struck
         redone = [event for event in found.log.events if type(event).__name__ == "MicrobatchFinished"]
@@ -126,17 +160,31 @@ def is_seen(threads: Threads, runs: list[tuple[Strike, ...]], **options: Any) ->
     return False
 
 
-def test_a_gradient_that_is_not_set_aside_is_seen(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@TYPES
+def test_a_gradient_that_is_not_set_aside_is_seen(
+    world: None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """Whole runs seldom show it: a decided bucket has to be summed again, because whoever had its result died."""
-    monkeypatch.setattr(Gradient, "set_aside", Gradient.attach)
+    for kind in (Gradient, WideGradient):
+        monkeypatch.setattr(kind, "set_aside", kind.attach)
     with pytest.raises(AssertionError, match="84.0 == 15.0"):
-        test_a_pass_adds_to_the_buckets_that_miss_it_only()
+        test_a_pass_adds_to_the_buckets_that_miss_it_only(dtype)
 
 
-def test_a_gradient_that_is_not_put_back_is_seen(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+@TYPES
+def test_a_gradient_that_is_not_put_back_is_seen(
+    threads: Threads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     collect = ParameterGroup.collect_into
     monkeypatch.setattr(ParameterGroup, "collect_into", lambda self, into: collect(self, into) if into is not None else None)
-    assert is_seen(threads, deaths())
+    assert is_seen(threads, deaths(), dtype=dtype)
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+def test_gradients_that_are_added_up_in_bf16_are_seen(threads: Threads, determinism: str) -> None:
+    settings: dict[str, Any] = {"num_microbatches": 8, "dtype": torch.bfloat16, "determinism": determinism}
+    assert not is_seen(threads, [()], **settings)
+    assert is_seen(threads, [()], in_fp32=False, **settings)
 
 
 def test_fsdp2_calls_hooks_on_the_stream_on_which_it_has_added() -> None:
@@ -147,6 +195,11 @@ def test_fsdp2_calls_hooks_on_the_stream_on_which_it_has_added() -> None:
     order = ("grad._local_tensor += new_sharded_grad", "_post_accumulate_grad_hooks", "hook(fsdp_param.sharded_param)")
     places = [inside.rindex(text) for text in order]
     assert places == sorted(places)
+    # Of a gradient in fp32 also that both hooks run on one stream, behind the sum over the lanes.
+    order = ("post_reduce_stream = all_reduce_stream\n        all_reduce_stream.wait_stream(reduce_scatter_stream)\n",
+             "with device_handle.stream(all_reduce_stream):\n            all_reduce_hook(reduce_output)\n")  # fmt: skip
+    places = [source.index(text) for text in order]
+    assert places == sorted(places) and places[1] < source.index("    with device_handle.stream(post_reduce_stream):\n")
     assert "wait_event" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.finalize_backward)
 
 
@@ -168,9 +221,9 @@ def test_a_bucket_that_is_summed_before_fsdp2_has_added_to_it_is_seen(
 # --- Gradients and shards ------------------------------------------------------------------------------------------------
 
 
-def sharded(**fields: Any) -> tuple[Any, ShardedGradients]:
-    model = wrap_sharded(Stage(model_config()), **fields)
-    gradients = ShardedGradients([model], bucket_elements=16)
+def sharded(dtype: torch.dtype = torch.float32, *, in_fp32: bool = True, **fields: Any) -> tuple[Any, ShardedGradients]:
+    model = wrap_sharded(Stage(model_config()).to(dtype), in_fp32=in_fp32, **fields)
+    gradients = ShardedGradients([model], bucket_elements=16, in_fp32=True)
     number(gradients.regions, 0, [(0, tuple(bucket.size for region in gradients.regions for bucket in region.buckets))])
     for region in gradients.regions:
         region.begin()
@@ -189,9 +242,10 @@ def test_a_bucket_has_whole_parameters() -> None:
     assert [len(each) for each in region.gradients.values()] == [1, 1, 1]
 
 
+@TYPES
 @pytest.mark.usefixtures("world")
-def test_a_pass_adds_to_the_buckets_that_miss_it_only() -> None:
-    model, gradients = sharded()
+def test_a_pass_adds_to_the_buckets_that_miss_it_only(dtype: torch.dtype) -> None:
+    model, gradients = sharded(dtype)
     [region] = gradients.regions
     gradients.collect_into((1,))
     backward(model)
@@ -204,17 +258,56 @@ def test_a_pass_adds_to_the_buckets_that_miss_it_only() -> None:
     assert float(region.local[: region.buckets[0].stop].sum()) > 0
 
 
+@TYPES
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_gradient_that_somebody_else_replaces_is_found(replaced: bool) -> None:
-    model, gradients = sharded()
+def test_a_gradient_that_somebody_else_replaces_is_found(replaced: bool, dtype: torch.dtype) -> None:
+    model, gradients = sharded(dtype)
+    [region] = gradients.regions
+    backward(model)
+    region.backward_ended(0, (0, 1, 2))
+    weight, name = next(iter(model.parameters())), "grad" if dtype == torch.float32 else "main_grad"
+    setattr(weight, name, getattr(weight, name).clone() if replaced else None)  # as some optimizers and hooks do
+    with pytest.raises(InvariantViolation, match="INV-3"):
+        region.backward_ended(1, (0, 1, 2))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_gradient_in_bf16_that_was_not_added_up_is_found() -> None:
+    model, gradients = sharded(torch.bfloat16)
     [region] = gradients.regions
     backward(model)
     region.backward_ended(0, (0, 1, 2))
     weight = next(iter(model.parameters()))
-    weight.grad = weight.grad.clone() if replaced else None  # as some optimizers and hooks do
+    assert weight.grad is None
+    weight.grad = torch.zeros_like(weight)
     with pytest.raises(InvariantViolation, match="INV-3"):
-        region.backward_ended(1, (0, 1, 2))
+        region.applied()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_gradient_that_fsdp2_has_rounded_before_it_was_seen_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = sharded(torch.bfloat16, in_fp32=False)
+    with pytest.raises(RuntimeError, match="not in fp32"):
+        backward(model)
+    monkeypatch.setattr(FlatSum, "keep", lambda self, flat: None)
+    model, _ = sharded(torch.bfloat16)
+    with pytest.raises(InvariantViolation, match="INV-3"):
+        backward(model)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_gradient_in_bf16_has_its_part_also_where_another_parameter_gets_none() -> None:
+    stage = Stage(model_config())
+    stage.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    stage.to(torch.bfloat16)
+    model = wrap_sharded(stage, in_fp32=True)
+    [region] = ShardedGradients([model], bucket_elements=1000, in_fp32=True).regions
+    region.begin()
+    backward(model)
+    assert stage.unused.main_grad.to_local().tolist() == [0.0, 0.0, 0.0]
+    for size, weight in zip(SIZES, stage.weights, strict=True):
+        assert weight.main_grad.to_local().tolist() == [1.0 + index % 7 for index in range(size)]
 
 
 @pytest.mark.usefixtures("world")
@@ -248,12 +341,12 @@ def test_state_is_the_shards_also_while_whole_parameters_are_there() -> None:
     assert state.digest() != before
 
 
-def _uneven(layout: Layout) -> list[Any]:
+def _uneven(layout: Layout, dtype: torch.dtype) -> list[Any]:
     """On each lane the sizes of the buckets, and those of the shards."""
     from megatron.core import parallel_state
 
-    model = wrap_sharded(Stage(model_config()))
-    gradients = ShardedGradients([model], RecoverConfig(bucket_elements=1).bucket_elements)
+    model = wrap_sharded(Stage(model_config()).to(dtype), in_fp32=True)
+    gradients = ShardedGradients([model], RecoverConfig(bucket_elements=1).bucket_elements, in_fp32=True)
     assert parallel_state.get_data_parallel_world_size() == layout.lanes
     [region] = gradients.regions
     region.begin()
@@ -262,14 +355,15 @@ def _uneven(layout: Layout) -> list[Any]:
     return [
         [bucket.size for bucket in region.buckets],
         [shards.local(weight).numel() for weight in model.parameters()],
-        [weight.grad.full_tensor().tolist() for weight in model.parameters()],
+        [getattr(weight, "main_grad", weight.grad).full_tensor().tolist() for weight in model.parameters()],
         float(region.local.sum()),
     ]
 
 
-def test_lanes_with_shards_of_different_sizes_have_the_same_buckets() -> None:
+@TYPES
+def test_lanes_with_shards_of_different_sizes_have_the_same_buckets(dtype: torch.dtype) -> None:
     """21, 16 and 5 elements over 4 lanes; the last lane has none of the 5."""
-    [lanes] = run(Layout(lanes=4, fsdp2=True), (_uneven, ()))
+    [lanes] = run(Layout(lanes=4, fsdp2=True), (_uneven, (dtype,)))
     assert all(sizes == [6, 4, 2] for sizes, *_ in lanes)
     assert [held for _, held, *_ in lanes] == [[6, 4, 2], [6, 4, 2], [6, 4, 1], [3, 4, 0]]
     mean = (1 + 2 + 4 + 8) / 4

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,6 +22,7 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
 )
+from megatron.core.distributed import torch_fully_sharded_data_parallel as upstreams_fsdp2
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import FaultInjector
+from megatron_recover.fsdp2.parameter_gradient import sharding_in_fp32
 from megatron_recover.megatron.commit import CommitLoop, gradient_is_reduced
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
 from megatron_recover.megatron.gradient_buffers import gradients_of
@@ -70,7 +73,7 @@ class Stage(MegatronModule):
         self.received = received[0]
 
     def forward(self, code: Tensor) -> Tensor:
-        factors = [(weight, names(weight.numel()) * code) for weight in self.weights]
+        factors = [(weight.float(), names(weight.numel()) * code) for weight in self.weights]  # of bf16, too, it is fp32
         if self.fused:
             value = sum(Fused.apply(weight, factor, self.is_first_microbatch) for weight, factor in factors)
         else:
@@ -137,9 +140,16 @@ def wrap(module: MegatronModule, **fields: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module.config, DistributedDataParallelConfig(**fields), module)
 
 
-def wrap_sharded(module: MegatronModule, **fields: Any) -> TorchFullyShardedDataParallel:
-    """Upstream's FSDP2 around a module: the sharded gradients that the product reduces."""
-    return TorchFullyShardedDataParallel(module.config, TorchFullyShardedDataParallelConfig(**fields), module)
+_WRAPPING = threading.Lock()
+"""Held while what upstream calls may be replaced: replicas are threads, and each wraps its own module."""
+
+
+def wrap_sharded(module: MegatronModule, *, in_fp32: bool = False, **fields: Any) -> TorchFullyShardedDataParallel:
+    """Upstream's FSDP2 around a module: the sharded gradients that the product reduces; `in_fp32` whatever their type is."""
+    with _WRAPPING, pytest.MonkeyPatch.context() as patch:
+        if in_fp32:
+            patch.setattr(upstreams_fsdp2, "fully_shard", sharding_in_fp32(upstreams_fsdp2.fully_shard))
+        return TorchFullyShardedDataParallel(module.config, TorchFullyShardedDataParallelConfig(**fields), module)
 
 
 class Threads:
@@ -177,8 +187,10 @@ class Trainer:
     def __init__(
         self, job: Job, threads: Threads, driver: LoopbackDriver, faults: FaultInjector, config: RecoverConfig, *,
         num_microbatches: int, num_chunks: int = 1, noisy: bool = False, broken: int | None = None, overlap: bool = False,
-        fused: bool = False, num_ahead: int = 0, fsdp2: bool = False, log: Any = None, **model_fields: Any,
+        fused: bool = False, num_ahead: int = 0, fsdp2: bool = False, dtype: torch.dtype = torch.float32,
+        in_fp32: bool = True, log: Any = None, **model_fields: Any,
     ) -> None:  # fmt: skip
+        """`dtype`: of the parameters, with FSDP2; `in_fp32`: their gradients are summed in fp32, not in that type."""
         self.num_microbatches, self.noisy, self.broken = num_microbatches, noisy, broken
         num_stages = job.num_ranks
         if num_chunks > 1:
@@ -189,9 +201,9 @@ class Trainer:
         self.config = model_config(num_stages, **model_fields)
         self.config.use_kitchen = fused  # has no effect but that upstream marks first microbatches
         self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
-        self.fsdp2 = fsdp2
+        self.fsdp2, is_wide = fsdp2, in_fp32 and dtype != torch.float32
         self.chunks = [
-            wrap_sharded(Stage(self.config))
+            wrap_sharded(Stage(self.config).to(dtype), in_fp32=is_wide)
             if fsdp2
             else wrap(Stage(self.config, fused), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap)
             for _ in range(num_chunks)
@@ -204,7 +216,10 @@ class Trainer:
             alike=lambda: {"toy": ""}, log=log, faults=faults,
             gather=lambda holding: job.gather(driver.replica, driver.rank, holding),
             gradients=gradients_of(
-                Namespace(use_torch_fsdp2=fsdp2, overlap_grad_reduce=overlap, check_for_nan_in_loss_and_grad=broken is not None)
+                Namespace(
+                    use_torch_fsdp2=fsdp2, overlap_grad_reduce=overlap, check_for_nan_in_loss_and_grad=broken is not None,
+                    bf16=dtype == torch.bfloat16, accumulate_allreduce_grads_in_fp32=in_fp32,
+                )  # fmt: skip
             ),
         )  # fmt: skip
         threads.enter(driver.rank, num_stages)
@@ -247,7 +262,8 @@ class Trainer:
         self.losses.append(losses)
         if not forward_only:
             weights = [weight for chunk in self.chunks for weight in chunk.module.weights]
-            found = [weight.grad.to_local() if self.fsdp2 else weight.main_grad for weight in weights]
+            found = [getattr(weight, "main_grad", weight.grad) for weight in weights]
+            found = [gradient.to_local() if self.fsdp2 else gradient for gradient in found]
             self.gradients.append([gradient.clone() for gradient in found])
             with torch.no_grad():
                 for weight, gradient in zip(weights, found, strict=True):

@@ -64,6 +64,12 @@ CASES = (
         ("0 1 backward step=2",),
     ),
     Case(
+        "bf16, summed in bf16, beside the backward",
+        _job(extra=("--bf16", "--grad-reduce-in-bf16", *OVERLAP)),
+        ("1 0 reduce step=2 bucket=1",),
+        is_slow=True,
+    ),
+    Case(
         "inside recovery: recompute, second sum",
         _job(replicas=3, microbatches=8, extra=OVERLAP),
         ("2 0 reduce step=1 bucket=1", "0 1 second_reduce step=1"),
@@ -87,7 +93,9 @@ def test_job_ends_as_if_nothing_had_died(
     outcome = run_job(case.job, tmp_path / "run", data, chaos=chaos_text(*case.faults), script=ROOT / case.script).expect(0)
     assert_struck_and_finished(outcome, case.job, case.faults, case.left)
     assert ("shards nothing in a replica of one lane; give --lanes" in outcome.output) == (case.job.lanes == 1)
-    assert ("sums the gradients of lanes in bf16" in outcome.output) == ("--bf16" in case.job.extra)
+    in_bf16 = "--grad-reduce-in-bf16" in case.job.extra
+    assert ("sums the gradients of lanes in bf16" in outcome.output) == in_bf16
+    assert ("sums gradients in fp32, where Megatron alone" in outcome.output) == ("--bf16" in case.job.extra and not in_bf16)
     assert_exact(outcome, reference(case.job))
 
 

@@ -391,10 +391,15 @@ def fsdp2_notes(args: Namespace, *, lanes: int) -> list[str]:
     if not args.use_torch_fsdp2:
         return []
     found = ["--use-torch-fsdp2 shards nothing in a replica of one lane; give --lanes"] if lanes == 1 else []
-    if args.bf16:
+    if args.bf16 and args.accumulate_allreduce_grads_in_fp32:
         found.append(
-            "--use-torch-fsdp2 with --bf16 sums the gradients of lanes in bf16, as Megatron does; microbatches and replicas "
-            "are summed in float64 with --recover-determinism exact, else in bf16"
+            "--use-torch-fsdp2 with --bf16 sums gradients in fp32, where Megatron alone does so in bf16 with FSDP2; "
+            "--grad-reduce-in-bf16 has them summed in bf16"
+        )
+    elif args.bf16:
+        found.append(
+            "--grad-reduce-in-bf16 sums the gradients of lanes in bf16, as Megatron does; microbatches and replicas are "
+            "summed in float64 with --recover-determinism exact, else in bf16"
         )
     return found
 

@@ -61,8 +61,8 @@ def relied_on(seams: Sequence[Seam], anchors: Anchors) -> dict[str, Callable[...
 
     These are the targets of seams, the functions among the anchored names, the methods among the
     anchored attributes, and the functions with anchored parameters. A name that is missing or no
-    function is left out. Each function is named by the place that defines it. Imports the modules
-    concerned.
+    function is left out, and so is what Megatron has imported from elsewhere. Each function is
+    named by the place that defines it. Imports the modules concerned.
     """
     found: dict[str, Callable[..., Any]] = {}
     for place in _places(seams, anchors):
@@ -71,7 +71,7 @@ def relied_on(seams: Sequence[Seam], anchors: Anchors) -> dict[str, Callable[...
         for name in path.split("."):
             target = inspect.getattr_static(target, name, None) if inspect.isclass(target) else getattr(target, name, None)
         target = inspect.unwrap(getattr(target, "__func__", target))
-        if inspect.isfunction(target):
+        if inspect.isfunction(target) and target.__module__.partition(".")[0] == "megatron":
             found[f"{target.__module__}:{target.__qualname__}"] = target
     return dict(sorted(found.items()))
 
