@@ -63,6 +63,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         return self.tp * self.pp * self.cp * self.lanes
 
+    @property
+    def sums_in_fp32(self) -> bool:
+        return self.bf16 and not self.reduce_in_bf16
+
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that a scripted leader gives: passes, and which of the buckets are reduced (`odd`, `even`, or all)."""
@@ -347,8 +351,8 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     ours = [seam for seam in seams.load() if "CommitLoop" in seam.replacement or "chedule" in seam.replacement]
     ours += [seam for seam in seams.load() if seam.name in ("finish_grad_sync", "scale_gradients", "fully_shard")]
     installation = seams.Installation(ours)
-    in_fp32 = layout.bf16 and not layout.reduce_in_bf16
-    installation.install({"fully_shard": Sharding(installation.originals["fully_shard"], in_fp32=in_fp32).fully_shard})
+    sharding = Sharding(installation.originals["fully_shard"], in_fp32=layout.sums_in_fp32)
+    installation.install({"fully_shard": sharding.fully_shard})
     training = Training(layout, overlap=layout.overlap)
     driver = ScriptedDriver(rounds)
     iteration = iter(range(1, 100))
@@ -358,7 +362,7 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
         gradients=gradients_of(
             Namespace(
                 use_torch_fsdp2=layout.fsdp2, overlap_grad_reduce=layout.overlap, check_for_nan_in_loss_and_grad=True,
-                bf16=layout.bf16, accumulate_allreduce_grads_in_fp32=in_fp32,
+                bf16=layout.bf16, accumulate_allreduce_grads_in_fp32=layout.sums_in_fp32,
             )  # fmt: skip
         ),
     )  # fmt: skip

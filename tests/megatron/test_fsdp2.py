@@ -76,7 +76,7 @@ def test_a_loss_per_token_is_divided_as_without_fsdp2(tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_gradients_in_bf16_are_summed_in_fp32_as_without_fsdp2(tp: int) -> None:
     """With FSDP2 Megatron alone sums them in bf16, so what is compared with are lanes without, which sum in fp32."""
-    layout = Layout(tp=tp, lanes=2, bf16=True, untied=True, overlap=True, fsdp2=True)
+    layout = Layout(tp=tp, lanes=2, bf16=True, overlap=True, fsdp2=True)
     sums = [(recovered, changes, each) for changes in ({}, {"determinism": "exact"}) for each in (AFTER_A_LOSS, INTO_SOME)]
     jobs = ((upstream_alone, {"fsdp2": False}), *sums, (recovered, {"reduce_in_bf16": True}, AT_ONCE))
     reference, *found, rough = run(layout, *((_changed, job) for job in jobs))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import torch_fully_sharded_data_parallel as upstreams_fsdp2
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_recover.config import RecoverConfig
 from megatron_recover.fsdp2 import shards
 from megatron_recover.fsdp2.gradients import ShardedGradients
+from megatron_recover.fsdp2.parameter_gradient import sharding_in_fp32
 from megatron_recover.megatron.layout import memory, sizes
 from tests.megatron.processes import Layout, ScriptedDriver, Training, forward_step, run
 from tests.megatron.test_layout_memory import storages, whole_model
@@ -28,7 +30,9 @@ LAYOUTS = {
     "lanes3": Layout(fsdp2=True, lanes=3),  # divides no parameter of the model
     "lanes1": Layout(fsdp2=True),
     "tp2-recompute": Layout(fsdp2=True, tp=2, lanes=2, recompute=True),
+    "bf16-lanes3": Layout(fsdp2=True, lanes=3, bf16=True),
     "bf16-exact": Layout(fsdp2=True, lanes=2, bf16=True, determinism="exact"),
+    "in-bf16": Layout(fsdp2=True, lanes=2, bf16=True, reduce_in_bf16=True),
 }
 
 
@@ -80,12 +84,14 @@ def held(layout: Layout, keeps_output: bool, reshards: bool) -> dict[str, int]:
 
     if not keeps_output:
         own_output_layer()
+    if layout.sums_in_fp32:
+        upstreams_fsdp2.fully_shard = sharding_in_fp32(upstreams_fsdp2.fully_shard)
     training = Training(layout)
     [chunk] = training.chunks
     for module in chunk.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(reshards)
-    gradients = ShardedGradients(training.chunks, BUCKET)
+    gradients = ShardedGradients(training.chunks, BUCKET, in_fp32=layout.sums_in_fp32)
     reduction = Reduction(
         gradients, stage=0, is_last_stage=True, driver=ScriptedDriver(()),
         config=RecoverConfig(bucket_elements=BUCKET, determinism=layout.determinism),
@@ -150,7 +156,7 @@ def test_the_parts_are_those_that_ranks_of_fsdp2_hold(layout: Layout, model: siz
     ranks = run(layout, *((held, each) for each in WRAPPED))
     for (keeps_output, reshards), [found, *_] in zip(WRAPPED, ranks, strict=True):
         numerics = sizes.Numerics(
-            weight=2 if layout.bf16 else 4, gradient=2 if layout.bf16 else 4, optimizer=12 if layout.bf16 else 8,
+            weight=2 if layout.bf16 else 4, gradient=2 if layout.reduce_in_bf16 else 4, optimizer=12 if layout.bf16 else 8,
             is_sharded=True, fsdp2=sizes.Fsdp2(reshards=reshards, keeps_output=keeps_output),
             is_exact=layout.determinism == "exact", bucket_elements=BUCKET,
         )  # fmt: skip

@@ -419,13 +419,11 @@ def test_bytes_of_an_element_follow_from_the_arguments(changes: dict[str, Any], 
         ("", {"torch_fsdp2_reshard_after_forward": False}, sizes.Fsdp2(reshards=False)),
     ],
 )
-def test_with_fsdp2_a_gradient_has_the_type_of_its_parameter(
-    words: str, changes: dict[str, Any], expected: sizes.Fsdp2
-) -> None:
+def test_with_fsdp2_the_flags_decide_what_is_whole(words: str, changes: dict[str, Any], expected: sizes.Fsdp2) -> None:
     given = {"use_torch_fsdp2": True, "use_distributed_optimizer": False, "torch_fsdp2_reshard_after_forward": True, **changes}
     asked, others = measure.layout_flags(words.split())
     assert others == []
-    for dtype, bytes_of in ((torch.bfloat16, (2, 2, 12, 4)), (torch.float32, (4, 4, 8, 0))):
+    for dtype, bytes_of in ((torch.bfloat16, (2, 4, 12, 0)), (torch.float32, (4, 4, 8, 0))):
         args = SimpleNamespace(**{**ARGS, **given, "params_dtype": dtype, "bf16": dtype == torch.bfloat16})
         found = measure.numerics_of(args, asked)
         assert (found.weight, found.gradient, found.optimizer, found.step_copy) == bytes_of

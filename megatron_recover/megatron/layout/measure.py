@@ -178,7 +178,6 @@ def numerics_of(args: Namespace, asked: Namespace) -> Numerics:
         moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     fsdp2 = None
     if args.use_torch_fsdp2:
-        gradient = weight  # FSDP2 gives a gradient the type of its parameter
         fsdp2 = Fsdp2(
             reshards=args.torch_fsdp2_reshard_after_forward, built_on_host=asked.use_cpu_initialization,
             keeps_output=getattr(asked, "transformer_impl", None) == "local",

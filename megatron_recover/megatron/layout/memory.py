@@ -24,7 +24,8 @@ Note [Peaks]
     With FSDP2 the lanes share weights, gradient, result and optimizer. While a microbatch is
     computed, FSDP2 gathers parameters (Note [Gathered]). What a pass must not add to is set aside
     in whole parameters: in the worst case FSDP2 makes nearly all of a shard's gradient anew
-    (`fsdp2/gradients.py`, Note [Set aside]).
+    (`fsdp2/gradients.py`, Note [Set aside]). A gradient that is summed in fp32 and computed in bf16
+    is dropped instead.
 
     Workspaces of kernels are not counted. One of cuBLAS is ours: checksums multiply on the stream
     of the reduction (`trainer/checksum.py`), and torch keeps a workspace for each stream.
@@ -33,8 +34,10 @@ Note [Gathered]
     FSDP2 gathers and reduces the parameters of a group together: the embedding, each layer, and the
     output layer. The most exists at the end of the backward of a group: its whole parameters and
     their gradients, the buffer into which FSDP2 gathers the group whose backward is next, and the
-    buffer from which the gradient of the last group is summed over the lanes. Gradients and buffers
-    have the type of the parameters. With one lane nothing is gathered beforehand. Where the
+    buffer from which the gradient of the last group is summed over the lanes. A little later the
+    last two are freed, and the buffer of this group is made beside its gradients. All have the type
+    of the parameters, but gradients in bf16 are summed in buffers in fp32, unless
+    `--grad-reduce-in-bf16` is given. With one lane nothing is gathered beforehand. Where the
     parameters stay whole after the forward, those of all groups that come later in the backward
     exist as well, and no buffer. The root module is whole until the end of the backward, and so are
     its gradients. It has the final norm, which counts with the output layer here, and with
@@ -141,6 +144,7 @@ def _of_shards(held: OnRank, numerics: Numerics, fsdp2: Fsdp2, num_shards: int, 
     shard = -(-held.dense // num_shards)
     largest = -(-max((*held.tables, held.largest)) // num_shards)
     start = 0 if fsdp2.built_on_host else held.dense
+    is_wide = numerics.gradient > numerics.weight
     return Memory(
         weights=shard * numerics.weight,
         gradient=shard * (numerics.gradient + (8 if numerics.is_exact else 0)),
@@ -148,19 +152,21 @@ def _of_shards(held: OnRank, numerics: Numerics, fsdp2: Fsdp2, num_shards: int, 
         optimizer=shard * numerics.optimizer,
         activations=activations,
         sums=max(_sum_of_bucket(shard, 1, numerics), largest * numerics.summed),  # a bucket has whole parameters
-        redirected=0 if numerics.is_exact else shard * numerics.gradient,
-        gathered=_gathered(held.groups, fsdp2, num_shards) * numerics.weight,
+        redirected=0 if numerics.is_exact or is_wide else shard * numerics.gradient,
+        gathered=_gathered(held.groups, fsdp2, num_shards, is_wide=is_wide) * numerics.weight,
         step_copy=shard * numerics.step_copy,
         start=start * numerics.weight,
         is_overlapped=numerics.is_overlapped,
     )
 
 
-def _gathered(groups: Sequence[int], fsdp2: Fsdp2, num_shards: int) -> int:
+def _gathered(groups: Sequence[int], fsdp2: Fsdp2, num_shards: int, *, is_wide: bool = False) -> int:
     """Return the elements of whole parameters and gradients that FSDP2 has at most at a time.
 
-    `groups` are as in `OnRank.groups`. See Note [Gathered].
+    `groups` are as in `OnRank.groups`. With `is_wide` what is summed over the lanes takes twice the
+    bytes of a parameter, and counts as two elements. See Note [Gathered].
     """
+    wide = 2 if is_wide else 1
     kept = groups[-1] if fsdp2.keeps_output else 0
     others = groups[:-1] if fsdp2.keeps_output else groups
     found = []
@@ -168,9 +174,9 @@ def _gathered(groups: Sequence[int], fsdp2: Fsdp2, num_shards: int) -> int:
         is_fetched = number > 0 and fsdp2.reshards and num_shards > 1
         whole = group if fsdp2.reshards else sum(others[: number + 1])
         fetched = others[number - 1] if is_fetched else 0
-        reduced = sum(others[number + 1 : number + 2])
-        found.append(whole + group + fetched + reduced)
-    return max(found, default=0) + 2 * kept
+        reduced = wide * sum(others[number + 1 : number + 2])
+        found.append(whole + fetched + max(group + reduced, wide * group))
+    return max(max(found, default=0) + 2 * kept, kept + wide * kept)
 
 
 def _redirected(held: OnRank, groups: Sequence[tuple[int, int]]) -> int:
