@@ -28,7 +28,7 @@ demo: setup      ## train on real text, kill real processes, which come back; pr
 test: setup lint ## everything that CI runs
 	@$(PY) -m compileall -q megatron_recover tests
 	@$(PY) -m pytest -q -n 3 -m "not slow" --dist worksteal $(OTHERS) $(UNTIMED) $(NODES)/test_harness.py
-	@$(PY) -m pytest -q -n 2 --dist worksteal $(TIMED) $(UNTIMED:%=--ignore=%)
+	@$(PY) -m pytest -q -n 2 -m "not slow" --dist worksteal $(TIMED) $(UNTIMED:%=--ignore=%)
 
 coverage: setup  ## branch coverage of the protocol by its own tests; fails below the floor (pyproject.toml)
 	@$(PY) -m coverage run -m pytest -q tests/core
@@ -61,7 +61,7 @@ nodes-test: setup ## jobs on four nodes on this machine, each a set of namespace
 	@$(PY) -m pytest -q -n 2 $(NODES) --ignore-glob='$(NODES)/test_slurm*.py'
 
 long-test: setup  ## what `make test` leaves out for time: more jobs, more instants of a death, larger explorations (hours)
-	@$(PY) -m pytest -q -n 2 -m slow --dist worksteal $(filter-out tests/slurm/,$(OTHERS))
+	@$(PY) -m pytest -q -n 2 -m slow --dist worksteal $(filter-out tests/slurm/,$(OTHERS)) $(TIMED)
 
 slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a node dies (as root, with Debian's slurm-wlm and munge)
 	@$(PY) -m pytest -q -m slow tests/slurm

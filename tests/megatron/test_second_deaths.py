@@ -24,6 +24,7 @@ from megatron_recover.trainer.reduction import Reduction
 from tests.megatron.loopback import Strike
 from tests.megatron.test_commit import NUM_BUCKETS, Run, first_strikes, second_strikes
 from tests.megatron.toy import Threads
+from tests.parts import in_parts
 
 M, VICTIM = 8, 1
 QUOTAS = balanced(M, (1, 1, 1))
@@ -58,9 +59,10 @@ def deaths_in_the_overlapped_reduction() -> Iterator[tuple[Strike, Strike]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_second_death_when_buckets_are_decided_in_part(threads: Threads) -> None:
+@pytest.mark.parametrize("part", in_parts([()], 5))
+def test_a_second_death_when_buckets_are_decided_in_part(threads: Threads, part: slice) -> None:
     num_second = num_partly = 0
-    for number, (first, second) in enumerate(deaths_in_the_overlapped_reduction()):
+    for number, (first, second) in list(enumerate(deaths_in_the_overlapped_reduction()))[part]:
         print(first, second)
         found = run(threads, first, second, fused=bool(number % 2)).check()
         assert first.struck
@@ -69,7 +71,7 @@ def test_a_second_death_when_buckets_are_decided_in_part(threads: Threads) -> No
             set(event.into) for event in found.log.of(trace.MicrobatchFinished) if event.generation > 1 and event.step == 1
         ]
         num_partly += any(0 < len(into) < NUM_BUCKETS for into in redone)
-    assert num_second > 50 and num_partly > 50
+    assert num_second > 10 and num_partly > 10
 
 
 # --- Defects -------------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_a_job_with_a_kill_is_seen_as_it_was(tmp_path: Path, data: Path) -> None
     port, textfile, told = free_port(), tmp_path / "run.prom", tmp_path / "events"
     command = shlex.join(["sh", "-c", f"cat >> {told}; echo no route to host >&2; exit 7"])
     job = Job(
-        replicas=2, steps=8, save_interval=4,
+        replicas=2, steps=24, save_interval=12,  # long enough for it to be scraped after the kill
         run_flags=("--metrics-port", str(port), "--metrics-textfile", str(textfile), "--on-event", command),
     )  # fmt: skip
     program = shutil.which("prometheus")
@@ -140,8 +140,8 @@ def test_a_job_with_a_kill_is_seen_as_it_was(tmp_path: Path, data: Path) -> None
             "replicas_configured": 2, "replicas_live": 1, "replicas_min": 1, "generation": 2, "ended": 1, "exit_code": 0,
             "recoveries_total cause=process_ended": 1, "microbatches_lost_total": summary["microbatches_lost"],
             "microbatches_recomputed_total": summary["microbatches_redone"], "recovery_seconds_count": 1,
-            "step_seconds_count kind=train": 8, "last_committed_iteration": 8, "last_durable_iteration": 8,
-            "saves_total result=finished": 2, "saves_total result=failed": 0, "save_interval_iterations": 4,
+            "step_seconds_count kind=train": 24, "last_committed_iteration": 24, "last_durable_iteration": 24,
+            "saves_total result=finished": 2, "saves_total result=failed": 0, "save_interval_iterations": 12,
         }  # fmt: skip
         assert {name: last[name] for name in expected} == expected
         assert abs(last["recovery_seconds_sum"] - summary["recoveries"][0]["total_s"]) < 0.5, "detected a little later"  # type: ignore[index]
@@ -157,7 +157,7 @@ def test_a_job_with_a_kill_is_seen_as_it_was(tmp_path: Path, data: Path) -> None
         assert [each["event"] for each in events] == ["lost", "degraded", "ended"]
         assert events[0]["losses"] == [{"replica": 1, "kind": "process ended", "detail": events[0]["losses"][0]["detail"]}]
         assert (events[1]["replicas_live"], events[1]["last_committed_iteration"]) == (1, 4), "step 3 is iteration 4"
-        assert (events[2]["exit_code"], events[2]["last_durable_iteration"]) == (0, 8)
+        assert (events[2]["exit_code"], events[2]["last_durable_iteration"]) == (0, 24)
         assert outcome.output.count("no route to host (event") == 3, "a line for each failure"
         assert f"metrics are at http://127.0.0.1:{port}/metrics" in outcome.output
         if prometheus is not None:
