@@ -391,7 +391,7 @@ def test_a_real_script_is_measured_without_training_it() -> None:
 def test_a_real_script_is_measured_with_fsdp2() -> None:
     flags = f"{SMALL} --global-batch-size 8 --use-torch-fsdp2 --untie-embeddings-and-output-weights"
     numerics = plan.read_sizes(SCRIPT, [*flags.split(), "--no-gradient-accumulation-fusion"]).numerics
-    assert (numerics.weight, numerics.gradient, numerics.optimizer, numerics.fsdp2) == (2, 2, 12, Fsdp2())
+    assert (numerics.weight, numerics.gradient, numerics.optimizer, numerics.fsdp2) == (2, 4, 12, Fsdp2())
     with pytest.raises(
         ValueError, match=r"^--use-torch-fsdp2 is not supported with fused .*--no-gradient-accumulation-fusion$"
     ):

@@ -314,11 +314,20 @@ def test_what_means_nothing_in_a_replica_has_no_effect_and_is_told(
 
 
 @pytest.mark.parametrize(
-    ("fsdp2", "bf16", "lanes", "told"),
-    [(False, True, 1, []), (True, False, 2, []), (True, False, 1, ["nothing"]), (True, True, 1, ["nothing", "bf16"])],
+    ("fsdp2", "bf16", "in_fp32", "lanes", "told"),
+    [
+        (False, True, True, 1, []),
+        (True, False, True, 2, []),
+        (True, False, True, 1, ["shards nothing"]),
+        (True, True, True, 1, ["shards nothing", "sums gradients in fp32"]),
+        (True, True, False, 2, ["--grad-reduce-in-bf16 sums"]),
+    ],
 )
-def test_what_fsdp2_does_that_is_not_expected_is_told(fsdp2: bool, bf16: bool, lanes: int, told: list[str]) -> None:
-    lines = fsdp2_notes(argparse.Namespace(use_torch_fsdp2=fsdp2, bf16=bf16), lanes=lanes)
+def test_what_fsdp2_does_that_is_not_expected_is_told(
+    fsdp2: bool, bf16: bool, in_fp32: bool, lanes: int, told: list[str]
+) -> None:  # fmt: skip
+    args = argparse.Namespace(use_torch_fsdp2=fsdp2, bf16=bf16, accumulate_allreduce_grads_in_fp32=in_fp32)
+    lines = fsdp2_notes(args, lanes=lanes)
     assert len(lines) == len(told) and all(word in line for word, line in zip(told, lines, strict=True))
 
 
