@@ -68,8 +68,8 @@ slurm-test: setup ## jobs under a real Slurm on those nodes: what it does when a
 	@$(PY) -m pytest -q -n 6 $(NODES)/test_slurm.py
 	@$(PY) -m pytest -q -n 2 $(NODES)/test_slurm_scripts.py
 
-campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: also disks and nodes); ONLY=joins or losses; OUT=FILE: the record
-	@$(PY) -m tests.system.campaign --faults $(or $(FAULTS),300) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
+campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: also disks and nodes); ONLY=joins or losses; FSDP=1: with FSDP2; OUT=FILE: the record
+	@$(PY) -m tests.system.campaign --faults $(or $(FAULTS),300) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY)) $(if $(FSDP),--fsdp2) $(if $(OUT),--out $(OUT))
 
 bench: setup     ## all benchmarks: a table, and bench.json
 	@$(PY) -m benchmarks.run

@@ -1,6 +1,6 @@
 """A campaign: real jobs with random shapes and random faults, one after another until so many faults have struck, each judged.
 
-    python -m tests.system.campaign --faults 300 --seed 1 [--only joins] [--out docs/evidence/campaign.md]
+    python -m tests.system.campaign --faults 300 --seed 1 [--only joins] [--fsdp2] [--out docs/evidence/campaign.md]
 
 Run k has seed SEED + k, which decides its job and its faults (`tests.system.scenarios`); `--faults 1 --seed S` repeats one. It
 passes if it ends before its deadline and keeps what is promised for its kind (`tests.system.judging`). Prints one line a run
@@ -44,7 +44,7 @@ from tests.system.jobs import ROOT, Job, Outcome, run_job, text_data
 from tests.system.judging import EXPECTATIONS, ends_with_named_codes, judge
 from tests.system.kills import Killer
 from tests.system.plans import DEADLINE_S as JOB_DEADLINE_S
-from tests.system.plans import Scenario
+from tests.system.plans import FSDP2, Scenario
 from tests.system.scenarios import KINDS, scenario
 from tests.system.strikes import NODE_TIMEOUT_S, ON_DISK, STRIKE, Nemesis, orders
 
@@ -61,7 +61,7 @@ DOCUMENT = """\
 # Campaign of random faults
 
     {command}
-    python -m tests.system.campaign --faults 1 --seed {seed}        # one run of it
+    python -m tests.system.campaign --faults 1 --seed {seed}{fsdp2}        # one run of it
 
 **{num_runs} runs, {num_faults} faults that struck: {totals}**, at commit {commit} on {date};
 {seconds:.0f} s a fault.
@@ -145,15 +145,17 @@ class Row:
 class Campaign:
     """Runs scenarios in a folder of its own."""
 
-    def __init__(self, folder: pathlib.Path, keep: pathlib.Path, make_cage: Callable[[], nodes.Cage]) -> None:
+    def __init__(
+        self, folder: pathlib.Path, keep: pathlib.Path, make_cage: Callable[[], nodes.Cage], *, fsdp2: bool = False
+    ) -> None:  # fmt: skip
         """`keep`: where the folders of failed runs go. `make_cage`: makes that of all networks of nodes, if there are any."""
-        self._folder, self._keep, self._make_cage = folder, keep, make_cage
+        self._folder, self._keep, self._make_cage, self._fsdp2 = folder, keep, make_cage, fsdp2
         self._data = text_data(folder)
         self._references: dict[Job, pathlib.Path] = {}
 
     def attempt(self, seed: int) -> Row:
         """Run the scenario of a seed and judge it."""
-        plan = scenario(seed)
+        plan = scenario(seed, fsdp2=self._fsdp2)
         folder = self._folder / f"run-{seed}"
         folder.mkdir()
         since = time.monotonic()
@@ -171,9 +173,10 @@ class Campaign:
             self._keep.mkdir(parents=True, exist_ok=True)
             shutil.move(folder, self._keep / f"run-{seed}-{os.getpid()}")
             print(
-                f"{evidence.outcome.output[-3000:]}\nrun again with: python -m tests.system.campaign --faults 1 --seed {seed}",
+                f"{evidence.outcome.output[-3000:]}\nrun again with: python -m tests.system.campaign --faults 1 --seed {seed}"
+                f"{' --fsdp2' if self._fsdp2 else ''}",
                 flush=True,
-            )
+            )  # fmt: skip
         return row
 
     def _run(self, seed: int, plan: Scenario, reference: pathlib.Path | None, folder: pathlib.Path) -> Evidence:
@@ -258,7 +261,8 @@ def document(rows: list[Row], command: str) -> str:
         for key in ("kind", "point")
     )
     head = DOCUMENT.format(
-        command=command, seed=rows[0].seed, num_runs=len(rows), num_faults=num_struck, totals=totals(rows), commit=commit,
+        command=command, seed=rows[0].seed, fsdp2=" --fsdp2" if FSDP2[0] in rows[0].plan.job.extra else "",
+        num_runs=len(rows), num_faults=num_struck, totals=totals(rows), commit=commit,
         date=time.strftime("%Y-%m-%d"), seconds=sum(row.seconds for row in rows) / max(1, num_struck), by_kind=by_kind,
         by_point=by_point, deadline_s=DEADLINE_S, job_deadline_s=JOB_DEADLINE_S, stall_s=deadlines.stall_s,
         follow_s=deadlines.follow_s, node_timeout_s=NODE_TIMEOUT_S,
@@ -309,6 +313,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, help="write the record to this file, after every run")
     parser.add_argument("--only", choices=[*GROUPS], help="only seeds of kinds in which what is lost comes back, or stays away")
     parser.add_argument("--kinds", help="only seeds of kinds that have this word in their names, such as `node` or `cut`")
+    parser.add_argument("--fsdp2", action="store_true", help="FSDP2 shards each replica over its ranks (but for TP)")
     parser.add_argument("--keep", type=pathlib.Path, help="keep the folders of failed runs here (default: a temporary folder)")
     arguments = parser.parse_args()
     if arguments.faults < 1:
@@ -326,7 +331,7 @@ def main() -> int:
         print(f"left out: {', '.join(left_out)}")
     keep = arguments.keep or pathlib.Path(tempfile.gettempdir()) / "megatron-recover-failed"
     name = arguments.out.name if arguments.out is not None else "campaign.md"
-    only = f" ONLY={arguments.only}" if arguments.only else ""
+    only = f"{f' ONLY={arguments.only}' if arguments.only else ''}{' FSDP=1' if arguments.fsdp2 else ''}"
     command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed}{only} OUT=docs/evidence/{name}"
     rows: list[Row] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a campaign that is told to end takes its run with it
@@ -337,7 +342,9 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="megatron-recover-campaign-") as name,
             contextlib.ExitStack() as stack,
         ):
-            campaign = Campaign(pathlib.Path(name), keep, lambda: stack.enter_context(nodes.cage()))
+            campaign = Campaign(
+                pathlib.Path(name), keep, lambda: stack.enter_context(nodes.cage()), fsdp2=arguments.fsdp2
+            )  # fmt: skip
             for seed in _seeds(arguments.seed, rows, arguments.faults, kinds):
                 rows.append(campaign.attempt(seed))
                 print(rows[-1], flush=True)

@@ -18,6 +18,7 @@ from tests.system.placing import divisions, hosted, placement
 from tests.system.strikes import Strike, StrikeKind
 
 MAX_PROCESSES = 8
+FSDP2 = ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights")
 STEPS = 6
 STRUCK_STEPS = 12
 """Of a job that is struck from outside: the strike lasts."""
@@ -131,6 +132,22 @@ class Scenario:
         hit |= {int(act.do.split()[1]) for act in self.acts if act.do.startswith(("kill", "drain"))}
         return min(set(range(self.job.replicas)) - hit, default=None)
 
+    def sharded(self) -> Scenario:
+        """The same where FSDP2 shards replicas of as many ranks over lanes, with which it has neither stages nor ZeRO-1.
+
+        What it shards is saved in a format that Megatron refuses with tensor parallelism.
+        """
+        job = self.job
+        ranks = job.tp * job.pp * job.lanes
+        tp = job.tp if job.tp < ranks and not self.saves else 1
+        extra = list(job.extra)
+        if (number := "--num-layers") in extra:
+            first = extra.index(number)
+            del extra[first : first + 4]  # of virtual stages
+        extra = [flag for flag in extra if flag != "--use-distributed-optimizer"]
+        extra += [*FSDP2, *(("--ckpt-format", "torch_dcp") if self.saves else ())]
+        return dataclasses.replace(self, job=dataclasses.replace(job, tp=tp, pp=1, lanes=ranks // tp, extra=tuple(extra)))
+
     def reference(self) -> Job:
         """The failure-free job of one replica that it has to end like. What makes no difference to its result is left out."""
         extra = list(self.job.extra)
@@ -176,7 +193,9 @@ class Scenario:
         job = self.job
         words = [f"R{job.replicas} TP{job.tp} PP{job.pp}", f"L{job.lanes} M{job.microbatches}", job.determinism]
         words += [
-            flag.removeprefix("--") for flag in job.extra if flag.startswith("--") and not flag.startswith("--num-layers")
+            "fsdp2" if flag == FSDP2[0] else flag.removeprefix("--")
+            for flag in job.extra
+            if flag.startswith("--") and not flag.startswith(("--num-layers", FSDP2[1], "--ckpt-format"))
         ]
         if any(flag.startswith("--num-layers-per") for flag in job.extra):
             words[0] += " VP2"

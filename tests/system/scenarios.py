@@ -223,8 +223,8 @@ KINDS: Mapping[str, tuple[int, Callable[[Draw], Scenario]]] = {
 """How often each comes up, in parts of all, and what draws it."""
 
 
-def scenario(seed: int) -> Scenario:
-    """The scenario of a seed."""
+def scenario(seed: int, *, fsdp2: bool = False) -> Scenario:
+    """The scenario of a seed; with `fsdp2` its replicas are sharded."""
     draw = Draw(seed)
     [(draw.kind, (_, drawn))] = draw.dice.choices(list(KINDS.items()), [weight for weight, _ in KINDS.values()])
-    return drawn(draw)
+    return drawn(draw).sharded() if fsdp2 else drawn(draw)

@@ -41,7 +41,9 @@ def main() -> None:
             weight = optimizer.param_groups[0]["params"][0]
             kept = {"weight": weight, "buffer": buffers[0]} | optimizer.state[weight]
             with torch.no_grad():
-                kept[what].view(-1).view(torch.int32)[0] ^= _BIT
+                drifting = kept[what]
+                own = drifting.to_local() if hasattr(drifting, "to_local") else drifting  # of FSDP2 a rank has a shard
+                own.view(-1).view(torch.int32)[0] ^= _BIT
         if os.environ.get("EXIT") == f"{context.replica} {len(steps)}" and context.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 

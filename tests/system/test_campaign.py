@@ -27,6 +27,7 @@ from tests.system.judging import EXPECTATIONS
 from tests.system.placing import placement
 from tests.system.plans import (
     CHARGED,
+    FSDP2,
     JOINING,
     MAX_PROCESSES,
     MISCOUNTING,
@@ -62,6 +63,20 @@ def test_every_scenario_is_one_that_a_job_can_take() -> None:
         )  # fmt: skip
         faults = (*plan.faults, *plan.never())
         assert chaos.parse(chaos.render(faults, ""), target) == faults
+
+
+def test_with_fsdp2_a_job_has_as_many_ranks_and_what_megatron_takes() -> None:
+    layouts = set()
+    for seed in SEEDS:
+        plain, plan = scenario(seed), scenarios.scenario(seed, fsdp2=True)
+        job, extra = plan.job, plan.job.extra
+        assert job.pp == 1 and job.tp * job.lanes == plain.job.tp * plain.job.pp * plain.job.lanes
+        assert {*FSDP2} <= {*extra} and ("torch_dcp" in extra) is plan.saves and not (plan.saves and job.tp > 1)
+        assert not {"--use-distributed-optimizer", "--num-layers", "--num-layers-per-virtual-pipeline-stage"} & {*extra}
+        assert plan.reference().extra[-1] == extra[-1] and "fsdp2" in str(plan)
+        assert replace(plan, job=plain.job) == plain
+        layouts.add((job.tp, job.lanes))
+    assert {(1, 1), (1, 2), (1, 4), (2, 2)} <= layouts
 
 
 def test_every_scenario_leaves_somebody() -> None:
@@ -253,7 +268,7 @@ def test_ctrl_c_is_answered_with_the_totals_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Some:
-        def __init__(self, folder: Path, keep: Path, stack: object) -> None:
+        def __init__(self, folder: Path, keep: Path, stack: object, **_: bool) -> None:
             self.folder = folder
 
         def attempt(self, seed: int) -> object:
@@ -285,7 +300,7 @@ def test_a_reference_that_fails_fails_its_run_and_is_kept_and_made_again_for_the
     plan = scenario(next(seed for seed in range(1, 99) if scenario(seed).job.determinism == "exact"))
     monkeypatch.setattr(campaign, "text_data", lambda folder: folder)
     monkeypatch.setattr(campaign, "run_job", run_job)
-    monkeypatch.setattr(campaign, "scenario", lambda seed: replace(plan, slots=(), strike=None))
+    monkeypatch.setattr(campaign, "scenario", lambda seed, **_: replace(plan, slots=(), strike=None))
     monkeypatch.setattr(campaign, "judge", lambda evidence: "passed")
     monkeypatch.setattr(campaign, "Row", lambda *given: SimpleNamespace(passed=given[-1] == "passed", verdict=given[-1]))
     folder, keep = tmp_path / "campaign", tmp_path / "keep"
@@ -302,7 +317,7 @@ def test_kinds_that_cannot_be_had_are_left_out_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Some:
-        def __init__(self, *_: object) -> None:
+        def __init__(self, *_: object, **__: bool) -> None:
             pass
 
         def attempt(self, seed: int) -> object:
