@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ def test_a_fork_finds_what_a_fresh_interpreter_finds(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ONLY_NOW", "after the server was started")
     fresh = subprocess.run(
         COMMAND, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True, check=False,
-        env=dict(os.environ),
+        env=dict(os.environ), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # as `forks.run` does
     )  # fmt: skip
     exit_code, output = forks.run(COMMAND, cwd=ROOT, deadline_s=60.0)
     assert exit_code == fresh.returncode == 3, output + fresh.stderr
