@@ -380,13 +380,15 @@ def _num_processes(text: str) -> int:
     return int(text)
 
 
-def behind_script(command: Sequence[str], parser: ArgumentParser) -> list[str]:
+def behind_script(command: Sequence[str], parser: ArgumentParser, refused: str = "") -> list[str]:
     """Return the launcher's own flags among the script's words, and `--nproc-per-node`; once each.
 
     A value that follows as a word of its own is part of the text. Other flags of torchrun are left
-    out, since scripts have flags of such names.
+    out, since scripts have flags of such names, unless `refused`, why the script was refused, has
+    the flag.
     """
-    theirs = {name for flag in TORCHRUN if flag.name != _NUM_PROCESSES for name in flag.names} | {"-h", "--help"}
+    unknown = {*re.findall(r"--[\w-]+", refused)}
+    theirs = {name for flag in TORCHRUN if flag.name != _NUM_PROCESSES for name in flag.names} - unknown | {"-h", "--help"}
     ours = {name: action for action in parser._actions for name in action.option_strings if name not in theirs}
     found: dict[str, str] = {}
     for word, following in itertools.pairwise([*command[1:], ""]):

@@ -41,8 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--on-event", metavar="COMMAND",
-        help="run this command, without a shell, when replicas are lost, when the run goes on with fewer, when a save fails, "
-        "and when the run ends; it gets JSON on stdin",
+        help="run this command, without a shell, when replicas are lost, when the run goes on with fewer, when a replica has "
+        "joined, when a save fails, and when the run ends; it gets JSON on stdin",
     )  # fmt: skip
 
 

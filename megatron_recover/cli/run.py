@@ -113,6 +113,11 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str], *, i
         if exit_code in ending.STOPS and job.node == 0 and (arguments.chained or not is_refused):
             _leave_mark(command, exit_code, launcher.reason, None if is_refused else job.run_dir)
         code = _ended(launcher, job, exit_code, existed=existed, quiet=arguments.quiet)
+        if is_refused:
+            told = _behind(parser, command)
+            for line in _behind(parser, command, launcher.reason):
+                if line not in told:
+                    print(f"megatron-recover run: {line}", file=sys.stderr)
         return None if launcher.starts_anew else code
 
 
@@ -139,21 +144,29 @@ def _described(
 
     Exit with 2 if the command line is refused, or as the meeting of the nodes has ended.
     """
-    behind = [
-        f"{words} behind {command[0]} is the script's; if it is for the launcher, write: megatron-recover run {words} ... "
-        f"{command[0]} ..."
-        for words in launch_line.behind_script(command, parser)
-    ]
     try:
         described = monitor_flags.read(arguments), *describing.job_of(arguments, command)
     except (NotMet, ValueError) as error:
         is_mine = not isinstance(error, NotMet) or error.is_of_owner
-        _end_refused(parser, error, "\n".join([*str(error).splitlines(), *behind]), ends_for_others=is_mine)
+        said = "\n".join([*str(error).splitlines(), *_behind(parser, command, str(error))])
+        _end_refused(parser, error, said, ends_for_others=is_mine)
     except OSError as error:
         _end_refused(parser, error, several_nodes.mistake_of(error))
-    for line in behind:
+    for line in _behind(parser, command):
         print(f"megatron-recover run: {line}", file=sys.stderr)
     return described
+
+
+def _behind(parser: run_flags.RunParser, command: Sequence[str], refused: str = "") -> list[str]:
+    """Return a line for each flag behind the script that may be meant for the launcher.
+
+    `refused` is as in `launch_line.behind_script`.
+    """
+    return [
+        f"{words} behind {command[0]} is the script's; if it is for the launcher, write: megatron-recover run {words} ... "
+        f"{command[0]} ..."
+        for words in launch_line.behind_script(command, parser, refused)
+    ]
 
 
 def _end_refused(parser: run_flags.RunParser, error: Exception, said: str, *, ends_for_others: bool = True) -> NoReturn:

@@ -25,9 +25,12 @@ def chained_state_dict(self: Any, is_loading: bool = False) -> Any:
 
 
 def _create_state(optimizer: Any) -> None:
-    """Create the tensors of one of Megatron's optimizers, which creates them in its first step.
+    """Create the state of one of Megatron's optimizers, which creates it in its first step.
 
-    Megatron's own function leaves out the count of steps that torch's Adam has for each parameter.
+    Megatron's own function leaves out the count of steps. torch's Adam has it for each parameter,
+    and FusedAdam of Transformer Engine and Apex for each group with parameters, from its first step
+    on. torch loads what the state has and leaves out all else without a word. So without the count
+    Adam would begin to correct its moments anew.
     """
     if optimizer.init_state_fn is None:
         return
@@ -35,3 +38,7 @@ def _create_state(optimizer: Any) -> None:
     if isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW):
         for state in optimizer.optimizer.state.values():
             state.setdefault("step", torch.tensor(0.0))
+        return
+    for group in optimizer.optimizer.param_groups:
+        if group["params"]:
+            group.setdefault("step", 0)

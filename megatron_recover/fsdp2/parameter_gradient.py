@@ -133,7 +133,7 @@ class WideGradient(Gradient):
     _ATTRIBUTE = "main_grad"
 
     def __init__(self, parameter: Any, start: int, stop: int, buffer: Tensor, flat: FlatSum) -> None:
-        """Use a part of `buffer` as `Gradient` does; `flat` has what FSDP2 has summed over the lanes."""
+        """Use a part of `buffer` as `Gradient` does; `flat` has what was summed over the lanes."""
         super().__init__(parameter, start, stop, buffer)
         self._flat, self._is_aside = flat, False
         parameter.register_post_accumulate_grad_hook(self._add)

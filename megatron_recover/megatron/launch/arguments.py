@@ -444,6 +444,8 @@ def cpu_refusals(args: Namespace) -> list[str]:
         found.append("--profile needs CUDA: it marks steps for nsys; add --use-pytorch-profiler on a CPU")
     if args.distributed_backend == "nccl":
         found.append("--distributed-backend nccl needs CUDA; leave it out on a CPU")
+    if args.transformer_impl != "local":
+        found.append(f"--transformer-impl {args.transformer_impl} needs CUDA: leave it out on a CPU")
     return found
 
 
