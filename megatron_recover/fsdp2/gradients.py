@@ -112,6 +112,8 @@ class ParameterGroup(Region):
         Free whole parameters that an evaluation has left: in a step without a backward here nobody
         else would, and finalize looks for the gradients of what the module has.
         """
+        if self._flat is not None:
+            self._flat.begin(self.local.device)
         self._module.reshard()
         self.local.zero_()
         self.collect_into(None)

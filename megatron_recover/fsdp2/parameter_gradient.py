@@ -16,11 +16,19 @@ Note [Before it is rounded]
     parameters after the other.
 
     On a GPU both hooks run on a stream of FSDP2's own, behind the sum. The training stream waits
-    for that stream at the end of the backward. FSDP2 frees the flat sum on another stream, so it is
-    kept until the additions are done (`record_stream`).
+    for that stream at the end of the backward.
 
     What torch promises of this is the argument of the hook. That the gradients are views of one
     tensor of its size is checked each time; otherwise the run ends.
+
+Note [Freed]
+    The flat sum comes from the memory of FSDP2's stream for reduce-scatters, and is read on another
+    stream. When it is freed, the next reduce-scatter may write into that memory. So it is freed
+    once the training stream waits for the additions: each reduce-scatter waits for what the
+    training stream has to do before it. With `record_stream` nobody would have to wait, but the
+    host, which is many layers ahead of the GPU, would get new memory for each of them. As it is,
+    two sums exist at a time. The training stream waits for the additions of the sum before the
+    last, and FSDP2 has it wait for the last reduce-scatter anyway.
 """
 
 from __future__ import annotations
@@ -97,21 +105,36 @@ class FlatSum:
     def __init__(self) -> None:
         """There is none yet."""
         self._sum: Tensor | None = None
+        self._older: list[tuple[Tensor, torch.cuda.Event]] = []
+        """Sums whose parts may still be read, and what comes after their additions."""
+        self._training: torch.cuda.Stream | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """Note the stream of the training thread, which calls this before each step."""
+        if device.type != "cpu":
+            self._training = torch.cuda.current_stream(device)
 
     def keep(self, flat: Tensor) -> None:
-        """Keep the sum of the parameters whose hooks come next; forget the one before.
+        """Keep the sum of the parameters whose hooks come next; forget the one before the last.
 
         Raises RuntimeError for a sum in another type than fp32 (`Sharding`).
         """
         if flat.dtype != torch.float32:
             raise RuntimeError(f"FSDP2 has summed a gradient over the lanes in {flat.dtype}, not in fp32")
         if flat.device.type != "cpu":
-            flat.record_stream(torch.cuda.current_stream(flat.device))
+            self._grow_older(torch.cuda.current_stream(flat.device))
         self._sum = flat
 
     def forget(self) -> None:
-        """Let the memory of the newest sum be used again."""
-        self._sum = None
+        """Forget all sums; the training stream waits for what the backward has added."""
+        self._sum, self._older = None, []
+
+    def _grow_older(self, stream: torch.cuda.Stream) -> None:
+        """Keep the newest sum, and free the one before. See Note [Freed]."""
+        assert self._training is not None, "a backward runs before a step has begun"
+        for _, added in self._older:
+            self._training.wait_event(added)
+        self._older = [] if self._sum is None else [(self._sum, stream.record_event())]
 
     def part(self, rounded: Tensor) -> Tensor:
         """Return the part of the sum that FSDP2 has rounded to `rounded`, with its shape.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+import weakref
 from typing import Any
 
 import msgspec
@@ -199,7 +200,46 @@ def test_fsdp2_calls_hooks_on_the_stream_on_which_it_has_added() -> None:
              "with device_handle.stream(all_reduce_stream):\n            all_reduce_hook(reduce_output)\n")  # fmt: skip
     places = [source.index(text) for text in order]
     assert places == sorted(places) and places[1] < source.index("    with device_handle.stream(post_reduce_stream):\n")
+    order = ("reduce_scatter_stream.wait_stream(current_stream)", "reduce_output = reduce_scatter_comm.allocate(")  # [Freed]
+    assert 0 < source.index(order[0]) < source.index(order[1])
     assert "wait_event" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.finalize_backward)
+
+
+class Stream:
+    """Notes what a stream is told to do."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log, self._events = name, log, 0
+
+    def record_event(self) -> str:
+        self._events += 1
+        self._log.append(event := f"{self.name} {self._events}")
+        return event
+
+    def wait_event(self, event: str) -> None:
+        self._log.append(f"{self.name} waits for {event}")
+
+
+def test_a_sum_that_is_not_rounded_is_freed_when_the_training_stream_waits_for_its_additions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next reduce-scatter, which may get its memory, waits for the training stream. No host waits."""
+    log: list[str] = []
+    training, adding = Stream("training", log), Stream("adding", log)
+    current = training
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: current)
+    kept = FlatSum()
+    kept.begin(torch.device("meta"))
+    current, alive = adding, []
+    for count in range(4):
+        flat = torch.empty(4, device="meta")
+        alive.append(weakref.ref(flat))
+        kept.keep(flat)
+        del flat
+        assert [each() is not None for each in alive] == [False] * (count - 1) + [True] * min(2, count + 1)
+    assert log == ["adding 1", "training waits for adding 1", "adding 2", "training waits for adding 2", "adding 3"]
+    kept.forget()
+    assert not any(each() is not None for each in alive)
 
 
 def test_a_bucket_that_is_summed_before_fsdp2_has_added_to_it_is_seen(

@@ -145,13 +145,16 @@ def _of_shards(held: OnRank, numerics: Numerics, fsdp2: Fsdp2, num_shards: int, 
     largest = -(-max((*held.tables, held.largest)) // num_shards)
     start = 0 if fsdp2.built_on_host else held.dense
     is_wide = numerics.gradient > numerics.weight
+    # FSDP2's sums of two groups, and the last of them rounded (`fsdp2/parameter_gradient.py`).
+    unrounded = -(-max(held.groups, default=0) // num_shards) * (2 * numerics.gradient + numerics.weight)
     return Memory(
         weights=shard * numerics.weight,
         gradient=shard * (numerics.gradient + (8 if numerics.is_exact else 0)),
         result=shard * numerics.summed,
         optimizer=shard * numerics.optimizer,
         activations=activations,
-        sums=max(_sum_of_bucket(shard, 1, numerics), largest * numerics.summed),  # a bucket has whole parameters
+        # A bucket has whole parameters.
+        sums=max(_sum_of_bucket(shard, 1, numerics), largest * numerics.summed) + (unrounded if is_wide else 0),
         redirected=0 if numerics.is_exact or is_wide else shard * numerics.gradient,
         gathered=_gathered(held.groups, fsdp2, num_shards, is_wide=is_wide) * numerics.weight,
         step_copy=shard * numerics.step_copy,
