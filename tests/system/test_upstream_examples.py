@@ -43,6 +43,10 @@ class Example:
     """Arguments of the script: folders and files of its user."""
     changes: dict[str, Change]
 
+    def keeps(self, flag: str) -> bool:
+        """Whether a flag of the line is in the job."""
+        return flag not in self.changes or self.changes[flag].value is not None
+
 
 GPT3 = Example(
     "examples/gpt3/train_gpt3_175b_distributed.sh",
