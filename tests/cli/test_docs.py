@@ -60,10 +60,11 @@ def test_every_flag_without_effect_is_listed_with_its_reason_and_no_other() -> N
 def test_what_a_machine_without_cuda_refuses_is_listed_and_no_other() -> None:
     listed = re.findall(r"`(--[\w-]+)`", _text("docs/reference/supported.md").split("\nOn a CPU")[1].split("\n\n")[0])
     refused = Namespace(
-        profile=True, use_pytorch_profiler=False, profile_step_start=10, train_iters=11, distributed_backend="nccl"
+        profile=True, use_pytorch_profiler=False, profile_step_start=10, train_iters=11, distributed_backend="nccl",
+        transformer_impl="transformer_engine",
     )  # fmt: skip
     assert [line.split()[0] for line in cpu_refusals(refused)] == listed
-    refused.distributed_backend = "gloo"
+    refused.distributed_backend, refused.transformer_impl = "gloo", "local"
     assert cpu_refusals(Namespace(**vars(refused) | {"use_pytorch_profiler": True})) == []
     assert cpu_refusals(Namespace(**vars(refused) | {"train_iters": 10})) == []
     in_samples = vars(refused) | {"train_iters": None, "global_batch_size": 1, "step_batch_size_schedule": "9:64,0:16"}
