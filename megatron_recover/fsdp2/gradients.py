@@ -150,7 +150,7 @@ class ShardedGradients:
         such a module. With `in_fp32` gradients are added up in fp32; the modules have to be sharded
         for that (`Sharding`). With `overlaps` each parameter also gets a hook, except on a
         GPU with tensor parallelism: a third communicator would then run beside those of lanes and
-        replicas. Raises ValueError as `ParameterGroup` does.
+        replicas. Raises ValueError as `ParameterGroup` and `shards.refuse_empty` do.
         """
         flat = FlatSum() if in_fp32 else None
         self._groups = [
@@ -161,6 +161,10 @@ class ShardedGradients:
             for module, group in shards.groups(model)
             if (trained := [parameter for parameter in group if parameter.requires_grad])
         ]
+        shards.refuse_empty(
+            (gradient.parameter for group in self._groups for each in group.gradients.values() for gradient in each),
+            packages.version("transformer-engine"),
+        )
         self.regions, self.num_chunks = self._groups, len(chunks)
         self.checks_finite = checks_finite
         self.can_watch = overlaps and all(_may_watch(chunk) for chunk in chunks)

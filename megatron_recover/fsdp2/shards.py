@@ -11,13 +11,15 @@ Note [Sharded and whole]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+
+from megatron_recover import packages
 
 
 def is_sharded(model: Any) -> bool:
@@ -74,6 +76,26 @@ def padded_elements(parameter: Tensor) -> int:
         placed = parameter.placements if isinstance(parameter, DTensor) else "not at all"
         raise ValueError(f"a parameter is sharded {placed}; only parameters whose first dimension FSDP2 shards are supported")
     return math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * math.prod(parameter.shape[1:])
+
+
+def refuse_empty(parameters: Iterable[Tensor], transformer_engine: str | None) -> None:
+    """Raise ValueError for a parameter on a GPU of which some lane has nothing, if that is unsafe.
+
+    FusedAdam of Transformer Engine before 2.18 then leaves out the parameters before it, on that
+    lane alone and without a word (its issue 3207). `transformer_engine`: the version that is
+    installed, or None; other optimizers take such parameters.
+    """
+    if transformer_engine is None or packages.suffices(transformer_engine, "transformer-engine>=2.18"):
+        return
+    for parameter in parameters:
+        rows, lanes = parameter.shape[0], parameter.device_mesh.size()
+        num_with_rows = math.ceil(rows / math.ceil(rows / lanes))
+        if parameter.device.type == "cuda" and num_with_rows < lanes:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} has rows for {num_with_rows} of {lanes} lanes, and FusedAdam "
+                f"of Transformer Engine {transformer_engine} fails at that in silence; use a number of lanes that divides "
+                f"{rows}, or Transformer Engine 2.18"
+            )
 
 
 def _sharded_modules(model: torch.nn.Module) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import random
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -378,6 +379,28 @@ def test_state_is_the_shards_also_while_whole_parameters_are_there() -> None:
     with torch.no_grad():
         shards.local(next(iter(model.parameters())))[0] += 1
     assert state.digest() != before
+
+
+@pytest.mark.parametrize(
+    ("rows", "device", "version", "is_refused"),
+    [
+        (64, "cuda", "2.17.1", True),  # over 12 lanes 6 each: the last one has none
+        (64, "cuda", "2.18.0+cu13", False),
+        (64, "cuda", None, False),
+        (64, "cpu", "2.17.1", False),
+        (60, "cuda", "2.17.1", False),
+        (57, "cuda", "2.17.1", False),  # 5 each, and 2
+    ],
+)
+def test_lanes_without_a_shard_are_refused_where_the_fused_optimizer_fails_at_them(
+    rows: int, device: str, version: str | None, is_refused: bool
+) -> None:
+    parameter: Any = SimpleNamespace(shape=(rows, 3), device=torch.device(device), device_mesh=SimpleNamespace(size=lambda: 12))
+    if not is_refused:
+        shards.refuse_empty([parameter], version)
+        return
+    with pytest.raises(ValueError, match=r"shape \(64, 3\) has rows for 11 of 12 lanes, .* that divides 64, or Transformer "):
+        shards.refuse_empty([parameter], version)
 
 
 def _uneven(layout: Layout, dtype: torch.dtype) -> list[Any]:
