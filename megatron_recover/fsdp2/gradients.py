@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 
+from megatron_recover import packages
 from megatron_recover.core.values import BucketId
 from megatron_recover.fsdp2 import shards
 from megatron_recover.fsdp2.parameter_gradient import FlatSum, Gradient, WideGradient

@@ -78,7 +78,7 @@ def padded_elements(parameter: Tensor) -> int:
     return math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * math.prod(parameter.shape[1:])
 
 
-def refuse_empty(parameters: Iterable[Tensor], transformer_engine: str | None) -> None:
+def refuse_empty(parameters: Iterable[Any], transformer_engine: str | None) -> None:
     """Raise ValueError for a parameter on a GPU of which some lane has nothing, if that is unsafe.
 
     FusedAdam of Transformer Engine before 2.18 then leaves out the parameters before it, on that
