@@ -124,6 +124,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool =
         return exit_code
 
     launcher = SimpleNamespace(
+        reason="",
         has_begun=True, untraced=[], run=end, starts_anew=False,
         is_recorded=is_recorded, knows_end=knows_end, is_hurried=lambda: request.is_hurried, release_signals=request.release
     )  # fmt: skip

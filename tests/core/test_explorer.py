@@ -17,7 +17,7 @@ from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 
 CONTRACT = Path(__file__).parents[2] / "docs" / "design" / "protocol.md"
 SHARED = ((0, 1),)
-MANY_STATES = 5_000
+MANY_STATES = 2_500
 """Scenarios with more are left to `make long-test`."""
 
 

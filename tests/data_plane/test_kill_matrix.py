@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import signal
 import zlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,8 +47,14 @@ def name(cell: tuple[str, int, int, str, signal.Signals]) -> str:
     return f"{kind}-{members}-{size / MIB:g}MB-{instant}-{number.name}"
 
 
+def _parts() -> Iterator[Any]:
+    """`make test` runs every third, so that each value of each dimension comes up, and `make long-test` all others."""
+    for number, cell in enumerate(cells()):
+        yield pytest.param(cell, id=name(cell), marks=pytest.mark.slow if number % 3 else ())
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("cell", cells(), ids=name)
+@pytest.mark.parametrize("cell", _parts())
 def test_survivors_go_on(cell: tuple[str, int, int, str, signal.Signals]) -> None:
     kind, members, size, instant, number = cell
     seed = zlib.crc32(name(cell).encode())
