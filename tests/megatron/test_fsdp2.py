@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.tensor import DTensor
 
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.fsdp2 import shards
-from megatron_recover.fsdp2.gradients import BackwardWatch, ParameterGroup, ShardedGradients
+from megatron_recover.fsdp2.gradients import BackwardWatch, ParameterGroup, ShardedGradients, _may_watch
 from megatron_recover.fsdp2.parameter_gradient import FlatSum, Gradient, WideGradient
 from megatron_recover.megatron.state import TrainingState
 from megatron_recover.trainer.regions import number
@@ -66,13 +67,13 @@ def test_equals_megatron(layout: Layout) -> None:
     assert all(shape == shapes[0] for shape in shapes) and len(shapes[0].bucket_ranks) > 3
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_loss_per_token_is_divided_as_without_fsdp2(tp: int) -> None:
+@pytest.mark.parametrize(("tp", "bf16"), [(1, False), (1, True), (2, False)])
+def test_a_loss_per_token_is_divided_as_without_fsdp2(tp: int, bf16: bool) -> None:
     """Megatron alone does not divide it with FSDP2, so what is compared with are lanes without."""
-    plain, sharded = (Layout(tp=tp, lanes=2, per_token=True, fsdp2=fsdp2) for fsdp2 in (False, True))
+    plain, sharded = (Layout(tp=tp, lanes=2, per_token=True, bf16=bf16, fsdp2=fsdp2) for fsdp2 in (False, True))
     [reference] = run(plain, (upstream_alone, ()))
     found = run(sharded, (recovered, (AT_ONCE,)), (recovered, (INTO_SOME,)))
-    for rank, step, each in itertools.product(range(plain.num_ranks), range(2), found):
+    for rank, step, each in itertools.product(range(plain.num_ranks), range(1 if bf16 else 2), found):
         _assert_close(each[rank][step], reference[rank][step])
 
 
@@ -272,6 +273,49 @@ def sharded(dtype: torch.dtype = torch.float32, *, in_fp32: bool = True, **field
 
 def backward(model: Any, code: float = 1.0) -> None:
     model(torch.tensor(code)).sum().backward()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_rank(threads: Threads) -> None:
+    with pytest.raises(RuntimeError, match="not finite"):
+        Run(threads, 1, 1, [], broken=2, fsdp2=True)
+
+
+@pytest.mark.usefixtures("world")
+def test_shards_are_back_as_soon_as_a_step_begins() -> None:
+    """After an evaluation with `--torch-fsdp2-no-reshard-after-forward`, also in a replica that computes nothing then."""
+    model, gradients = sharded(reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.tensor(1.0))
+    assert not any(isinstance(weight, DTensor) for weight in model.parameters()), "nothing is whole: the test shows nothing"
+    gradients.regions[0].begin()
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+@pytest.mark.usefixtures("world")
+def test_a_sum_that_is_not_rounded_is_kept_no_longer_than_its_backward() -> None:
+    model, gradients = sharded(torch.bfloat16)
+    [region] = gradients.regions
+    backward(model)
+    assert region._flat._sum is not None
+    region.backward_ended(0, (0, 1, 2))
+    assert region._flat._sum is None
+
+
+@pytest.mark.usefixtures("world")
+def test_shards_are_looked_at_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, str | None]] = []
+    monkeypatch.setattr(shards, "refuse_empty", lambda parameters, version: seen.append((len([*parameters]), version)))
+    sharded()
+    assert seen == [(len(SIZES), None)]
+
+
+def test_on_a_gpu_with_tensor_parallelism_no_backward_is_watched() -> None:
+    for device, tp, expected in (("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)):
+        parameter = SimpleNamespace(device=torch.device(device))
+        chunk = SimpleNamespace(
+            parameters=lambda parameter=parameter: iter([parameter]), config=SimpleNamespace(tensor_model_parallel_size=tp)
+        )  # fmt: skip
+        assert _may_watch(chunk) is expected
 
 
 @pytest.mark.usefixtures("world")

@@ -135,7 +135,8 @@ class Scenario:
     def sharded(self) -> Scenario:
         """The same where FSDP2 shards replicas of as many ranks over lanes, with which it has neither stages nor ZeRO-1.
 
-        What it shards is saved in a format that Megatron refuses with tensor parallelism.
+        What it shards is saved in a format that Megatron refuses with tensor parallelism. Without stages, which sleep one
+        after the other, a step takes as long as with them.
         """
         job = self.job
         ranks = job.tp * job.pp * job.lanes
@@ -146,7 +147,9 @@ class Scenario:
             del extra[first : first + 4]  # of virtual stages
         extra = [flag for flag in extra if flag != "--use-distributed-optimizer"]
         extra += [*FSDP2, *(("--ckpt-format", "torch_dcp") if self.saves else ())]
-        return dataclasses.replace(self, job=dataclasses.replace(job, tp=tp, pp=1, lanes=ranks // tp, extra=tuple(extra)))
+        passes = job.microbatches / max(1, job.replicas - 1)
+        sharded = dataclasses.replace(job, tp=tp, pp=1, lanes=ranks // tp, extra=tuple(extra))
+        return dataclasses.replace(self, job=sharded, step_s=self.step_s * (passes + job.pp - 1) / passes)
 
     def reference(self) -> Job:
         """The failure-free job of one replica that it has to end like. What makes no difference to its result is left out."""
@@ -169,8 +172,8 @@ class Scenario:
             found["MISCOUNT"] = f"{self.miscount.replica} {self.miscount.step} 1"
         if self.heals:
             orders = Orders(
-                microbatches=self.job.microbatches * self.job.lanes, step_s=self.step_s, full_step_s=self.full_step_s,
-                full=self.full, acts=self.acts,
+                microbatches=self.job.microbatches, step_s=self.step_s, full_step_s=self.full_step_s, full=self.full,
+                acts=self.acts,
             )  # fmt: skip
             found[ORDERS] = msgspec.json.encode(orders).decode()
         return found

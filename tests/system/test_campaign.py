@@ -74,7 +74,8 @@ def test_with_fsdp2_a_job_has_as_many_ranks_and_what_megatron_takes() -> None:
         assert {*FSDP2} <= {*extra} and ("torch_dcp" in extra) is plan.saves and not (plan.saves and job.tp > 1)
         assert not {"--use-distributed-optimizer", "--num-layers", "--num-layers-per-virtual-pipeline-stage"} & {*extra}
         assert plan.reference().extra[-1] == extra[-1] and "fsdp2" in str(plan)
-        assert replace(plan, job=plain.job) == plain
+        assert replace(plan, job=plain.job, step_s=plain.step_s) == plain
+        assert not plan.heals or 20 < comebacks.STEPS * plan.step_s < 40, "there is time for several joins"
         layouts.add((job.tp, job.lanes))
     assert {(1, 1), (1, 2), (1, 4), (2, 2)} <= layouts
 
@@ -152,7 +153,7 @@ def test_whatever_heals_is_of_a_kind_of_its_own() -> None:
     for plan in HEALING:
         assert plan.script == JOINING and plan.job.steps == comebacks.STEPS and plan.reference().heal == "off"
         orders = msgspec.json.decode(plan.environment()[ORDERS], type=Orders)
-        assert orders.acts == plan.acts and orders.microbatches == plan.job.microbatches * plan.job.lanes
+        assert orders.acts == plan.acts and orders.microbatches == plan.job.microbatches
         passes = plan.job.microbatches / max(1, plan.job.replicas - 1)
         in_all_s = comebacks.STEPS * plan.step_s * (passes + plan.job.pp - 1) / passes
         assert 20 < in_all_s < 40, "there is time for several joins, and the campaign does not wait for ever"
