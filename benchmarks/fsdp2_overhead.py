@@ -12,7 +12,7 @@ import pathlib
 import tempfile
 
 from benchmarks.common import Row, row
-from benchmarks.overhead import Case, pair
+from benchmarks.overhead import Case, pairs
 from tests.system.jobs import Job, text_data
 
 FLAGS = ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights")
@@ -32,10 +32,7 @@ def rows() -> list[Row]:
         folder = pathlib.Path(name)
         data = text_data(folder)
         for index, case in enumerate(CASES):
-            values = [
-                pair(case, data, folder, f"{index}-{number}", at_once=False, ours_first=number % 2 == 0)
-                for number in range(case.pairs)
-            ]
+            values = pairs(case, data, folder, str(index), at_once=False)
             title = f"FSDP2: overhead, CPU-seconds a step ({case.title}), in turn"
             result.append(row(title, values, "%", baseline=against, goal="<= 3"))
     return result

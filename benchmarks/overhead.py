@@ -222,6 +222,14 @@ def pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at_
     return 100 * (ours_s / baseline_s - 1)
 
 
+def pairs(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at_once: bool) -> list[float]:
+    """Return what `pair` measures, for all pairs of a case; either side begins in turn."""
+    return [
+        pair(case, data, folder, f"{name}-{number}", at_once=at_once, ours_first=number % 2 == 0)
+        for number in range(case.pairs)
+    ]
+
+
 def _readiness(case: Case, data: pathlib.Path, folder: pathlib.Path, number: int) -> float:
     """Return the percentage of CPU-seconds a step that a job needs more to be ready to heal."""
     used = {}
@@ -247,10 +255,7 @@ def rows() -> list[Row]:
         data = text_data(folder)
         for index, case in enumerate(CASES):
             for at_once, when in ((False, "in turn"), (True, "at the same time")):
-                values = [
-                    pair(case, data, folder, f"{index}-{when}-{number}", at_once=at_once, ours_first=number % 2 == 0)
-                    for number in range(case.pairs)
-                ]
+                values = pairs(case, data, folder, f"{index}-{when}", at_once=at_once)
                 title = f"overhead, CPU-seconds a step ({case.title}), {when}"
                 result.append(row(title, values, "%", baseline=against, goal="<= 2"))
         small = CASES[-1]
