@@ -186,7 +186,7 @@ class FormedInFreeSlots(Rule):
         self._started[event.replica].add(event.rank)
         return self._lived(line, event.replica, f"had a process of rank {event.rank}")
 
-    def _fenced(self, line: Line, event: trace.Fenced, step: None) -> Findings:
+    def _fenced(self, line: Line, event: trace.Fenced, step: None) -> Iterable[Finding]:
         dead = self._dead.setdefault(event.replica, set())
         late = sorted({*event.ranks} - dead)
         dead |= {*event.ranks}
