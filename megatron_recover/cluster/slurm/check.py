@@ -16,7 +16,7 @@ from megatron_recover.cluster.slurm.batch_script import BatchScript, Srun, read
 
 _LAUNCHERS = re.compile(r"megatron[_-]recover|torchrun|torch\.distributed|megatron|pretrain")
 _TORCHRUN = re.compile(r"(?:^|[\s/])torchrun(?:\s|$)|\btorch\.distributed\.(?:run|launch)\b")
-_RUN = re.compile(r"megatron[_-]recover\s+run\b")
+_RUN = re.compile(r"megatron[_-]recover[.\s]+run\b")
 _NNODES = re.compile(r"--nnodes[ =]\s*(\S+)")
 _MORE_FLAGS = re.compile(r"\$\{\w+\[[@*]|\$[@*]|\$\{[@*]")
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
@@ -174,7 +174,10 @@ def _early_end(script: BatchScript) -> Iterator[Finding]:
 def _torchrun(script: BatchScript) -> Iterator[Finding]:
     for srun in _agents(script):
         if _TORCHRUN.search(" ".join(srun.command)):
-            yield Finding(srun.line, "torchrun ends the job when it loses a rank", "write megatron-recover run")
+            yield Finding(
+                srun.line, "torchrun ends the job when it loses a rank",
+                "write megatron-recover run, and add --key-file FILE with several nodes",
+            )  # fmt: skip
 
 
 def _key(script: BatchScript) -> Iterator[Finding]:
