@@ -47,6 +47,7 @@ from megatron_recover.config import module_command
 from megatron_recover.core.progress import Progress
 from megatron_recover.core.wording import counted, verb
 from megatron_recover.deadlines import Deadlines, figure
+from megatron_recover.host.process_stat import with_letter
 from megatron_recover.progress_page import DESCRIPTOR, PageReader
 
 _LOOK_S = 1.0
@@ -139,17 +140,17 @@ class Agent:
         return False
 
     def importing(self) -> str:
-        """Return which process still imports, with its state letter in /proc/PID/stat.
+        """Return which process still imports, with its state.
 
         Call this after `is_ready` has returned False. Without a report about warm processes it is
         the fork server.
         """
         if (last := self._importing) is None:
             fields = self._server_stat.read()
-            return f"pid {self._server.pid} is in state {fields[STATE_FIELD].decode() if fields else 'unknown'}"
+            return f"pid {self._server.pid} is {with_letter(fields[STATE_FIELD].decode() if fields else '')}"
         has = verb(last.num_done, "has", "have")
         done = f"{last.num_done} of {counted(last.num_processes, 'process', 'processes')} {has} imported"
-        return f"{done}; pid {last.pid} has not, and is in state {last.state}"
+        return f"{done}; pid {last.pid} has not, and is {with_letter(last.state)}"
 
     def spawn(
         self,

@@ -51,14 +51,17 @@ class Preparation:
         how = "once for" if job.rank_start == "fork" else "in each of"
         who = counted(job.num_slots_here, "spare slot") if job.is_late else counted(job.num_ranks_here, "rank")
         self._recording.says(f"importing {modules} {how} {who}")
-        said_at, said = self._loop.time(), ""
+        begun = said_at = self._loop.time()
+        said = ""
 
         def are_imported() -> bool:
             nonlocal said_at, said
             if self._node.is_ready():
                 return True
             if self._loop.time() - said_at >= self._news_s and (text := self._node.importing()) != said:
-                self._recording.says(f"still importing: {text}")
+                self._recording.says(
+                    f"still importing after {self._loop.time() - begun:.0f} s, of {self._deadline_s:.0f} s at most: {text}"
+                )
                 said_at, said = self._loop.time(), text
             return False
 

@@ -34,14 +34,9 @@ from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Link, encode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import host_name
-from megatron_recover.host.process_stat import state_of
+from megatron_recover.host.process_stat import STATES, state_of
 from megatron_recover.host.speaker import Speaker
 
-_STATES = {
-    "R": "running", "S": "asleep", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped by a debugger",
-    "Z": "dead", "X": "dead",
-}  # fmt: skip
-"""Words for the state letters of a process (proc(5), /proc/PID/stat)."""
 _ENDED = ("", "Z", "X")
 """States of a process that is not seen to live on this host."""
 
@@ -193,7 +188,7 @@ class CoordinatorWatch:
         state = self._state()
         remedy = f": continue it with `kill -CONT {self._pid}`" if state == "T" else ""
         where = "" if self._host == host_name() else f" of {self._host}"
-        return f"pid {self._pid}{where}, {_STATES.get(state, 'not to be seen in /proc here')}{remedy}"
+        return f"pid {self._pid}{where}, {STATES.get(state, 'not to be seen in /proc here')}{remedy}"
 
     def _state(self) -> str:
         """Return the state letter of the coordinator's process; empty if it is on another host."""

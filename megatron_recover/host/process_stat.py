@@ -8,6 +8,11 @@ from pathlib import Path
 STATE, START_TIME = 3, 22
 """Numbers of the fields as proc(5) counts them: a state letter, and clock ticks from boot to the
 start of the process."""
+STATES = {
+    "R": "running", "S": "asleep", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped by a debugger",
+    "Z": "dead", "X": "dead",
+}  # fmt: skip
+"""Words for state letters."""
 
 
 def fields_of(text: bytes) -> list[bytes]:
@@ -23,6 +28,11 @@ def state_of(pid: int) -> str:
     """Return the state letter of a process, or an empty string if it cannot be read."""
     fields = stat_of(pid)
     return fields[STATE].decode() if fields else ""
+
+
+def with_letter(state: str) -> str:
+    """Return the words for a state letter, with the letter."""
+    return f"{STATES.get(state, 'not to be seen in /proc here')} (state {state or 'unknown'})"
 
 
 def stat_of(pid: int) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -210,7 +211,7 @@ def test_a_warm_process_that_hangs_while_it_imports_is_named(tmp_path: Path) -> 
     (tmp_path / "block").mkdir()
     with agent(tmp_path, 2, "blocks") as made:
         hung = until_one_blocks(tmp_path)
-        expected = f"1 of 2 processes has imported; pid {hung} has not, and is in state S"
+        expected = f"1 of 2 processes has imported; pid {hung} has not, and is asleep (state S)"
         until_readable(made.fileno(), lambda: made.is_ready() or made.importing() == expected, expected, deadline_s=30)
         assert not made.is_ready()
 
@@ -239,9 +240,10 @@ def test_the_console_names_a_process_that_hangs_while_it_imports(start: str, nam
         [sys.executable, "-c", LAUNCHES, str(tmp_path / "run"), start], capture_output=True, text=True, timeout=120,
         env=dict(os.environ) | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, check=False,
     )  # fmt: skip
-    what = named.format(until_one_blocks(tmp_path)) + " is in state S"
+    what = named.format(until_one_blocks(tmp_path)) + " is asleep (state S)"
     assert done.returncode == ExitCode.FAILED, done.stderr
-    assert done.stdout.count(f"megatron-recover: still importing: {what}\n") == 1, done.stdout
+    told = rf"megatron-recover: still importing after \d s, of 6 s at most: {re.escape(what)}$"
+    assert len(re.findall(told, done.stdout, re.MULTILINE)) == 1, done.stdout
     assert f"importing took more than 6 s: {what}\n" in done.stdout
 
 
