@@ -7,6 +7,7 @@ flags of Megatron's command line with the same texts (`megatron/launch/parsing.p
 from __future__ import annotations
 
 import difflib
+import itertools
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
@@ -103,6 +104,19 @@ def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], list[
         if has_value.get(word, False):
             next(positions, None)
     return [*argv], []
+
+
+def taken_for_values(words: Sequence[str], parser: ArgumentParser) -> list[str]:
+    """Return a line for each Python file that is the value of one of the parser's flags.
+
+    It may be the script, behind a flag whose value was forgotten.
+    """
+    has_value = {option for action in parser._actions if action.nargs != 0 for option in action.option_strings}
+    return [
+        f"{value} is taken for the value of {flag}; if it is the script, write the value of {flag} in front of it"
+        for flag, value in itertools.pairwise(words)
+        if flag in has_value and value.endswith(".py")
+    ]
 
 
 def misplaced(words: Iterable[str], theirs: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import megatron_recover
 from megatron_recover import packages, trace
-from megatron_recover.cli import launch_line, run_dirs, several_nodes
+from megatron_recover.cli import launch_line, run_dirs, several_nodes, training_script
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.job import Job, RankStart, claim_log_links, create_run_dir
 from megatron_recover.cluster.joining import refuse
@@ -42,9 +42,6 @@ PRELOAD = (
 """Modules that every rank starts with, and a function to call (`cluster/forkserver.py`). torch's
 optimizers import `torch._dynamo` at their first use, which every rank would do for itself."""
 RUNNER = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "script.py"
-_NO_SCRIPT = (
-    "the training script is missing; write it and its flags behind those of run, for example: scripts/pretrain_gpt.py ..."
-)
 _LEAST_PART_BYTES = 2**20
 """Smallest size of a part of the trace in bytes. With smaller parts a run of days would leave a
 hundred thousand files."""
@@ -58,8 +55,6 @@ def job_of(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, 
     `NotMet` if other nodes or a signal end the job, and OSError if a file that the command line
     names cannot be reached.
     """
-    if not command:
-        raise ValueError(_NO_SCRIPT)
     line = launch_line.read(arguments, inherited_environment())
     script, *flags = command
     words = (*(["-m"] if line.is_module else []), script)
@@ -103,8 +98,7 @@ def _job_of_several(
 
 def _judged(arguments: argparse.Namespace, line: launch_line.Choice, script: str, flags: Sequence[str]) -> RankStart:
     """Judge what this node can judge alone; return how its ranks start. Raises ValueError."""
-    if not line.is_module and not Path(script).is_file():
-        raise ValueError(f"there is no training script {script}; write its path behind the flags of run")
+    training_script.judge(script, "run", is_module=line.is_module)
     _refuse_stopped(flags, is_chained=arguments.chained)
     one_megatron.choose(script, is_module=line.is_module)
     if arguments.trace_file_bytes and arguments.trace_file_bytes < _LEAST_PART_BYTES:
@@ -266,7 +260,7 @@ def _size(
     num_ranks, lanes = shape.num_ranks, shape.lanes if wanted is None else wanted
     if processes is None:
         if replicas is None:
-            raise ValueError("the number of processes is missing; give --nproc-per-node, as for torchrun, or --replicas")
+            raise ValueError(launch_line.NO_NUMBER)
         return replicas, lanes
     if slots is not None and len(slots) > 1:
         return max(1, most_replicas(slots, num_ranks)) if replicas is None else replicas, lanes

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
 from megatron_recover import packages
-from megatron_recover.cli import launch_line
+from megatron_recover.cli import launch_line, training_script
 from megatron_recover.cli.node_checks import folders_of
 from megatron_recover.cli.run_flags import add_flags
 from megatron_recover.cluster.doctor.findings import Check, Finding, Need, warn
@@ -60,8 +59,8 @@ def _need(arguments: Namespace, command: Sequence[str], environment: dict[str, s
         arguments = Namespace(**vars(arguments) | {"nproc_per_node": None})
         environment = {name: value for name, value in environment.items() if name != "PET_NPROC_PER_NODE"}
     line = launch_line.read(arguments, environment)
-    if command and not line.is_module and not Path(command[0]).is_file():
-        raise ValueError(f"there is no training script {command[0]}; write its path behind the flags of doctor")
+    if command:
+        training_script.judge(command[0], "doctor", is_module=line.is_module)
     num_ranks = line.num_processes
     if num_ranks is None and arguments.replicas is not None and not line.nodes.is_of_several:
         num_ranks = arguments.replicas * shape_of(command[1:], arguments.lanes).num_ranks

@@ -73,6 +73,9 @@ _CAN_END = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIG
 """Signals that may end a job. Others have another use here, or cannot be handled."""
 _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _NUM_PROCESSES = "--nproc-per-node"
+_PER_GPU = ("gpu", "auto")
+NO_NUMBER = "the number of processes is missing; give --nproc-per-node, as for torchrun, or --replicas"
+NO_NUMBER_OF_SEVERAL = "the number of processes is missing; with several nodes give --nproc-per-node, as for torchrun"
 _ONE_NODE = "all processes are on this node, and they meet without an address"
 _SIGNALS = ",".join(signal.Signals(number).name for number in TOLD_TO_ALL)
 TORCHRUN = (
@@ -181,6 +184,8 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
         del given["log_dir"]
     found = [f"{each.name} is not supported: {each.text}" for each in TORCHRUN if each.dest in given and each.fate == "refused"]
     nodes = meeting_flags.read(given, arguments, found)
+    if "log_dir" in given and "/" in given.get("rdzv_id", ""):
+        found.append(f"--rdzv-id is {given['rdzv_id']}, and a folder of --log-dir has this name; give one without /")
     if given.get("module") and given.get("run_path"):
         found.append("--module and --run-path exclude each other; the first is for a module, the second for a file")
     reader = _Reader(given, found)
@@ -198,6 +203,18 @@ def read(arguments: Namespace, environment: Mapping[str, str]) -> Choice:
         absent = [flag for flag in TORCHRUN if getattr(arguments, flag.dest) is None and flag.variable in environment]
         raise ValueError("\n".join(_with_variable(line, absent) for line in found))
     return choice
+
+
+def judge_for_another_machine(arguments: Namespace) -> None:
+    """Raise ValueError where `read` refuses the flags on any machine, or the ranks have no number.
+
+    What a flag asks of the machine is not judged: the job runs on another one.
+    """
+    if arguments.nproc_per_node is None and arguments.replicas is None:
+        raise ValueError(NO_NUMBER)
+    asked = {"nproc_per_node": _PER_GPU, "numa_binding": get_args(NumaBinding)}
+    known = {name: None if value in asked.get(name, ()) else value for name, value in vars(arguments).items()}
+    read(Namespace(**known), {})
 
 
 def _notes(given: Mapping[str, str], nodes: Meeting, arguments: Namespace) -> Iterator[str]:
@@ -252,11 +269,11 @@ def judge(line: Choice, num_processes: int, config: RecoverConfig) -> None:
                 f"{counted(line.num_processes, 'rank')}, each of which listens on up to {PORTS_OF_A_RANK}; "
                 f"give at least {needed} ports"
             )
-    if absent := sorted(place for place in line.streams.named if place >= num_processes):
-        found.append(
-            f"--redirects, --tee or --local-ranks-filter names rank {absent[0]}; the ranks of this job are 0 to "
-            f"{num_processes - 1}, counted over all replicas"
-        )
+    for flag, named in line.streams.named.items():
+        if absent := sorted(place for place in named if place >= num_processes):
+            found.append(
+                f"{flag} names rank {absent[0]}; the ranks of this job are 0 to {num_processes - 1}, counted over all replicas"
+            )
     if line.shutdown_s is not None and line.shutdown_s > deadline_s:
         found.append(
             f"--shutdown-timeout (or {_SHUTDOWN_VARIABLE} of the environment) is {line.shutdown_s}; it must be at most "
@@ -370,7 +387,7 @@ def _num_processes(text: str) -> int:
     """Return the number of processes that `--nproc-per-node` means. Raises ValueError."""
     if text == "cpu" or (text == "auto" and not has_gpu()):
         return len(os.sched_getaffinity(0))
-    if text in ("gpu", "auto"):
+    if text in _PER_GPU:
         number = len(gpu_bytes())
         if number < 1:
             raise ValueError(", but torch finds no GPU, or its driver does not answer; give the number of processes")

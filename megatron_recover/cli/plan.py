@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_recover import packages
-from megatron_recover.cli import meeting_flags
+from megatron_recover.cli import meeting_flags, training_script
 from megatron_recover.cli.launch_line import TORCHRUN
 from megatron_recover.cluster.rank_process import set_parent_death_signal
 from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu, module_command
@@ -136,8 +135,6 @@ def read_sizes(script: str, flags: Sequence[str], verb: str = "plan") -> Sizes:
     Raises ValueError for bad input, also for a script that never calls `pretrain`. Raises
     ScriptError if the script fails, and OSError if it cannot be read.
     """
-    if script != "-m" and _is_shell(script):
-        raise ValueError(f"{script} is a shell script; write the Python script, not the shell script, and its flags")
     print(f"megatron-recover {verb}: reading the sizes of the model", file=sys.stderr, flush=True)
     # The file has no name and the child ends with this process, so a signal leaves nothing.
     with tempfile.TemporaryFile() as file:
@@ -150,12 +147,6 @@ def read_sizes(script: str, flags: Sequence[str], verb: str = "plan") -> Sizes:
             return msgspec.json.decode(written, type=Sizes)
     complaint = _complaint(flags[0] if script == "-m" else script, process.returncode, process.stderr.splitlines())
     raise (ValueError if process.returncode in (ExitCode.OK, ExitCode.BAD_INPUT) else ScriptError)(complaint)
-
-
-def _is_shell(script: str) -> bool:
-    with open(script, "rb") as file:
-        first = file.readline(200)
-    return script.endswith((".sh", ".bash")) or re.match(rb"#!.*\b(ba|z|k|da)?sh\b", first) is not None
 
 
 def _complaint(script: str, code: int, lines: Sequence[str]) -> str:
@@ -365,10 +356,9 @@ def main(argv: list[str]) -> int:
     if not command:
         parser.error(_NO_SCRIPT)
     script, *flags = command
-    if not arguments.module and not Path(script).is_file():
-        parser.error(f"there is no training script {script}; write its path behind the flags of plan")
     gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
     try:
+        training_script.judge(script, "plan", is_module=arguments.module)
         one_megatron.choose(script, is_module=arguments.module)
         packages.require(packages.TRAINING)
         job = Undecided(flags)

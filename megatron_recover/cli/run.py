@@ -26,6 +26,7 @@ from megatron_recover.cli import (
     run_dirs,
     run_flags,
     several_nodes,
+    training_script,
 )  # fmt: skip
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.job import Job, leaves_files, link_logs
@@ -35,7 +36,7 @@ from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.monitoring import Wanted
 from megatron_recover.cluster.save_lock import SaveLock
 from megatron_recover.core.exit_code import GOES_ON_ELSEWHERE, ExitCode
-from megatron_recover.flags import misplaced, split, value_of
+from megatron_recover.flags import misplaced, split, taken_for_values, unknown, value_of
 from megatron_recover.host.descriptor_limit import raise_descriptor_limit
 from megatron_recover.host.in_use import InUse
 from megatron_recover.host.reachable import NoAnswer
@@ -44,6 +45,9 @@ from megatron_recover.megatron.launch.preflight import FLAGS
 from megatron_recover.observe import ending, stop_mark, summary
 from megatron_recover.observe.report import plot
 
+_NO_SCRIPT = (
+    "the training script is missing; write it and its flags behind those of run, for example: scripts/pretrain_gpt.py ..."
+)
 _REFUSED = "the examination of the nodes found:"
 """Heads the lines about all nodes, which one may hear of another before it has found them."""
 _NO_PROCESS = "this node cannot be examined ({}); see to its limits of memory and of processes (`ulimit -u`)"
@@ -55,14 +59,18 @@ class _Examined(ValueError):
     """The examination of the nodes has found what no run can work with, and has printed it."""
 
 
-def main(argv: list[str]) -> int:
-    """Run a job to its end and return its exit code."""
+def main(argv: list[str], *, goes_on: bool = False) -> int:
+    """Run a job to its end and return its exit code.
+
+    `goes_on`: this process goes on after the job, with its signal handlers from before. Otherwise
+    the process ends, and no signal changes the exit code any more.
+    """
     parser = run_flags.parser()
     ours, command = split(argv, parser)
     try:
-        code = _main(parser, ours, command)
+        code = _main(parser, ours, command, goes_on=goes_on)
         while code is None:
-            code = _main(parser, ours, command, is_again=True)
+            code = _main(parser, ours, command, goes_on=goes_on, is_again=True)
         return code
     except SystemExit as end:
         if "--chained" in ours and parser.refusal:
@@ -70,18 +78,19 @@ def main(argv: list[str]) -> int:
         raise
 
 
-def _main(parser: run_flags.RunParser, ours: list[str], command: list[str], *, is_again: bool = False) -> int | None:
+def _main(
+    parser: run_flags.RunParser, ours: list[str], command: list[str], *, goes_on: bool, is_again: bool = False
+) -> int | None:
     """Run a job as `main` does; exit with 2 if the command line is refused.
 
     Returns None if this node was lost and is to meet the others of its job anew (`is_again`).
     """
-    if found := misplaced(ours, [*FLAGS, *recover_flags()]):
-        parser.error("\n".join(found))
-    arguments = parser.parse_args(ours)
+    arguments = _read(parser, ours, command)
     arguments.is_again = is_again
     raise_descriptor_limit()  # before nodes meet: the coordinator has two connections for each node, or more
     existed = run_dirs.exists(arguments.run_dir)
-    wanted, job, chaos_text, joined = _described(parser, arguments, command)
+    told = _behind(parser, command)
+    wanted, job, chaos_text, joined = _described(parser, arguments, command, told)
     with contextlib.ExitStack() as held:
         try:
             if refusals := node_checks.refusals(job, joined):
@@ -108,17 +117,31 @@ def _main(parser: run_flags.RunParser, ours: list[str], command: list[str], *, i
             if error.errno not in _NO_ROOM:
                 raise
             return _without_room(job, error, existed=existed)
-        held.callback(launcher.release_signals)
         is_refused = exit_code == ExitCode.BAD_INPUT
         if exit_code in ending.STOPS and job.node == 0 and (arguments.chained or not is_refused):
             _leave_mark(command, exit_code, launcher.reason, None if is_refused else job.run_dir)
         code = _ended(launcher, job, exit_code, existed=existed, quiet=arguments.quiet)
         if is_refused:
-            told = _behind(parser, command)
             for line in _behind(parser, command, launcher.reason):
                 if line not in told:
                     print(f"megatron-recover run: {line}", file=sys.stderr)
-        return None if launcher.starts_anew else code
+        starts_anew = launcher.starts_anew
+        if starts_anew or goes_on:
+            held.callback(launcher.release_signals)
+        return None if starts_anew else code
+
+
+def _read(parser: run_flags.RunParser, ours: Sequence[str], command: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of the launcher; exit with 2 where the words themselves are wrong."""
+    taken = taken_for_values(ours, parser)
+    if found := misplaced(ours, [*FLAGS, *recover_flags()]) or unknown(ours, parser, parser.elsewhere):
+        parser.error("\n".join([*found, *taken]))
+    arguments = parser.parse_args(ours)
+    if not command:
+        parser.error("\n".join([_NO_SCRIPT, *taken]))
+    if (why := training_script.launcher(command[0], "run", is_module=arguments.module is not None)) is not None:
+        parser.error(why)
+    return arguments
 
 
 def _without_room(job: Job, error: OSError, *, existed: bool) -> int:
@@ -138,11 +161,12 @@ def _without_room(job: Job, error: OSError, *, existed: bool) -> int:
 
 
 def _described(
-    parser: run_flags.RunParser, arguments: argparse.Namespace, command: Sequence[str]
+    parser: run_flags.RunParser, arguments: argparse.Namespace, command: Sequence[str], told: Sequence[str]
 ) -> tuple[Wanted | None, Job, str, Joined | None]:
     """Return the metrics and notices that are wanted, and what `describing.job_of` returns.
 
-    Exit with 2 if the command line is refused, or as the meeting of the nodes has ended.
+    Print the lines `told` behind what else is printed about the command line. Exit with 2 if the
+    command line is refused, or as the meeting of the nodes has ended.
     """
     try:
         described = monitor_flags.read(arguments), *describing.job_of(arguments, command)
@@ -152,7 +176,7 @@ def _described(
         _end_refused(parser, error, said, ends_for_others=is_mine)
     except OSError as error:
         _end_refused(parser, error, several_nodes.mistake_of(error))
-    for line in _behind(parser, command):
+    for line in told:
         print(f"megatron-recover run: {line}", file=sys.stderr)
     return described
 

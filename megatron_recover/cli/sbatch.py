@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from megatron_recover.cli import run_flags
+from megatron_recover.cli import launch_line, run_flags, training_script
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.cluster.slurm import check, container, script
 from megatron_recover.cluster.slurm.node_list import expand
@@ -33,7 +33,8 @@ _SET = ("--nodes", "--ntasks", "--ntasks-per-node", "--exclusive", "--mem", "--n
         "--signal", "--open-mode", "--output", "--error", "--propagate", "--comment")  # fmt: skip
 """Options of sbatch that the script gives, and --error, which would split the output."""
 _LAUNCHER = re.compile(
-    r"(\S*/)?(torchrun|megatron-recover run|python[\d.]* (-u )?-m (torch\.distributed\.run|megatron_recover run)) "
+    r"(\S*/)?(torchrun|megatron-recover run|"
+    r"python[\d.]* (-u )?-m (torch\.distributed\.(run|launch)|megatron_recover[. ]run)) "
 )
 """Words that a launch line may begin with, each with a space behind it."""
 _PLAIN = re.compile(r"[\w./+@=-]+")
@@ -150,7 +151,8 @@ def _check(place: Path, launch: Sequence[str]) -> int:
 def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Sequence[str]) -> script.Settings:
     """Return what the script depends on. Raises ValueError with one line for each mistake."""
     in_container = arguments.container_image is not None
-    words, save, is_module = _launch(launch, in_container=in_container)
+    words, save, flags = _launch(launch, in_container=in_container)
+    is_module = flags.module is not None
     training = split(words, run_flags.parser())[1]
     nodes = 1 if arguments.nodes is None else arguments.nodes
     found = [*_refused(arguments.sbatch)]
@@ -161,6 +163,8 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
         nodes = listed
     shape = arguments.shape or ("allocation" if arguments.nodelist else script.default_shape(nodes + (arguments.spares or 0)))
     found += _mistakes(arguments, shape, save, value_of(training, "--load"))
+    if nodes + (arguments.spares or 0) > 1 and flags.nproc_per_node is None:
+        found.append(launch_line.NO_NUMBER_OF_SEVERAL)
     name = arguments.job_name or (training[0].rpartition(".")[2] if is_module else Path(training[0]).stem)
     run_dir = str((arguments.run_dir or Path("runs", name)).absolute())
     for flag, text in (("--run-dir", run_dir), ("--job-name", name)):
@@ -190,12 +194,13 @@ def _settings(arguments: argparse.Namespace, launch: Sequence[str], command: Seq
     )  # fmt: skip
 
 
-def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], str | None, bool]:
+def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], str | None, argparse.Namespace]:
     """Return the words behind `megatron-recover run`, and the folder of `--save` if there is one.
 
-    The last value is True if the script is the name of a module.
+    The last value has the flags of these words.
 
-    Raises ValueError with the remedy. Ends the process with code 2 where `run` would refuse them.
+    Raises ValueError with the remedy, and OSError if the script cannot be read. Ends the process
+    with code 2 where `run` would refuse the flags as unknown.
     """
     begin = _LAUNCHER.match(f"{shlex.join(launch)} ")
     words = [*launch][begin[0].count(" ") if begin else 0 :]
@@ -206,11 +211,17 @@ def _launch(launch: Sequence[str], *, in_container: bool) -> tuple[list[str], st
     given = {word.partition("=")[0].replace("_", "-") for word in flags}
     if twice := [flag for flag in _OURS if flag in given]:
         raise ValueError("\n".join(f"{flag} of the launch line is given by the script; leave it out" for flag in twice))
-    is_module = parser.parse_args(flags).module is not None
+    arguments = parser.parse_args(flags)
+    is_module = arguments.module is not None
+    if (why := training_script.launcher(training[0], "run", is_module=is_module)) is not None:
+        raise ValueError(why)
+    launch_line.judge_for_another_machine(arguments)
     if not (is_module or in_container or Path(training[0]).is_file()):
         raise ValueError(f"there is no training script {training[0]} here, where the job will run; write its path")
+    if not (is_module or in_container):
+        training_script.refuse_shell(training[0])
     save = value_of(training, "--save")
-    return words, None if save is None else str(Path(save).absolute()), is_module
+    return words, None if save is None else str(Path(save).absolute()), arguments
 
 
 def _mistakes(arguments: argparse.Namespace, shape: script.Shape, save: str | None, load: str | None) -> Iterator[str]:

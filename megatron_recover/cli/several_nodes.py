@@ -15,7 +15,7 @@ import msgspec
 from megatron_recover import __version__, packages
 from megatron_recover.authentication import key as keys
 from megatron_recover.cli import run_dirs
-from megatron_recover.cli.launch_line import Choice
+from megatron_recover.cli.launch_line import NO_NUMBER_OF_SEVERAL, Choice
 from megatron_recover.cluster.job import Job, claim_folder, create_run_dir
 from megatron_recover.cluster.joining import NotMet, Place, flags_alike
 from megatron_recover.cluster.membership import Joined
@@ -53,7 +53,7 @@ def prepare(arguments: argparse.Namespace, line: Choice, words: Sequence[str], f
     Mistakes that this node can find alone are found here, before any node waits for it.
     """
     if line.num_processes is None:
-        raise ValueError("the number of processes is missing; with several nodes give --nproc-per-node, as for torchrun")
+        raise ValueError(NO_NUMBER_OF_SEVERAL)
     undecided = Undecided(flags)
     if mistakes := undecided.mistakes():
         raise ValueError("\n".join(mistakes))

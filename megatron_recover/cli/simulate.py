@@ -114,7 +114,7 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
         code = run.main([
             "--replicas", str(scenario.job.replicas), "--run-dir", str(arguments.processes), "--chaos", str(faults), "--quiet",
             "--", *rehearsal.flags(scenario, text),
-        ])  # fmt: skip
+        ], goes_on=True)  # fmt: skip
     if code != ExitCode.OK:
         has_trace = (arguments.processes / trace.EVENTS_FILE).is_file()  # a run that never trained leaves nothing
         where = f"; see {arguments.processes}" if has_trace else ""

@@ -54,9 +54,10 @@ class Streams(msgspec.Struct, frozen=True, kw_only=True):
     """Stream -> texts (`Tee.filters`)."""
 
     @property
-    def named(self) -> set[int]:
-        """Return all places that are named."""
-        return {*self.shown, *(place for each in (self.redirects, self.tee) if not isinstance(each, int) for place in each)}
+    def named(self) -> dict[str, set[int]]:
+        """Return the places that each flag names."""
+        by_flag = {"--redirects": self.redirects, "--tee": self.tee, "--local-ranks-filter": self.shown}
+        return {flag: set() if isinstance(each, int) else {*each} for flag, each in by_flag.items()}
 
     def are_split(self, place: int) -> bool:
         """Return whether stdout and stderr of a rank have a log each."""

@@ -13,6 +13,8 @@ NO_SCRIPT = (
     "run: the training script is missing; write it and its flags behind those of run, for example: scripts/pretrain_gpt.py ..."
 )
 NO_PATH = "run: there is no training script {}; write its path behind the flags of run"
+NO_SCRIPT_LEAVE_OUT = " is no training script; leave out the word: megatron-recover run takes its place"
+TAKEN = "setup.py is taken for the value of --tee; if it is the script, write the value of --tee in front of it"
 NO_NUMBER = "run: the number of processes is missing; give --nproc-per-node, as for torchrun, or --replicas"
 
 
@@ -39,6 +41,30 @@ NO_NUMBER = "run: the number of processes is missing; give --nproc-per-node, as 
         ]),
         ("run --replicas 3 x -- script.py", [NO_PATH.format("x")]),
         ("run --replicas 3 script.py --num-layers 4", [NO_PATH.format("script.py")]),
+        ("run --replicas 3 -m no_such_module.train", [
+            "run: there is no module no_such_module.train: no_such_module is neither in the working directory, nor in "
+            "PYTHONPATH, nor installed; correct the name, or leave out --module and write the path of a script",
+        ]),
+        ("run torchrun --nproc-per-node 2 setup.py", ["run: torchrun" + NO_SCRIPT_LEAVE_OUT]),
+        ("run --replicas 3 /usr/bin/python3.12 setup.py", ["run: /usr/bin/python3.12" + NO_SCRIPT_LEAVE_OUT]),
+        ("run --replicas 3 -m torch.distributed.run setup.py", [
+            "run: -m torch.distributed.run is no training script; leave out both words: megatron-recover run takes their place",
+        ]),
+        ("run --replicas 3 srun setup.py", [
+            "run: srun is no training script; write srun and its options in front of megatron-recover run",
+        ]),
+        ("plan python setup.py", ["plan: python" + NO_SCRIPT_LEAVE_OUT.replace("run", "plan")]),
+        ("run --replicas 3 scripts/setup.sh", [
+            "run: scripts/setup.sh is a shell script; write the Python script, not the shell script, and its flags",
+        ]),
+        ("run --tee setup.py --num-layers 2", [
+            "run: --num-layers is the trainer's; write it behind the script's name", "run: " + TAKEN,
+        ]),
+        ("run --tee setup.py --data-cache x", [
+            "run: --data-cache is unknown; megatron-recover run --help lists all; Megatron's flags go behind the script's name",
+            "run: " + TAKEN,
+        ]),
+        ("run --replicas 3 --tee setup.py", [NO_SCRIPT, "run: " + TAKEN]),
         ("run", [NO_SCRIPT]),
         ("run --replicas 3 --", [NO_SCRIPT]),
         ("simulate x --bogus", ["simulate: --bogus is unknown; megatron-recover simulate --help lists all"]),

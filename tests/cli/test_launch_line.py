@@ -143,7 +143,7 @@ def test_flags_about_logs_are_read() -> None:
         tee={0: 1, 12: 3}, shown=frozenset({3, 12}), role="trainer", prefix="${rank}|",
         filters={Stream.OUT: ("a", "b,c"), Stream.ERR: ("d",)},
     )  # fmt: skip
-    assert streams.named == {0, 3, 12}
+    assert streams.named == {"--redirects": set(), "--tee": {0, 12}, "--local-ranks-filter": {3, 12}}
     assert read("--log-line-prefix-template x", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="y").streams.prefix == "x"
     assert read("").streams == Streams()
 
@@ -189,6 +189,7 @@ def test_binding_is_near_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
          "out, or use numactl"),
         ("--print-completion zsh", "--print-completion is not supported: torchrun prints completions of its own name; leave it "
          "out"),
+        ("--rdzv-id a/b --log-dir logs", "--rdzv-id is a/b, and a folder of --log-dir has this name; give one without /"),
         ("-m --run-path", "--module and --run-path exclude each other; the first is for a module, the second for a file"),
     ],
 )  # fmt: skip
@@ -200,15 +201,16 @@ def test_what_cannot_be_had_is_refused_with_the_remedy(line: str, expected: str,
 
 
 def test_flags_that_do_not_suit_the_job_are_refused() -> None:
-    line = read("--tee 0:1,4:3 --local-ranks-filter 3 --shutdown-timeout 61")
+    line = read("--tee 0:1,4:3 --redirects 3:1 --local-ranks-filter 3,5 --shutdown-timeout 61")
     with pytest.raises(ValueError) as refusal:
         launch_line.judge(line, num_processes=4, config=RecoverConfig(deadline_s=60.0))
     assert str(refusal.value).splitlines() == [
-        "--redirects, --tee or --local-ranks-filter names rank 4; the ranks of this job are 0 to 3, counted over all replicas",
+        "--tee names rank 4; the ranks of this job are 0 to 3, counted over all replicas",
+        "--local-ranks-filter names rank 5; the ranks of this job are 0 to 3, counted over all replicas",
         "--shutdown-timeout (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT of the environment) is 61; it must be at most "
         "--recover-deadline-s (60), after which a job that does not end is ended in any case",
     ]  # fmt: skip
-    launch_line.judge(line, num_processes=5, config=RecoverConfig(deadline_s=61.0))
+    launch_line.judge(line, num_processes=6, config=RecoverConfig(deadline_s=61.0))
 
 
 @pytest.mark.parametrize("text", ["gpu", "auto"])

@@ -249,9 +249,9 @@ def test_a_module_is_planned_like_a_file(
     seen: list[list[str]] = []
     monkeypatch.setattr(plan, "read_sizes", lambda *words: seen.append([*words]) or measured[0])
     for flag in ("-m", "--module"):
-        code, out, err = told(f"{flag} my_package.train {BATCH} --bf16", capsys)
-        assert (code, err) == (0, []) and "megatron-recover run --replicas 2 --lanes 2 -m -- my_package.train <your" in out
-    assert seen == [["-m", ["my_package.train", *BATCH.split(), "--bf16"]]] * 2
+        code, out, err = told(f"{flag} scripts.pretrain_gpt {BATCH} --bf16", capsys)
+        assert (code, err) == (0, []) and "megatron-recover run --replicas 2 --lanes 2 -m -- scripts.pretrain_gpt <your" in out
+    assert seen == [["-m", ["scripts.pretrain_gpt", *BATCH.split(), "--bf16"]]] * 2
 
 
 def test_a_module_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,11 +469,11 @@ def test_an_error_of_the_script_ends_with_the_exit_code_that_run_has(
     assert told(f"-- {SCRIPT} {BATCH}", capsys) == (code, "", [f"megatron-recover plan: {line}"])
 
 
-def test_a_shell_script_is_refused(tmp_path: Path) -> None:
+def test_a_shell_script_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, content in (("train.sh", "python train.py"), ("train", "#!/usr/bin/env bash\npython train.py")):
         (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match=f"{name} is a shell script; write the Python script, not the shell script"):
-            plan.read_sizes(str(tmp_path / name), [])
+        code, _, [line] = told(f"-- {tmp_path / name}", capsys)
+        assert code == 2 and f"{name} is a shell script; write the Python script, not the shell script" in line
 
 
 def until(condition: Callable[[], bool]) -> None:

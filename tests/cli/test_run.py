@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,15 @@ from megatron_recover.observe.report.plot import PLOT_FILE
 from megatron_recover.observe.summary import load
 from tests.observe import traces
 from tests.unprivileged import NOBODYS, run_verb
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A process that ends after a run needs no handlers of its own any more; this one does."""
+    before = {number: signal.getsignal(number) for number in TOLD_TO_ALL}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -162,6 +172,18 @@ def test_a_node_that_does_not_know_the_end_of_the_job_names_the_folder_of_the_wh
     assert run.main(COMMAND) == ExitCode.FAILED
     said = capsys.readouterr().err
     assert "other nodes may train on" in said and f"report {job.run_dir}`" in said
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_signal_behind_a_refused_run_changes_its_exit_code_only_where_the_process_goes_on(
+    goes_on: bool, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))  # in place of the end by default
+    ends(monkeypatch, ExitCode.BAD_INPUT)
+    assert run.main(COMMAND, goes_on=goes_on) == ExitCode.BAD_INPUT
+    signal.raise_signal(signal.SIGTERM)
+    assert came == [signal.SIGTERM] * goes_on
 
 
 def test_a_refused_run_removes_its_own_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +413,7 @@ def test_a_signal_while_the_report_is_made_ends_only_that(
     try:
         before = [signal.getsignal(each) for each in TOLD_TO_ALL]
         thread.start()
-        assert run.main(COMMAND) == ExitCode.OK
+        assert run.main(COMMAND, goes_on=True) == ExitCode.OK
         assert [signal.getsignal(each) for each in TOLD_TO_ALL] == before
     finally:
         signal.signal(signal.SIGHUP, ours)

@@ -221,7 +221,8 @@ def test_a_run_that_came_to_nothing_is_not_pointed_at(
 ) -> None:
     run_dir = tmp_path / "run"
 
-    def interrupted(argv: list[str]) -> int:
+    def interrupted(argv: list[str], *, goes_on: bool) -> int:
+        assert goes_on
         if has_begun:
             run_dir.mkdir()
             (run_dir / trace.EVENTS_FILE).touch()

@@ -42,7 +42,8 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     "launcher",
     [
         "", "torchrun", "/opt/env/bin/torchrun", "megatron-recover run", "python -m torch.distributed.run",
-        "/usr/bin/python3.12 -u -m torch.distributed.run", "python3 -m megatron_recover run",
+        "/usr/bin/python3.12 -u -m torch.distributed.run", "python -m torch.distributed.launch",
+        "python3 -m megatron_recover run", "python3 -m megatron_recover.run",
     ],
 )  # fmt: skip
 def test_the_launch_line_may_keep_its_launcher(launcher: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +69,11 @@ def test_options_become_lines_of_the_script(capsys: pytest.CaptureFixture[str]) 
 def test_a_job_has_the_name_of_its_module_alone(capsys: pytest.CaptureFixture[str]) -> None:
     text = _printed(capsys, "--", "--nproc-per-node", "8", "-m", "my_package.train")
     assert "#SBATCH --job-name=train\n" in text and f"RUN={Path('runs', 'train').absolute()}\n" in text
+
+
+@pytest.mark.parametrize("flag", ["--nproc-per-node=gpu", "--nproc_per_node=auto", "--nproc-per-node=2 --numa-binding=node"])
+def test_what_a_flag_asks_of_the_machine_is_left_to_that_of_the_job(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flag in _printed(capsys, "--", *flag.split(), *SAVING[2:])
 
 
 def test_steps_of_one_node_get_a_network_of_their_job_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,69 +125,84 @@ def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> No
         ("", "the launch line is missing; write it behind --, as in: -- --nproc-per-node 8 pretrain_gpt.py ..."),
         ("-- --nproc-per-node 2 other.py",
          "there is no training script other.py here, where the job will run; write its path"),
+        ("-- --nproc-per-node 2 launch.sh",
+         "launch.sh is a shell script; write the Python script, not the shell script, and its flags"),
+        ("-- torchrun torchrun train.py",
+         "torchrun is no training script; leave out the word: megatron-recover run takes its place"),
+        ("-- torchrun train.py", "the number of processes is missing; give --nproc-per-node, as for torchrun, or --replicas"),
+        ("--nodes 2 -- --replicas 2 train.py",
+         "the number of processes is missing; with several nodes give --nproc-per-node, as for torchrun"),
+        ("-- torchrun --nproc-per-node=eight train.py",
+         "--nproc-per-node is eight; give a number of at least 1, gpu, cpu or auto"),
+        ("-- --nproc-per-node gpu --tee 9 train.py",
+         "--tee is 9; give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of these by rank, such as 0:1,1:3"),
+        ("-- --replicas 1 --numa-binding near train.py",
+         "--numa-binding is near; give one of node, socket, exclusive, core-complex"),
         ("-- --nnodes 2 --rdzv_endpoint h:1 train.py",
          "--nnodes of the launch line is given by the script; leave it out"),
-        ("--nodes 0 -- train.py", "--nodes is 0; it must be at least 1"),
-        ("--shape allocation --spares 1 -- train.py", "--spares is 1; it is the number of spare jobs of --shape array"),
-        ("--nodes 2 --requeues 1 -- train.py",
+        ("--nodes 0 -- --replicas 1 train.py", "--nodes is 0; it must be at least 1"),
+        ("--shape allocation --spares 1 -- --replicas 1 train.py",
+         "--spares is 1; it is the number of spare jobs of --shape array"),
+        ("--nodes 2 --requeues 1 -- --replicas 1 train.py",
          "--requeues is 1; only a single job of --shape allocation is requeued; leave it out, or change --shape"),
-        ("--nodes 2 --port 4000 -- train.py",
+        ("--nodes 2 --port 4000 -- --replicas 1 train.py",
          "--port is 4000; the agents of --shape array meet through a file; leave it out"),
-        ("--shape array --nodelist a,b -- train.py",
+        ("--shape array --nodelist a,b -- --replicas 1 train.py",
          "--nodelist is for --shape allocation, since each job of an array has one node; leave it out"),
-        ("--chain 2 -- train.py", "--chain needs --save in the launch line: otherwise each job would begin anew"),
-        ("-- train.py --save x",
+        ("--chain 2 -- --replicas 1 train.py", "--chain needs --save in the launch line: otherwise each job would begin anew"),
+        ("-- --replicas 1 train.py --save x",
          "--save is {0}/x, and --load is None: a job that comes back would not resume; give both the same "
          "folder, or --requeues 0"),
-        ("--nodelist a,b --nodes 3 -- train.py", "--nodelist names 2 hosts, and --nodes is 3; leave out --nodes"),
-        ("--nodelist n[2-1] -- train.py", "'n[2-1]' is no host list: the range 2-1 ends below its beginning"),
-        ("--time 5 -- train.py",
+        ("--nodelist a,b --nodes 3 -- --replicas 1 train.py", "--nodelist names 2 hosts, and --nodes is 3; leave out --nodes"),
+        ("--nodelist n[2-1] -- --replicas 1 train.py", "'n[2-1]' is no host list: the range 2-1 ends below its beginning"),
+        ("--time 5 -- --replicas 1 train.py",
          "the job would begin to end 300 s before a limit of 300 s; give a longer --time or a shorter "
          "--signal-s"),
-        ("--time soon -- train.py",
+        ("--time soon -- --replicas 1 train.py",
          "--time is soon; give minutes, minutes:seconds, hours:minutes:seconds or days-hours:minutes:seconds"),
-        ("--run-dir a%b -- train.py",
+        ("--run-dir a%b -- --replicas 1 train.py",
          "--run-dir is '{0}/a%b'; Slurm replaces % in it and splits it at blanks: use letters, digits and "
          "./+@=-_"),
-        ("--container-mounts a:b -- train.py", "--container-mounts needs --container-image"),
-        ("--container-image i -- train.py",
+        ("--container-mounts a:b -- --replicas 1 train.py", "--container-mounts needs --container-image"),
+        ("--container-image i -- --replicas 1 train.py",
          "the training script is train.py: a container begins in the working directory of its image, not in {0}; write the "
          "full path in the container, such as {0}/train.py, and name its folder in --container-mounts"),
-        ("--container-image i -- -m train --data-path 0.5 /data/a 0.5 data/b",
+        ("--container-image i -- --replicas 1 -m train --data-path 0.5 /data/a 0.5 data/b",
          "--data-path is data/b: a container begins in the working directory of its image, not in {0}; write the "
          "full path in the container, such as {0}/data/b, and name its folder in --container-mounts"),
-        ("--container-image i --requeues 0 -- -m train --save=ckpt",
+        ("--container-image i --requeues 0 -- --replicas 1 -m train --save=ckpt",
          "--save is ckpt: a container begins in the working directory of its image, not in {0}; write the "
          "full path in the container, such as {0}/ckpt, and name its folder in --container-mounts"),
-        ("--container-image i -- /w/train.py --save /c --load /c",
+        ("--container-image i -- --replicas 1 /w/train.py --save /c --load /c",
          "--save is /c, which is in no mount of the container: what is written there is lost with the step; make the "
          "folder on the host, and give --container-mounts /c:/c"),
-        ("--container-image i --container-mounts /data:/data,tmpfs:/c -- -m train --load /c --save /c",
+        ("--container-image i --container-mounts /data:/data,tmpfs:/c -- --replicas 1 -m train --load /c --save /c",
          "--load is /c, which is in no mount of the container: what is written there is lost with the step; make the "
          "folder on the host, and give --container-mounts /data:/data,tmpfs:/c,/c:/c"),
-        ("--container-image i -- --log-dir /logs /w/train.py",
+        ("--container-image i -- --replicas 1 --log-dir /logs /w/train.py",
          "--log-dir is /logs, which is in no mount of the container: what is written there is lost with the step; make the "
          "folder on the host, and give --container-mounts /logs:/logs"),
-        ("--venv v -- train.py",
+        ("--venv v -- --replicas 1 train.py",
          "--venv is v; give its full path, since Slurm starts it in a folder that may be another"),
-        ("--sbatch=--nodes=3 -- train.py", "--sbatch: --nodes is given by the script; leave it out"),
-        ("--sbatch=--comment=mine -- train.py", "--sbatch: --comment is given by the script; leave it out"),
-        ("--sbatch=qos -- train.py",
+        ("--sbatch=--nodes=3 -- --replicas 1 train.py", "--sbatch: --nodes is given by the script; leave it out"),
+        ("--sbatch=--comment=mine -- --replicas 1 train.py", "--sbatch: --comment is given by the script; leave it out"),
+        ("--sbatch=qos -- --replicas 1 train.py",
          "--sbatch is 'qos'; give one option with =, such as --sbatch=\"--constraint=h100\""),
-        ("--sbatch=--gpus-per-task=1 -- train.py",
+        ("--sbatch=--gpus-per-task=1 -- --replicas 1 train.py",
          "--sbatch: --gpus-per-task shows an agent only a part of the node's GPUs, and the agent starts the "
          "ranks of all; write --gpus-per-node=NUMBER on the #SBATCH side instead"),
-        ("--nodes 4 --shape allocation --sbatch=--gpus=32 -- train.py",
+        ("--nodes 4 --shape allocation --sbatch=--gpus=32 -- --nproc-per-node 8 train.py",
          "--sbatch: srun inherits --gpus=32, and one node does not have them all: no step starts; write "
          "--gpus-per-node=NUMBER instead"),
-        ("--nproc-per-node 2 -- train.py", "--nproc-per-node belongs to the launch line; write it behind --"),
-        ("--qos x -- train.py",
+        ("--nproc-per-node 2 -- --replicas 1 train.py", "--nproc-per-node belongs to the launch line; write it behind --"),
+        ("--qos x -- --replicas 1 train.py",
          "--qos is unknown; megatron-recover sbatch --help lists all; flags of the launch line go behind --, "
          "other options of sbatch into --sbatch=..."),
-        ("--like a --signal-s 3 -- train.py", "--like and --signal-s exclude each other; leave one out"),
+        ("--like a --signal-s 3 -- --replicas 1 train.py", "--like and --signal-s exclude each other; leave one out"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_with_the_remedy(words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "launch.sh").touch()
     assert _refused(capsys, *words.split())[0] == f"megatron-recover sbatch: {said.format(folder)}"
 
 
@@ -200,7 +221,7 @@ def test_the_script_looks_for_the_mark_where_the_host_has_the_folder_of_the_cont
 ) -> None:
     mounts = [] if given is None else ["--container-mounts", given]
     save = save.format(folder)
-    words = ["--container-image", "i", *mounts, "--chain", "2", "--job-name", "train", "--", "-m", "train"]
+    words = ["--container-image", "i", *mounts, "--chain", "2", "--job-name", "train", "--", *SAVING[:2], "-m", "train"]
     text = _printed(capsys, *words, "--save", save, "--load", save)
     assert f"MARK={place.format(folder)}/STOP\n" in text and f"  --save {save}\n" in text
 
