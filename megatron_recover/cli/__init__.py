@@ -46,7 +46,8 @@ examples:
   megatron-recover simulate scenarios/recover-paper.toml
 
 'megatron-recover VERB --help' lists its options. docs/reference/exit_codes.md lists all exit codes, such as
-0 fine, 2 bad input, 3 unfinished, 14 broken invariant.
+0 fine, 2 bad input, 3 unfinished, 14 broken invariant. Files of docs/, scenarios/ and monitoring/ that help and messages
+name are in a clone and in the source distribution, not in the wheel.
 """
 
 

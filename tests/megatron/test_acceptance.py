@@ -127,8 +127,11 @@ EXAMPLES = {
 """Lines of which `tests/system/test_upstream_examples.py` makes a job."""
 
 
-def test_every_flag_of_an_accepted_configuration_is_in_a_job_with_a_kill_or_has_a_reason(lines: list[acceptance.Line]) -> None:
-    """Flags that Megatron's parser does not have are the script's own, and not judged."""
+def test_every_flag_of_an_accepted_configuration_is_named_in_tests_of_jobs_or_has_a_reason(lines: list[acceptance.Line]) -> None:
+    """The text of `tests/system` names the flag. Whether its job has a kill is not judged here.
+
+    Flags that Megatron's parser does not have are the script's own, and not judged.
+    """
     known = {word for action in add_megatron_arguments(ArgumentParser())._actions for word in action.option_strings}
     accepted = [line for line, each in zip(lines, acceptance.judged(lines), strict=True) if not each.refused]
     flags = {word.partition("=")[0] for line in accepted for word in line.words} & known

@@ -154,6 +154,9 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--tensor-parallel-num-weight-shards": _INT,
     "--expert-tensor-parallel-num-weight-shards": _INT,
     "--async-save": _ON,
+    "--non-persistent-save-interval": _INT,
+    "--ckpt-format": {"default": "torch_dist"},
+    "--yaml-cfg": _TEXT,
     # Flags that may be refused with FSDP2.
     "--untie-embeddings-and-output-weights": _ON,
     "--use-distributed-optimizer": _ON,
@@ -173,9 +176,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--phase-transition-iterations": _TEXT,
     "--vision-pretraining": _ON,
     "--vision-pretraining-type": {"default": "classify"},
-    "--non-persistent-save-interval": _INT,
-    "--ckpt-format": {"default": "torch_dist"},
-    "--yaml-cfg": _TEXT,
 }
 """Megatron's flags that are read here, declared as Megatron does (a test compares both)."""
 
