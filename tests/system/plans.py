@@ -110,8 +110,13 @@ class Scenario:
 
     @property
     def heals(self) -> bool:
-        """Whether what is lost comes back."""
+        """Whether newcomers are formed for what is lost."""
         return self.job.heal != "off"
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether the job takes its time, so that what is lost comes back."""
+        return self.script == JOINING
 
     def never(self) -> Iterator[Fault]:
         """Yield faults for ranks with acts that never strike: a rank without any passes no points."""
@@ -170,7 +175,7 @@ class Scenario:
             found["DRIFT"] = f"{self.drift.replica} {self.drift.rank} {self.drift.step} {self.drift.what}"
         if self.miscount is not None:
             found["MISCOUNT"] = f"{self.miscount.replica} {self.miscount.step} 1"
-        if self.heals:
+        if self.comes_back:
             orders = Orders(
                 microbatches=self.job.microbatches, step_s=self.step_s, full_step_s=self.full_step_s, full=self.full,
                 acts=self.acts,

@@ -1,13 +1,24 @@
 """What a run of the campaign is: a job of some shape and the faults that strike it, both decided by one seed.
 
 `KINDS` says what can happen to a job and how often; `judging.EXPECTATIONS` says what is promised then. Every fault point, every
-kind of fault and every shape of up to eight processes comes up. In the kinds of this module what is lost stays away, and at
-least one replica is never hit; in those of `comebacks.py` it comes back. The first fault of a scenario is sure to strike; one
-in a recovery strikes if the recovery gets there.
+kind of fault and every shape of up to eight processes comes up. In the kinds of this module at least one replica is never hit,
+and no job waits for newcomers; in those of `comebacks.py` what is lost comes back. The first fault of a scenario is sure to
+strike; one in a recovery strikes if the recovery gets there.
+
+Half of the jobs with the plain script have healing on, as users have it: `faults in steps`, `death at the start`, `fault in an
+evaluation` and `death of a writer`. What is promised for these kinds holds whoever is in the roster: the result and the proof
+of `check`. Newcomers form beside recoveries and ends of the job, and join if there is time. Healing stays off in the others:
+
+- Scripts of their own (`fault in a transfer`, `death in a running pass`, `miscount`, drifts) count on the replicas of the start
+  to bring a situation about.
+- Of strikes on launcher, disk and nodes it is judged who was removed, and what the ranks of the start kept of their events. A
+  newcomer may be removed for a stop or a stall of the others, and nobody has kept its events.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Callable, Mapping
 
 from megatron_recover.cluster.chaos import IN_A_STEP
@@ -21,6 +32,7 @@ from tests.system.plans import (
     MISCOUNTING,
     NARROW,
     PATIENT,
+    PLAIN,
     SILENT,
     STEPS,
     STRUCK,
@@ -221,10 +233,15 @@ KINDS: Mapping[str, tuple[int, Callable[[Draw], Scenario]]] = {
     **comebacks.KINDS,
 }
 """How often each comes up, in parts of all, and what draws it."""
+HEALING = 0.5
+"""Share of the jobs with the plain script that heal."""
 
 
 def scenario(seed: int, *, fsdp2: bool = False) -> Scenario:
     """The scenario of a seed; with `fsdp2` its replicas are sharded."""
     draw = Draw(seed)
     [(draw.kind, (_, drawn))] = draw.dice.choices(list(KINDS.items()), [weight for weight, _ in KINDS.values()])
-    return drawn(draw).sharded() if fsdp2 else drawn(draw)
+    plan = drawn(draw)
+    if plan.script == PLAIN and random.Random(f"heals {seed}").random() < HEALING:
+        plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, heal="in-place"))
+    return plan.sharded() if fsdp2 else plan
