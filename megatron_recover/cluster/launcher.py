@@ -413,6 +413,7 @@ class Launcher:
                     self._learns_since = generation
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
                 self._roster = roster
+                self._newcomers.announced(newcomers)
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
                     trace.Generation(
@@ -573,7 +574,8 @@ class Launcher:
             return
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if self._loss.why and not is_forming:
-            self._loss.ended(end, has_begun=self.has_begun)
+            if not self._newcomers.may_be_outside(end):
+                self._loss.ended(end, has_begun=self.has_begun)
             return
         if end.status == ExitCode.BAD_INPUT and not self._generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.
