@@ -16,7 +16,7 @@ Note [Entering]
 
     A try is used up if the newcomer was too slow or its state was not equal. After the last try it
     gives up, and reports how much its slowest rank read, how long that took, how long a step takes,
-    and what to do. All ranks report the same, since the first one that ends is the one that is heard.
+    and what to do. All ranks report the same, since people read the report of the first that ends.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Entering:
         self._gather(None)
 
     def _step_s(self) -> float | None:
-        """Return the shortest time between two windows that rank 0 has waited for, if there were two."""
+        """Return the shortest time between windows that rank 0 has waited for; None: unknown."""
         between = (later - earlier for earlier, later in zip(self._windows, self._windows[1:], strict=False))
         return min(between, default=None)
 

@@ -55,6 +55,21 @@ def test_layout_of_a_job(data: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "lanes", "least"),
+    [
+        ("", 1, 8),
+        ("", 2, 4),
+        ("--step-batch-size-schedule 64:8,0:16,1K:32", 2, 2),
+        ("--step-batch-size-schedule 0:16,64:2", 2, 1),
+    ],
+)
+def test_the_fewest_microbatches_of_a_step_are_those_of_the_smallest_batch(
+    data: str, flags: str, lanes: int, least: int
+) -> None:
+    assert judge(data, flags, lanes=lanes).least_microbatches == least
+
+
+@pytest.mark.parametrize(
     ("flags", "shape", "expected"),
     [
         ("--global-batch-size 4", {"replicas": 3}, "--global-batch-size 4 is 2 microbatches"),
