@@ -52,7 +52,7 @@ class Reader(Protocol):
 
 
 class _Reading(NamedTuple):
-    """How far one rank came with the state of a window. All ranks of the newcomer gather it."""
+    """The progress of one rank with the state of a window. All ranks of the newcomer gather it."""
 
     rank: int
     void: str = ""
