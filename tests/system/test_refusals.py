@@ -137,7 +137,7 @@ def test_a_flag_with_which_no_replica_can_join_is_told_at_the_start_and_a_loss_i
 ) -> None:
     job, chaos = Phased(replicas=3, heal="in-place"), chaos_text("1 0 forward step=0")
     outcome = run_job(job, tmp_path / "run", data, chaos=chaos).expect()
-    told, lost = outcome.output.index(f"megatron-recover run: {TOLD}\n"), outcome.output.index("replica 1 lost")
+    told, lost = outcome.output.index(f"megatron-recover: {TOLD}\n"), outcome.output.index("replica 1 lost")
     assert told < lost, "before anything is lost"
     assert [event["point"] for event in outcome.events("fault")] == ["forward"] and not outcome.events("forming")
     assert (outcome.summary["replicas_end"], outcome.summary["steps"]) == (2, 3)
