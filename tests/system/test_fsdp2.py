@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_recover.core.exit_code import ExitCode
 from tests.system import upstream
-from tests.system.jobs import ROOT, Job, assert_struck_and_finished, chaos_text, check, run_job
-from tests.system.plans import FSDP2
+from tests.system.jobs import FSDP2, ROOT, Job, assert_struck_and_finished, chaos_text, check, run_job
 from tests.system.test_async_save import LATE, between
 from tests.system.test_endings import losses, tracker
 from tests.system.test_joins import DEATH, TWO, assert_exact, blamed, rosters
