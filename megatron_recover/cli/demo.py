@@ -56,9 +56,9 @@ from megatron_recover.trace import TraceError
 REPLICAS, RANKS, MICROBATCHES, SEED = 3, 6, 36, 1234
 """Sizes of the runs. A replica learns of a death within 0.1 s. With 36 microbatches it is still
 computing then, on fast machines too."""
-LAST_DEATH, STEPS, STEPS_TOGETHER = 12, 20, 3
-"""The training step of the last death; the least number of steps of a run; and the number of steps
-that all replicas train together before the run with deaths ends."""
+FIRST_DEATH, LAST_DEATH, STEPS, STEPS_TOGETHER = 5, 8, 12, 3
+"""The training steps of the deaths; the least number of steps of a run; and the number of steps that
+all replicas train together before the run with deaths ends."""
 MOST_STEPS, DECAY_STEPS = 5000, 60
 """Megatron's `--train-iters`, which no run of the demo comes to, and the steps in which the
 learning rate falls."""
@@ -138,12 +138,12 @@ steps = 1
 """
 CHAOS = f"""\
 # Two stragglers and two deaths, of different pipeline stages (rank 0 is the first), or with --fsdp2 of different lanes.
-{_SLOW.format(step=8)}
+{_SLOW.format(step=FIRST_DEATH - 1)}
 [[fault]]  # a rank dies within its step: the others have begun theirs, and are far from done: 3 -> 2 replicas
 replica = 2
 rank = 1
 point = "backward"
-step = 8
+step = {FIRST_DEATH - 1}
 occurrence = 4
 
 [[fault]]  # the replica that writes logs dies while its rank 0 sums a bucket beside the backward: 2 -> 1 replicas

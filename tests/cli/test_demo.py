@@ -226,11 +226,11 @@ def _line(iteration: int, replicas: int) -> str:
 @pytest.mark.parametrize(
     ("replicas", "end"),
     [
-        ({12: 1, 13: 2, 14: 3}, demo.STEPS),  # enough steps are made in any case
-        ({12: 1, 30: 2, 40: 3}, 42),
-        ({9: 2, 10: 3, 12: 2, 30: 3}, 32),  # the first is back before the last death
-        ({9: 2, 10: 3, 12: 2, 30: 3, 31: 2, 50: 3}, 52),  # a newcomer dies
-        ({9: 2, 10: 3}, demo.STEPS),  # the last death was not seen: the step was finished before
+        ({8: 1, 9: 2, 10: 3}, demo.STEPS),  # enough steps are made in any case
+        ({8: 1, 30: 2, 40: 3}, 42),
+        ({5: 2, 6: 3, 8: 2, 30: 3}, 32),  # the first is back before the last death
+        ({5: 2, 6: 3, 8: 2, 30: 3, 31: 2, 50: 3}, 52),  # a newcomer dies
+        ({5: 2, 6: 3}, demo.STEPS),  # the last death was not seen: the step was finished before
     ],
 )
 def test_the_run_with_deaths_ends_when_all_have_trained_together_again(replicas: dict[int, int], end: int) -> None:
@@ -245,17 +245,17 @@ def test_the_run_with_deaths_ends_when_all_have_trained_together_again(replicas:
 
 def test_the_run_with_deaths_ends_when_its_time_is_over() -> None:
     follow = demo.Return()
-    assert not follow.take(_line(11, 2), 0.0) and not follow.take(_line(12, 1), 1000.0)
+    assert not follow.take(_line(7, 2), 0.0) and not follow.take(_line(8, 1), 1000.0)
     assert not follow.take(_line(900, 1), 1000.0 + demo.PATIENCE_S) and follow.take(_line(901, 1), 1000.1 + demo.PATIENCE_S)
 
 
 def test_a_slow_run_goes_on_to_its_last_step_once_all_are_back() -> None:
     follow = demo.Return()
-    late = [follow.take(_line(each, 1), 1000.0 * each) for each in (12, 13)]
+    late = [follow.take(_line(each, 1), 1000.0 * each) for each in (8, 9)]
     assert late == [False, True], "a replica is missing"
     follow = demo.Return()
-    ends = [follow.take(_line(each, 3), 1000.0 * each) for each in range(12, 21)]
-    assert ends == [False] * 8 + [True], "all train together, and 20 steps are wanted"
+    ends = [follow.take(_line(each, 3), 1000.0 * each) for each in range(8, 13)]
+    assert ends == [False] * 4 + [True], "all train together, and 12 steps are wanted"
 
 
 def _without_a_node() -> Events:
@@ -473,7 +473,7 @@ def test_the_real_demo_proves_its_claims(flags: list[str], tmp_path: Path) -> No
     content = json.loads(done.stdout)
     assert content["proven"] is True
     summary = content["summary"]
-    assert summary["steps"] >= 20 and summary["replicas_end"] == 3
+    assert summary["steps"] >= demo.STEPS and summary["replicas_end"] == 3
     assert sum(one["generation"] is not None for one in summary["joins"]) >= 2
     assert (tmp_path / "demo" / "faulty" / "loss.svg").read_text().startswith("<?xml")
 

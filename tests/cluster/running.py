@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from tests import forks
@@ -20,6 +21,13 @@ from tests.cluster.jobs import ROOT, Outcome, Spec, command
 from tests.cluster.waiting import until_ended, until_files
 
 FOR_EVER = 10_000_000
+PACE_S = 0.02
+"""What a microbatch takes in a job that goes on for ever, if its test does not say: it leaves the processors to others."""
+
+
+def paced(spec: Spec) -> Spec:
+    """Return the job with a pace, if it goes on for ever."""
+    return msgspec.structs.replace(spec, pace_s=spec.pace_s or PACE_S) if spec.steps >= FOR_EVER else spec
 
 
 class Running:
@@ -27,7 +35,7 @@ class Running:
 
     def __init__(self, spec: Spec, *, hangup: signal.Handlers = signal.SIG_DFL, is_fresh: bool = False) -> None:
         """`hangup`: what its launcher finds SIGHUP set to. `is_fresh`: it is no fork (`tests/forks.py`)."""
-        self.spec = spec
+        self.spec = spec = paced(spec)
         self.output = Path(spec.sums_dir or spec.run_dir).with_suffix(".out")
         with open(self.output, "wb") as output:
             self.launcher = forks.start(
@@ -76,7 +84,7 @@ class AtTerminal(Running):
     """A toy job that somebody has started in an interactive shell: what is typed reaches it through a real terminal driver."""
 
     def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+        self.spec = spec = paced(spec)
         self.output = Path(spec.run_dir).with_suffix(".out")
         self._keyboard, theirs = os.openpty()
 
