@@ -12,6 +12,8 @@ OTHERS := $(filter-out %/__pycache__/ $(TIMED)/ $(NODES)/,$(wildcard tests/*/)) 
 EXTRAS ?= train,plot,tensorboard,metrics
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
+# Tests start hundreds of programs, and pytest rewrites each test's module: what is compiled once is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test coverage lint explore fuzz sweep repair gpu-test nodes-test long-test slurm-test campaign bench dist wheelhouse licences clean
 
@@ -24,9 +26,7 @@ setup:           ## make .venv (fast when it exists)
 demo: setup      ## train on real text, kill real processes, which come back; prove that nothing was lost; FSDP=1: with FSDP2
 	@$(PY) -m megatron_recover demo $(if $(FSDP),--fsdp2)
 
-# Tests start hundreds of programs. Where the environment has PYTHONDONTWRITEBYTECODE, each would compile all that it imports.
 test: setup lint ## everything that CI runs
-	@$(PY) -m compileall -q megatron_recover tests
 	@$(PY) -m pytest -q -n 3 -m "not slow" --dist worksteal $(OTHERS) $(UNTIMED) $(NODES)/test_harness.py
 	@$(PY) -m pytest -q -n 2 -m "not slow" --dist worksteal $(TIMED) $(UNTIMED:%=--ignore=%)
 
