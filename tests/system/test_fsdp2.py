@@ -245,6 +245,33 @@ def test_losses_are_those_of_unmodified_megatron_over_all_ranks(steps: int, tmp_
     assert "generation: 2" in recovered
 
 
+def test_a_checkpoint_of_fsdp2_is_refused_without_it_before_the_job(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    """By the dry run, which knows all arguments: a script may have set those for FSDP2."""
+    (tmp_path / "save" / "iter_0000002").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000002" / ".metadata").touch()
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("2")
+    outcome = run_job(Job(), tmp_path / "run", data, save=tmp_path / "save").expect(ExitCode.BAD_INPUT)
+    assert "iter_0000002 has the format torch_dcp, which Megatron loads with --use-torch-fsdp2 alone; add" in outcome.output
+
+
+@slow
+@pytest.mark.timeout(700)
+def test_a_checkpoint_of_plain_megatron_is_loaded_at_another_number_of_ranks(
+    tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:  # fmt: skip
+    """It has one FSDP2 over three ranks, ours one over two in each of two replicas. Plain Megatron cannot load it at all."""
+    flags = FLAGS.format(steps=4, data=data).replace("--global-batch-size 16", "--global-batch-size 12")
+    flags += " ".join((*FSDP2, *DCP))
+    ours, save = ROOT / "scripts" / "pretrain_gpt.py", tmp_path / "save"
+    plain = upstream.run("torch.distributed.run", "--nproc_per_node 3", f"{ours} {flags} --save {save} --save-interval 2")
+    launch = f"run --replicas 2 --lanes 2 --run-dir {tmp_path / 'run'} --"
+    resumed = upstream.run("megatron_recover", launch, f"{ours} {flags} --load {save} --ckpt-step 2 --recover-heal off")
+    wanted = {iteration: found for iteration, found in upstream.figures(plain).items() if iteration > 2}
+    found, trained = upstream.figures(resumed), losses(tmp_path / "run")  # the loss printed second is the mean of the first two
+    assert sorted(wanted) == sorted(found) == [3, 4]
+    upstream.assert_alike({iteration: (trained[iteration], *rest) for iteration, (_, *rest) in found.items()}, wanted)
+
+
 @pytest.mark.parametrize(
     ("extra", "connections", "told"),
     [
