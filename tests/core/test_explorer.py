@@ -17,7 +17,7 @@ from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 
 CONTRACT = Path(__file__).parents[2] / "docs" / "design" / "protocol.md"
 SHARED = ((0, 1),)
-MANY_STATES = 2_500
+MANY_STATES = 2_700
 """Scenarios with more are left to `make long-test`."""
 
 
@@ -92,6 +92,8 @@ class Outcomes(Explorer):
         {"newcomers": 1, "alarms": 1, "replicas": 1, "microbatches": 1, "passes_last": True},
         {"newcomers": 1, "saves": 1, "replicas": 1, "microbatches": 1, "passes_last": True},
         {"newcomers": 2, "replicas": 1, "microbatches": 1, "steps": 1, "passes_last": True},
+        {"newcomers": 1, "exits": 1, "replicas": 1, "microbatches": 1, "steps": 1, "passes_last": True},
+        {"newcomers": 1, "newcomer_crashes": 1, "replicas": 1, "microbatches": 1, "steps": 1, "passes_last": True},
         {"miscounts": 2, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1, "microbatches": 1, "slow": True},
     ],
     ids=str,

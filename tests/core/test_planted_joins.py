@@ -1,6 +1,7 @@
 """Each rule of joining (`core/joining.py`), broken once: the explorer must find it and print the way to it.
 
-That a slot is used while its former process lives is left out: slots and processes are the driver's, and no machine knows them.
+That a slot is used while its former process lives is planted in `tests/control_plane/test_planted_slots.py`: slots and
+processes are the driver's, and no machine knows them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from megatron_recover.core import (
     replica_step,
 )
 from megatron_recover.core.coordinator_state import Form
+from megatron_recover.core.excuses import after_progress, without_evidence
 from megatron_recover.core.invariants import StateKnown
 from megatron_recover.core.joining import Admissions
-from megatron_recover.core.membership_messages import Loss, LossKind, TurnedAway
+from megatron_recover.core.membership_messages import Loss, LossKind, NewcomerReady, TurnedAway
 from megatron_recover.core.rank_messages import Close, CloseAsked, Plan, StateDigested
 from megatron_recover.core.replica_state import ReplicaState
 from megatron_recover.core.speed import UNKNOWN
-from megatron_recover.core.values import Claim, Status, Work
+from megatron_recover.core.values import Claim, Record, Status, Work
 from megatron_recover.core.vote import tally
 from megatron_recover.sim.channels import card
 from megatron_recover.sim.explore.explorer import Explorer, JobState
@@ -417,6 +419,68 @@ def test_an_id_that_is_used_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(coordinator.TABLE, coordinator.FormAsked, again)  # type: ignore[arg-type]
     scenario = Scenario("planted", **ALONE | {"newcomers": 2, "steps": 2}, crashes=1)
     caught(AfterALoss(scenario).run(limit=500_000), 6)
+
+
+# --- A request to end -----------------------------------------------------------------------------
+
+ASKED: dict[str, Any] = ALONE | {"exits": 1}
+
+
+def test_a_newcomer_that_does_not_end_where_the_job_was_asked_to_is_caught() -> None:
+    """The others agree on a last save, which it does not begin."""
+
+    class TrainsOn(Threads):
+        def is_asked_to_end(self, number: int, record: Record) -> bool:
+            return number == 0 and super().is_asked_to_end(number, record)
+
+    assert explore(**ASKED).found is None
+    caught(explore(TrainsOn(passes_last=True), **ASKED), 2, 9)
+
+
+def test_a_newcomer_that_joins_a_job_that_was_asked_to_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    vouch, judge = joining.refusal, newcomers.why_not_now
+    monkeypatch.setattr(admission, "refusal", lambda state, claim: vouch(replace(state, requests=()), claim))
+    monkeypatch.setattr(newcomers, "why_not_now", lambda state, ready: judge(replace(state, requests=()), ready))
+    caught(explore(**ASKED), 9)
+
+
+def test_a_request_to_end_that_takes_an_unproven_newcomer_for_a_member_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = coordinator.TABLE[coordinator.ExitAsked]
+
+    def forgets(state: coordinator.CoordinatorState, asked: coordinator.ExitAsked) -> coordinator.Step:
+        return original(replace(state, joins=()), asked)
+
+    monkeypatch.setitem(coordinator.TABLE, coordinator.ExitAsked, forgets)  # type: ignore[arg-type]
+    caught(explore(**ASKED), 2, 6)
+
+
+# --- A crash loop beside a bad member -------------------------------------------------------------
+
+LOOP: dict[str, Any] = TWO | {"newcomer_crashes": 1, "broken": card(1, range(4), "both"), "links": True}
+
+
+def test_a_crash_loop_that_keeps_the_job_from_its_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bad member is not found, as the losses of newcomers explain each wait."""
+    original = newcomers.why_not_now
+
+    def ever(state: coordinator.CoordinatorState, ready: NewcomerReady) -> str:
+        calm = replace(without_evidence(state), fruitless=0, reason="", joins_from=0)
+        return original(calm, ready)
+
+    assert explore(**LOOP).found is None
+    monkeypatch.setattr(newcomers, "why_not_now", ever)
+    caught(Early(Scenario("planted", **LOOP | {"newcomers": 2})).run(limit=500_000), 9)
+
+
+def test_a_newcomer_that_dies_and_hides_a_bad_member_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator takes its loss for the reason why the members have got nowhere."""
+    original = generations._remove_newcomers
+
+    def hides(state: coordinator.CoordinatorState, losses: tuple[Loss, ...], reason: str) -> coordinator.Step:
+        return original(after_progress(state), losses, reason)
+
+    monkeypatch.setattr(generations, "_remove_newcomers", hides)
+    caught(explore(**LOOP | {"newcomer_crashes": 0, "crashes": 1}), 9)
 
 
 # --- A hold ---------------------------------------------------------------------------------------

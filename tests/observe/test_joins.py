@@ -152,6 +152,29 @@ def a_slot_is_used_while_its_process_lives(events: Events) -> int:
     return _all(events, trace.Forming)[0]
 
 
+def a_slot_of_a_member_is_used(events: Events) -> int:
+    return _edit(events, trace.Forming, {"in_place_of": (1,)})[0]
+
+
+def a_slot_of_a_newcomer_that_forms_is_used(events: Events) -> int:
+    after = _all(events, trace.Joined, replica=3)[0] + 1
+    events.insert(after, trace.Forming(t=events[after].t, newcomer=4, in_place_of=(3,)))
+    return after
+
+
+def a_replica_has_more_successors_than_slots(events: Events) -> int:
+    """Two newcomers of 2 ranks may share the slots of a replica of 2 ranks; a third one sits where one of them lives."""
+    after = _all(events, trace.Forming)[0] + 1
+    events[after:after] = [trace.Forming(t=events[after].t, newcomer=newcomer, in_place_of=(2,)) for newcomer in (4, 5)]
+    return after + 1
+
+
+def a_process_of_a_former_replica_is_set_aside_after_its_slot_was_used(events: Events) -> int:
+    after = _all(events, trace.Joined, replica=3)[0] + 1
+    events.insert(after, trace.SetAside(t=events[after].t, replica=2, rank=1, pid=9, state="D", wchan=""))
+    return after
+
+
 def a_roster_grows_by_one_that_does_not_join(events: Events) -> int:
     return _edit(events, trace.Generation, {"newcomers": ()}, generation=4)[0]
 
@@ -269,6 +292,10 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-5", one_that_was_turned_away_votes),
     ("INV-5", one_that_was_turned_away_plans),
     ("INV-5", a_slot_is_used_while_its_process_lives),
+    ("INV-5", a_slot_of_a_member_is_used),
+    ("INV-5", a_slot_of_a_newcomer_that_forms_is_used),
+    ("INV-5", a_replica_has_more_successors_than_slots),
+    ("INV-5", a_process_of_a_former_replica_is_set_aside_after_its_slot_was_used),
     ("INV-6", one_that_has_planned_and_was_turned_away_comes_back),
     ("INV-6", a_roster_grows_by_one_that_does_not_join),
     ("INV-6", an_id_of_the_start_is_used_for_a_newcomer),
@@ -297,6 +324,100 @@ def test_each_breakage_is_found_and_named(invariant: str, breakage: Callable[[Ev
     line = breakage(events) + 1
     broken = _broken(events)
     assert line in broken.get(invariant, []), f"expected {invariant} at line {line}, found {broken}"
+
+
+# --- The slots of newcomers that were lost before they joined, and of replicas that have left -----------------------------
+
+
+def _slots_used_again(*ends: trace.Event, is_ready: bool = False, has_left: bool = False) -> tuple[Events, int]:
+    """Events of a run in which newcomer 4 gets the slots of newcomer 3, or of a replica that left, and the line of that.
+
+    `ends`: what is known of the end of these by then. `is_ready`: newcomer 3 was ready to read.
+    """
+    if has_left:
+        run, former = traces.Run(), 2
+        run.quiet_step()
+        run.ask_to_leave(2)
+        run.step_with_leave(2)
+    else:
+        run, former = traces.Run(), 3
+        run.quiet_step()
+        run.step_with_kill_in_backward(2)
+        run.form(3, in_place_of=(2,))
+        if not is_ready:
+            run.events.pop()
+    for event in ends:
+        run.events.append(msgspec.structs.replace(event, t=run.events[-1].t))
+    line = len(run.events) + 1
+    run.add(trace.Forming, newcomer=4, in_place_of=(former,))
+    run.quiet_step()
+    return list(run.finish().events), line
+
+
+def _lost(replica: int = 3) -> trace.Event:
+    return trace.NewcomerLost(t=0.0, newcomer=replica, kind=LossKind.SUSPECTED, detail="it could not be started")
+
+
+def _dead(*ranks: int, replica: int = 3) -> trace.Event:
+    return trace.Fenced(t=0.0, replica=replica, ranks=ranks)
+
+
+def _killed(rank: int, replica: int = 3) -> trace.Event:
+    return trace.Failure(t=0.0, replica=replica, rank=rank, cause="SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_ready", "why"),
+    [
+        ((), True, "neither lost nor has left"),
+        ((_dead(0, 1),), True, "neither lost nor has left"),
+        ((_lost(),), False, "whose end no node has confirmed"),
+        ((_lost(), _dead()), True, "whose ranks [0, 1] are not confirmed dead"),
+        ((_killed(1), _lost(), _dead(0)), False, "whose ranks [1] are not confirmed dead"),
+        ((_killed(0), _lost(), _dead(0)), True, "whose ranks [1] are not confirmed dead"),
+    ],
+)
+def test_slots_of_a_newcomer_that_may_live_are_not_used(ends: tuple[trace.Event, ...], is_ready: bool, why: str) -> None:
+    events, line = _slots_used_again(*ends, is_ready=is_ready)
+    found = [
+        each for each in violations(History(enumerate(events, start=1))) if each.invariant == "INV-5" and each.line == line
+    ]
+    assert len(found) == 1 and why in found[0].message, found
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_ready"),
+    [
+        ((_lost(), _dead(0, 1)), False),
+        ((_killed(0), _lost(), _dead(0, 1)), True),
+        ((_dead(), _lost()), False),  # its node had not begun to form it
+        ((_lost(), _dead(1), _dead()), False),  # of two nodes one had not begun
+        ((_killed(1), _lost(), _dead(0), _dead(1)), True),  # two nodes
+    ],
+)
+def test_slots_of_a_newcomer_that_has_ended_are_used_again(ends: tuple[trace.Event, ...], is_ready: bool) -> None:
+    events, _ = _slots_used_again(*ends, is_ready=is_ready)
+    assert _broken(events) == {}
+
+
+def test_slots_of_a_replica_that_has_left_are_used_again() -> None:
+    """It ends by itself, which no event says. One that did not end in time was killed before."""
+    assert _broken(_slots_used_again(has_left=True)[0]) == {}
+    assert _broken(_slots_used_again(_dead(0, replica=2), has_left=True)[0]) == {}
+
+
+@pytest.mark.parametrize("late", [_dead(0, replica=2), _killed(0, replica=2)])
+def test_a_replica_that_has_left_and_lives_after_its_slots_were_used_is_found(late: trace.Event) -> None:
+    events, line = _slots_used_again(has_left=True)
+    events.insert(line, msgspec.structs.replace(late, t=events[line].t))
+    assert _broken(events) == {"INV-5": [line + 1]}
+
+
+def test_a_newcomer_that_is_ready_after_its_slots_were_used_is_found() -> None:
+    events, line = _slots_used_again(_lost(), _dead())
+    joined = trace.Joined(t=events[line].t, replica=3, fingerprint="f", bucket_ranks=traces.BUCKET_RANKS)
+    events.insert(line, joined)
+    assert line + 1 in _broken(events)["INV-5"]
 
 
 def test_a_run_in_which_a_newcomer_is_turned_away_and_joins_later_holds() -> None:

@@ -132,7 +132,24 @@ def unproven_compute_nothing(history: History, step: Step) -> Findings:
 
 
 class FormedInFreeSlots(Rule):
-    """A rule: a newcomer gets the slots of a lost replica once all ranks there are known dead."""
+    """A rule: a newcomer gets only slots that are free, which no living process uses.
+
+    A trace has no slots. It has the former users of a newcomer's slots (`Forming.in_place_of`),
+    except spares, and users that had a rank on a node that was lost. By the events before `Forming`
+    the slots of a former user are free under all these conditions:
+
+    - It was lost or has left: an announcement says so, or `NewcomerLost` of a newcomer outside the
+      roster. Until then it lives.
+    - If it was lost, the ranks that were started are confirmed dead (`Fenced`). These are all ranks
+      of a replica of the start and of a newcomer that was ready (`Joined`). Of another newcomer
+      they are those that an agent has seen fail or hang. Agents may fence that newcomer before they
+      begin to form it, so `Fenced` may lack its other ranks. At least one agent has to confirm its
+      end. How many agents there are is in no event.
+    - If it has left, it ended by itself, which no event shows.
+    - Not more newcomers have got its slots than it had ranks: each is the last user of one of them.
+
+    After `Forming` no event shows that one of these processes still lived.
+    """
 
     needs = "faults"
 
@@ -140,28 +157,75 @@ class FormedInFreeSlots(Rule):
         super().__init__(history, gaps)
         started = history.first(trace.RunStarted)
         self._ranks = frozenset(range(started.layout.num_ranks if started is not None else 0))
-        self._dead: dict[int, set[int]] = defaultdict(set)
+        self._num_at_start = started.replicas if started is not None else 0
+        self._started: dict[int, set[int]] = defaultdict(set)
+        """Replica -> its ranks that an event shows to have been started."""
+        self._dead: dict[int, set[int]] = {}
+        """Replica whose end an agent has confirmed -> its ranks that are confirmed dead."""
         self._lost: set[int] = set()
+        self._left: set[int] = set()
+        self._followed: dict[int, list[int]] = defaultdict(list)
+        """Former user -> the newcomers that have got its slots."""
+        self._reused: dict[int, Line] = {}
+        """Former user that seemed gone -> the first line by which its slots were used again."""
 
     def takes(self) -> Mapping[type, Taker]:
-        if self.gaps.of_launcher or self.gaps.of_agents:  # fences may be missing
+        if self.gaps.of_launcher or self.gaps.of_agents or not self._ranks:  # fences may be missing
             return {}
-        return {trace.Fenced: self._fenced, trace.Generation: self._announced, trace.Forming: self._forms}
+        return {
+            trace.Fenced: self._fenced, trace.Generation: self._announced, trace.NewcomerLost: self._is_lost,
+            trace.Forming: self._forms, trace.Joined: self._is_ready,
+            **dict.fromkeys((trace.Failure, trace.SetAside, trace.RankSilent), self._is_seen),
+        }  # fmt: skip
+
+    def _is_ready(self, line: Line, event: trace.Joined, step: None) -> Findings:
+        self._started[event.replica] |= self._ranks
+        return self._lived(line, event.replica, "was ready")
+
+    def _is_seen(self, line: Line, event: trace.Failure | trace.SetAside | trace.RankSilent, step: None) -> Findings:
+        self._started[event.replica].add(event.rank)
+        return self._lived(line, event.replica, f"had a process of rank {event.rank}")
 
     def _fenced(self, line: Line, event: trace.Fenced, step: None) -> Iterable[Finding]:
-        self._dead[event.replica] |= {*event.ranks}
-        return ()
+        dead = self._dead.setdefault(event.replica, set())
+        late = sorted({*event.ranks} - dead)
+        dead |= {*event.ranks}
+        return self._lived(line, event.replica, f"had processes of ranks {late}") if late else ()
+
+    def _lived(self, line: Line, replica: int, what: str) -> Findings:
+        """Yield a finding if the slots of a replica that lived were used again before."""
+        if (reused := self._reused.get(replica)) is not None:
+            newcomer = self._followed[replica][0]
+            yield line, f"replica {replica} {what} after replica {newcomer} was formed in its place (line {reused})"
 
     def _announced(self, line: Line, event: trace.Generation, step: None) -> Iterable[Finding]:
         self._lost |= {loss.replica for loss in event.losses}
+        self._left |= {*event.left}
+        return ()
+
+    def _is_lost(self, line: Line, event: trace.NewcomerLost, step: None) -> Iterable[Finding]:
+        self._lost.add(event.newcomer)
         return ()
 
     def _forms(self, line: Line, event: trace.Forming, step: None) -> Findings:
         for replica in event.in_place_of:
-            living = sorted(self._ranks - self._dead[replica]) if replica in self._lost else []
-            if living:
-                what = f"replica {event.newcomer} forms in the place of replica {replica}"
-                yield line, f"{what}, whose ranks {living} are not confirmed dead"
+            self._followed[replica].append(event.newcomer)
+            if why := self._why_not_free(replica):
+                yield line, f"replica {event.newcomer} forms in the place of replica {replica}, {why}"
+            else:
+                self._reused.setdefault(replica, line)
+
+    def _why_not_free(self, replica: int) -> str:
+        """Return why the slots of a former user are not free; empty if they are."""
+        if replica not in self._lost | self._left:
+            return "which is neither lost nor has left"
+        if len(self._followed[replica]) > len(self._ranks):
+            return f"whose slots replicas {self._followed[replica][:-1]} have got"
+        started = self._ranks if replica < self._num_at_start else self._started[replica]
+        living = sorted(started - self._dead.get(replica, set())) if replica in self._lost else []
+        if living:
+            return f"whose ranks {living} are not confirmed dead"
+        return "whose end no node has confirmed" if replica in self._lost and replica not in self._dead else ""
 
 
 class NewcomersAreJudged(Rule):

@@ -18,6 +18,7 @@ from megatron_recover.core.coordinator import CoordinatorState, Input, TimerFire
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.membership_messages import Loss, LossKind
 from megatron_recover.core.replica_state import ReplicaPhase, ReplicaState
+from megatron_recover.core.request import RequestKind, details
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.sim import channels
 from megatron_recover.sim.explore.network import JobState
@@ -36,7 +37,10 @@ def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after:
     - It has removed the last members after a timer, or lets them leave.
     - It keeps a replica whose save is overdue for longer than any trouble that passes.
     - It makes a generation for the loss of replicas that are not in the roster.
+    - It announces newcomers of a job that was asked to end, or twice in one step.
+    - It forgets, because of the loss of newcomers alone, how long the members have got nowhere.
     """
+    world = _joins_rightly(scenario, world, before, after)
     losses = after.losses[len(before.losses) :]
     lost = {loss.replica for loss in losses}
     if 0 < before.generation < after.generation and lost and lost.isdisjoint(before.roster):
@@ -59,6 +63,31 @@ def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after:
             world = _is_blamed(scenario, world, suspected, after.roster)
     # The wait is over. For members that still read, the deadline begins anew.
     return world._replace(reading=tuple(each for each in world.reading if each in after.roster), overdue=None, late_saves=())
+
+
+def _joins_rightly(scenario: Scenario, world: JobState, before: CoordinatorState, after: CoordinatorState) -> JobState:
+    """Return the world with the newest join; raise InvariantViolation if newcomers keep the job.
+
+    Between two joins a step has to be committed, and newcomers that come and go must not hide a
+    member at fault. Or a crash loop would keep the job from its steps for ever.
+    """
+    lost = {loss.replica for loss in after.losses[len(before.losses) :]}
+    outside = {*before.forming, *(claim.replica for claim in before.joins)}
+    was_stuck = after.fruitless < before.fruitless or bool(before.trouble) > bool(after.trouble)
+    if lost and lost <= outside and was_stuck:
+        raise InvariantViolation(
+            9, f"the loss of newcomers {sorted(lost)} hides that {before.fruitless} generations came without a step"
+        )
+    known = {claim.replica for claim in before.joins}
+    fresh = [claim for claim in after.joins if claim.replica not in known]
+    if not fresh:
+        return world
+    what = f"generation {after.generation} is to take newcomers {[claim.replica for claim in fresh]} in {fresh[0].label}"
+    if details(before.requests, RequestKind.EXIT):
+        raise InvariantViolation(9, f"{what}, and the job was asked to end")
+    if fresh[0].label == world.joined:
+        raise InvariantViolation(9, f"{what}, in which others joined before")
+    return world._replace(joined=fresh[0].label) if scenario.newcomer_crashes else world
 
 
 def held_rightly(leader: ReplicaState) -> None:

@@ -48,6 +48,7 @@ from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.judging import LASTS
 from megatron_recover.sim.explore.network import JobState
 from megatron_recover.sim.explore.node import (
+    EXIT_REASON,
     CarryOut,
     Complete,
     Drift,
@@ -121,7 +122,7 @@ class Moves(Space):
                     continue
                 if world.faults.asks and source.trains():
                     less = world._replace(faults=world.faults._replace(asks=world.faults.asks - 1))
-                    for ahead in range(source.leader.step, min(source.leader.step + 2, self.scenario.steps)):
+                    for ahead in range(source.leader.step, min(source.leader.step + 2, self.scenario.steps, len(source.work))):
                         order = replica.AskHold(member, source.work[ahead].label)
                         yield f"newcomer {newcomer} asks {member} to hold step {ahead}", self.stimulate(less, newcomer, order)
                 if node.has_read():
@@ -223,19 +224,20 @@ class Moves(Space):
     def faults(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
         """Yield every fault that may still happen, with the world after it."""
         state, left = self.coordinators[world.coordinator], world.faults
-        if left.newcomers:
-            less = world._replace(faults=left._replace(newcomers=left.newcomers - 1))
-            yield "a newcomer is formed", self.coordinate(less, coordinator.FormAsked(1))
+        if left.newcomers and not (self.scenario.newcomer_crashes and left.newcomers < self.scenario.newcomers):
+            yield "a newcomer is formed", self.formed_one(world)
+        if left.newcomer_crashes:
+            for number in [claim.replica for claim in state.joins if world.nodes[claim.replica]]:
+                dead = self.died(world._replace(faults=left._replace(newcomer_crashes=left.newcomer_crashes - 1)), number)
+                yield f"newcomer {number} dies, and another one is formed", self.formed_one(dead)
+        if left.exits:
+            less = world._replace(faults=left._replace(exits=left.exits - 1))
+            yield "the job is asked to end", self.coordinate(less, coordinator.ExitAsked(EXIT_REASON))
         for number in (*state.roster, *state.forming):
             lost = coordinator.ReplicaLost(Loss(number, LossKind.PROCESS_ENDED))
             if left.crashes:
-                nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
-                links = tuple(link for link in world.links if link[1] != number)
-                dead = world._replace(
-                    nodes=nodes, faults=left._replace(crashes=left.crashes - 1), links=links,
-                    reading=tuple(each for each in world.reading if each != number),
-                )  # fmt: skip
-                yield f"replica {number} dies", self.coordinate(dead, lost)
+                less = world._replace(faults=left._replace(crashes=left.crashes - 1))
+                yield f"replica {number} dies", self.died(less, number)
             if left.suspicions:
                 fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
                 yield f"replica {number} is fenced, but lives", fenced
@@ -278,6 +280,22 @@ class Moves(Space):
             yield "the coordinator is stopped", world._replace(stopped=True, faults=left._replace(stops=left.stops - 1))
         if left.alarms:
             yield from self.alarm(world._replace(faults=left._replace(alarms=left.alarms - 1)), state)
+
+    def died(self, world: JobState, number: ReplicaId) -> JobState:
+        """Return the world after a replica has died, and the coordinator has seen that."""
+        dead = world._replace(
+            nodes=(*world.nodes[:number], 0, *world.nodes[number + 1 :]),
+            links=tuple(link for link in world.links if link[1] != number),
+            reading=tuple(each for each in world.reading if each != number),
+        )  # fmt: skip
+        return self.coordinate(dead, coordinator.ReplicaLost(Loss(number, LossKind.PROCESS_ENDED)))
+
+    def formed_one(self, world: JobState) -> JobState:
+        """Return the world after one more newcomer is formed, if there is one."""
+        if not world.faults.newcomers:
+            return world
+        less = world._replace(faults=world.faults._replace(newcomers=world.faults.newcomers - 1))
+        return self.coordinate(less, coordinator.FormAsked(1))
 
     def may_fail(self, world: JobState) -> bool:
         """Return whether a fault may still happen."""

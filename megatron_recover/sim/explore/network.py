@@ -42,6 +42,10 @@ class Faults(NamedTuple):
     """Newcomers that may still be formed."""
     asks: int = 0
     """Times that a newcomer may still ask a member for a hold."""
+    newcomer_crashes: int = 0
+    """Newcomers that may still die in their first step."""
+    exits: int = 0
+    """Times that the job may still be asked to end."""
 
 
 class JobState(NamedTuple):
@@ -84,6 +88,11 @@ class JobState(NamedTuple):
     """Numbers of the reports `ReplicaLeaving` on their way to the coordinator, ascending."""
     is_dead: bool = False
     """True once the coordinator has died. It is then `stopped` for good, and takes no input."""
+    joined: str = ""
+    """Label of the step in which newcomers were announced last; empty: in none.
+
+    Used only where newcomers die in the roster.
+    """
     blamed: tuple[ReplicaId, ...] = ()
     """Replicas fenced for reports of other members though not overdue, in order of fencing."""
 
@@ -171,7 +180,8 @@ def _matters(message: Claim | JoinRefused | HoldAsked, node: Node, *, member: bo
         if message.newcomer != leader.replica:
             return leader.hold is not None and message.newcomer in leader.hold.newcomers
         return leader.claim is not None and (message.newcomer, message.label) == (leader.replica, leader.claim.label)
-    step = next(number for number, work in enumerate(node.work) if work.label == message.label)
+    # A member that was asked to end refuses a step that it does not begin any more.
+    step = next((number for number, work in enumerate(node.work) if work.label == message.label), len(node.work))
     return member and not node.is_newcomer and leader.step <= step
 
 

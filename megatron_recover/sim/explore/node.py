@@ -45,6 +45,9 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.sim.multiset import Multiset
 
+EXIT_REASON = "SIGTERM"
+"""The reason for which the job is asked to end."""
+
 
 class Addend(Value, frozen=True):
     """A rank's local gradient of a bucket, published for the reduction of a generation."""
@@ -115,7 +118,8 @@ class Node(Value, frozen=True):
     leader: replica.ReplicaState
     ranks: tuple[Rank, ...]
     work: tuple[Work, ...]
-    """Steps of the job. A step that is given up is followed by a save only."""
+    """Steps of the job. After a step that is given up, or whose record has the request to end the
+    job, comes a save only."""
     drifted: bool = False
     """True if its parameters differ from those of the others."""
     flawed: bool = False

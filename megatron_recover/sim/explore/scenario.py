@@ -89,6 +89,11 @@ class Scenario(Value, frozen=True):
     asks: int = 0
     """Times that a newcomer asks a member to hold a step, at any instant. Only with `links`: else
     one request would arrive again and again."""
+    newcomer_crashes: int = 0
+    """Newcomers that die in their first step, in the roster. For each of them another one is formed
+    at once, and only then."""
+    exits: int = 0
+    """Times that the job is asked to end."""
     waits_for_newcomers: bool = False
     """Let the job continue with fewer than `min_replicas` members while a newcomer forms."""
     min_replicas: int = 1
@@ -261,6 +266,9 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("2 replicas, a newcomer, and links that break", **BESIDE_TWO, links=True, alarms=1),
         Scenario("2 replicas, links, and a newcomer that asks for a hold", **BESIDE_TWO, asks=1, links=True),
         Scenario("a row of 2 replicas, and a newcomer", **{**BESIDE_TWO, "microbatches": 2}, tree_above=1),
+        Scenario("1 replica, a newcomer, and a request to end", **{**NEWCOMER, "steps": 1}, exits=1),
+        Scenario("2 replicas, links, a bad network card, and newcomers that die in the roster",
+                 **{**BESIDE_TWO, "newcomers": 2}, newcomer_crashes=2, broken=card(1, range(4), "both"), links=True),
     ),
     "full": (
         # The longest first: the last of several processes to end determines the total time.
@@ -363,5 +371,6 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
                  **{**BESIDE_TWO, "steps": 2}, links=True, min_replicas=2, waits_for_newcomers=True, crashes=1),
         Scenario("1 replica, 2 newcomers, and 2 crashes", **NEWCOMERS, crashes=2),
         Scenario("1 replica, 2 newcomers in any of 2 steps", **{**NEWCOMERS, "steps": 2}),
+        Scenario("1 replica, a newcomer in any of 2 steps, and a request to end", **NEWCOMER, exits=1),
     ),
 }  # fmt: skip

@@ -179,6 +179,8 @@ class Space:
                 scenario.leaves,
                 scenario.newcomers,
                 scenario.asks,
+                scenario.newcomer_crashes,
+                scenario.exits,
             ),
         )
         for number in range(scenario.replicas):

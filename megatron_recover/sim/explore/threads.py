@@ -14,8 +14,10 @@ from megatron_recover.core.membership_messages import Entered, LeaderMessage
 from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.rank_messages import Apply, Close, Plan, Promise
-from megatron_recover.core.values import BucketId, Compute, Held, ReplicaId, Status, Version, Work
+from megatron_recover.core.request import exit_for
+from megatron_recover.core.values import BucketId, Compute, Held, Record, ReplicaId, Status, Version, Work
 from megatron_recover.sim.explore.node import (
+    EXIT_REASON,
     Addend,
     Arrive,
     AskClose,
@@ -113,6 +115,10 @@ class Threads:
     def applied(self, node: Rank, order: Apply, bucket: BucketId) -> Multiset:
         """Return the result that becomes the gradient of a bucket."""
         return node.results[node.machine.buckets.index(bucket)]
+
+    def is_asked_to_end(self, number: ReplicaId, record: Record) -> bool:
+        """Return whether a replica ends its training loop after the step of a record."""
+        return exit_for(EXIT_REASON) in record.requests
 
     def computes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
         """Return what a rank computes: all of a plan, even after a newer promise."""
@@ -279,7 +285,7 @@ class _Run:
             empty: tuple[Multiset, ...] = ((),) * len(one.results)
             self.ranks[position] = replace(one, gradient=(zeros,) * len(one.gradient), results=empty)
             self.flawed = False
-            if order.record.gives_up:
+            if order.record.gives_up or self.threads.is_asked_to_end(self.number, order.record):
                 self.work = _saved_after(self.work, order.record.step)
 
     def compute(self, position: int, plan: Plan) -> None:
@@ -348,7 +354,12 @@ class _Run:
 
 
 def _saved_after(work: tuple[Work, ...], step: int) -> tuple[Work, ...]:
-    """Return the steps of a job that has given up `step`: only a save of agreed state follows."""
+    """Return the steps of a job that trains no more after `step`: a save of agreed state follows.
+
+    A save is not followed by another one.
+    """
+    if work[step].label == f"save after {step - 1}":
+        return work
     save = Work(f"save after {step}", work[0].num_microbatches, work[0].buckets[-1:], digests=True)
     return (*work[: step + 1], save)
 
