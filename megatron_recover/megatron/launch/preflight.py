@@ -19,6 +19,7 @@ from megatron_recover import packages
 from megatron_recover.config import RecoverConfig, below_one
 from megatron_recover.core.wording import counted
 from megatron_recover.flags import did_you_mean
+from megatron_recover.megatron.checkpoint import disk_format
 from megatron_recover.megatron.launch import preflight_data as data
 from megatron_recover.megatron.launch.arguments import (
     add_recover_arguments,
@@ -169,6 +170,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--no-save-optim": _ON | {"default": None},
     "--no-save-rng": _ON | {"default": None},
     "--pretrained-checkpoint": _TEXT,
+    "--ckpt-step": _INT,
+    "--auto-detect-ckpt-format": _ON,
     # No replica can join.
     "--optimizer-cpu-offload": _ON,
     "--phase-transition-iterations": _TEXT,
@@ -237,6 +240,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         *data.mistakes(args),
         *_saving(args),
         *_unwritable(args),
+        *(disk_format.refusals(args) if args.use_torch_fsdp2 else []),  # else a script may set it: the dry run looks
     ]
     found += _without_package(args)
     if found:
