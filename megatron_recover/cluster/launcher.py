@@ -564,6 +564,7 @@ class Launcher:
 
     def _ended(self, end: ProcessEnd) -> None:
         self._recording.ended(end.replica, end.rank)
+        output = self._starting.outputs.pop((end.replica, end.rank))
         if self._end.has_come or self._fences.explain(end.replica, end.rank):
             return  # the job is ending, or the launcher has killed this rank
         if end.replica in self._fences.dismissed and end.status == ExitCode.OK:
@@ -579,8 +580,7 @@ class Launcher:
             return
         if end.status == ExitCode.BAD_INPUT and not self._generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.
-            self._end.fail(ExitCode.BAD_INPUT, dry_run.refusal(self._starting.outputs[end.replica, end.rank]))
+            self._end.fail(ExitCode.BAD_INPUT, dry_run.refusal(output))
             return
-        said = self._starting.outputs[end.replica, end.rank].end
-        loss, failing = self._ranks.loss(end, started=self.has_begun and not is_forming, said=said)
+        loss, failing = self._ranks.loss(end, started=self.has_begun and not is_forming, said=output.end)
         self._send(self._ranks.gone(loss, failing, end.rank))

@@ -25,7 +25,7 @@ from megatron_recover.cluster.chaos import IN_A_STEP
 from megatron_recover.core.placement import Placement
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.system import comebacks
-from tests.system.placing import hosted, placement
+from tests.system.placing import hosted
 from tests.system.plans import (
     COMPARED,
     IN_A_PASS,
@@ -159,7 +159,7 @@ def _lost_node(draw: Draw) -> Scenario:
     )  # fmt: skip
     at = draw.anywhere(draw.dice.randrange(draw.job.replicas), saves=saves)
     if also_kills:
-        at = draw.kill_besides(hosted(placement(draw.job, slots), node), at)
+        at = draw.kill_besides(hosted(draw.placed(slots), node), at)
     return draw.scenario(script=STRUCK, saves=saves, slots=slots, strike=Strike(kind=StrikeKind.LOSS, node=node, at=at))
 
 
@@ -198,7 +198,7 @@ def _cut(draw: Draw, seconds: float | None, fits: Callable[[Placement, int], boo
     if saves:
         draw.saving()
     slots, node = draw.on_nodes(fits)
-    is_writers = placement(draw.job, slots).replicas[0][0].node == node
+    is_writers = draw.placed(slots).replicas[0][0].node == node
     at = _in_a_save(draw) if saves and is_writers else draw.anywhere(draw.dice.randrange(draw.job.replicas), saves=saves)
     one_way = draw.dice.choice((None, None, "in", "out"))
     strike = Strike(kind=StrikeKind.CUT, node=node, at=at, seconds=seconds, one_way=one_way)
@@ -239,7 +239,7 @@ HEALING = 0.5
 
 def scenario(seed: int, *, fsdp2: bool = False) -> Scenario:
     """The scenario of a seed; with `fsdp2` its replicas are sharded."""
-    draw = Draw(seed)
+    draw = Draw(seed, fsdp2=fsdp2)
     [(draw.kind, (_, drawn))] = draw.dice.choices(list(KINDS.items()), [weight for weight, _ in KINDS.values()])
     plan = drawn(draw)
     if plan.script == PLAIN and random.Random(f"heals {seed}").random() < HEALING:

@@ -25,10 +25,9 @@ from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.system import campaign, comebacks, jobs, kills, scenarios
 from tests.system.joining_pretrain import ORDERS, Orders
 from tests.system.judging import EXPECTATIONS, expectations_of
-from tests.system.placing import placement
+from tests.system.placing import hosted, placement
 from tests.system.plans import (
     CHARGED,
-    FSDP2,
     JOINING,
     MAX_PROCESSES,
     MISCOUNTING,
@@ -69,16 +68,38 @@ def test_every_scenario_is_one_that_a_job_can_take() -> None:
 def test_with_fsdp2_a_job_has_as_many_ranks_and_what_megatron_takes() -> None:
     layouts = set()
     for seed in SEEDS:
-        plain, plan = scenario(seed), scenarios.scenario(seed, fsdp2=True)
+        plain, plan = scenario(seed), scenario(seed, fsdp2=True)
         job, extra = plan.job, plan.job.extra
         assert job.pp == 1 and job.tp * job.lanes == plain.job.tp * plain.job.pp * plain.job.lanes
-        assert {*FSDP2} <= {*extra} and ("torch_dcp" in extra) is plan.saves and not (plan.saves and job.tp > 1)
+        assert {*jobs.FSDP2} <= {*extra} and ("torch_dcp" in extra) is plan.saves and not (plan.saves and job.tp > 1)
         assert not {"--use-distributed-optimizer", "--num-layers", "--num-layers-per-virtual-pipeline-stage"} & {*extra}
         assert plan.reference().extra[-1] == extra[-1] and "fsdp2" in str(plan)
-        assert replace(plan, job=plain.job, step_s=plain.step_s) == plain
+        same = {"slots": plain.slots, "strike": plain.strike, "faults": plain.faults} if plan.slots else {}  # others fit
+        assert replace(plan, job=plain.job, step_s=plain.step_s, **same) == plain
         assert not plan.comes_back or 20 < comebacks.STEPS * plan.step_s < 40, "there is time for several joins"
         layouts.add((job.tp, job.lanes))
     assert {(1, 1), (1, 2), (1, 4), (2, 2)} <= layouts
+
+
+@pytest.mark.parametrize("fsdp2", [False, True])
+def test_the_node_that_is_struck_is_the_one_that_the_kind_is_named_after(fsdp2: bool) -> None:
+    """Where ranks are depends on the tensor-parallel size, which is another one where replicas are sharded."""
+    for plan in (scenario(seed, fsdp2=True) if fsdp2 else scenario(seed) for seed in SEEDS):
+        if not plan.slots or plan.strike is None:
+            continue
+        placed, node = placement(plan.job, plan.slots), plan.strike.node
+        writers, has_ranks = placed.replicas[0][0].node, bool(hosted(placed, node))
+        assert len(hosted(placed, node)) < plan.job.replicas, "nobody is left"
+        assert {
+            "lost node": node > 0 and has_ranks,
+            "lost node of the writer": node == writers > 0,
+            "lost node of the coordinator": node == 0,
+            "short cut": True,
+            "long cut": node > 0 and has_ranks,
+        }[plan.kind], f"{plan}: {plan.strike}"
+        assert {fault.replica for fault in plan.faults}.isdisjoint(plan.lost), "the fault would not strike"
+        in_save = plan.strike.at.point in (FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER)
+        assert not in_save or plan.kind == "lost node of the writer" or node == writers
 
 
 def test_every_scenario_leaves_somebody() -> None:
