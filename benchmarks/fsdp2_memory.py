@@ -16,9 +16,8 @@ from collections.abc import Mapping
 
 from benchmarks import memory
 from benchmarks.common import Row, row
-from benchmarks.fsdp2_overhead import FLAGS
 from benchmarks.overhead import commands, ranks
-from tests.system.jobs import Job, text_data
+from tests.system.jobs import FSDP2, Job, text_data
 
 RUNS, SMALL, LARGE = 3, memory.SMALL, memory.LARGE
 JOB = Job(replicas=2, lanes=2, microbatches=2, steps=10_000, determinism="fast", bucket_elements=40_000_000)
@@ -35,8 +34,8 @@ def num_parameters(hidden: int) -> int:
 def measured(hidden: int, data: pathlib.Path, folder: pathlib.Path) -> dict[str, float]:
     """Return the private bytes of a rank of each side, for a model of this width."""
     size = ("--hidden-size", str(hidden), "--num-layers", str(memory.LAYERS))
-    sharded = dataclasses.replace(JOB, extra=(*FLAGS, *size))
-    whole = dataclasses.replace(JOB, extra=(*FLAGS[1:], *size))
+    sharded = dataclasses.replace(JOB, extra=(*FSDP2, *size))
+    whole = dataclasses.replace(JOB, extra=(*FSDP2[1:], *size))
     alone = dataclasses.replace(sharded, replicas=1, microbatches=JOB.microbatches // JOB.replicas)
     sides = {
         OURS: (commands(sharded, data, folder, f"ours-{hidden}")[0], JOB.replicas * ranks(JOB)),

@@ -13,10 +13,9 @@ import tempfile
 
 from benchmarks.common import Row, row
 from benchmarks.overhead import Case, pairs
-from tests.system.jobs import Job, text_data
+from tests.system.jobs import FSDP2, Job, text_data
 
-FLAGS = ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights")
-JOB = Job(replicas=3, lanes=2, microbatches=12, extra=FLAGS)
+JOB = Job(replicas=3, lanes=2, microbatches=12, extra=FSDP2)
 """Half as many microbatches as in the first case of `overhead`: each is one of each lane."""
 CASES = (
     Case("3 replicas x 2 lanes, 12 microbatches of 2 x 256 tokens", JOB, 256, 25, 4),

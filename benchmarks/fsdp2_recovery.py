@@ -13,11 +13,10 @@ from collections.abc import Iterator
 
 from benchmarks import recovery
 from benchmarks.common import Row, row
-from benchmarks.fsdp2_overhead import FLAGS
-from tests.system.jobs import text_data
+from tests.system.jobs import FSDP2, text_data
 
 JOB = dataclasses.replace(
-    recovery.FLAT, replicas=3, lanes=2, microbatches=12, extra=(*recovery.FLAT.extra, *FLAGS)
+    recovery.FLAT, replicas=3, lanes=2, microbatches=12, extra=(*recovery.FLAT.extra, *FSDP2)
 )  # fmt: skip
 ROUNDS, PACE_S = 2, 0.2
 

@@ -16,13 +16,12 @@ from functools import partial
 
 from benchmarks import traffic
 from benchmarks.common import Row, row
-from benchmarks.fsdp2_overhead import FLAGS
 from benchmarks.overhead import DEADLINE_S, Case, Side, commands, measure, ranks, shaped
-from tests.system.jobs import Job, text_data
+from tests.system.jobs import FSDP2, Job, text_data
 
 RUNS, STEPS, LANES = 3, 20, 2
-DDP = Job(replicas=2, microbatches=4, extra=FLAGS[1:])
-SHARDED = Job(replicas=2, lanes=LANES, microbatches=4, extra=FLAGS)
+DDP = Job(replicas=2, microbatches=4, extra=FSDP2[1:])
+SHARDED = Job(replicas=2, lanes=LANES, microbatches=4, extra=FSDP2)
 
 
 def sent(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> float:

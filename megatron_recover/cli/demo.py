@@ -57,8 +57,8 @@ REPLICAS, RANKS, MICROBATCHES, SEED = 3, 6, 36, 1234
 """Sizes of the runs. A replica learns of a death within 0.1 s. With 36 microbatches it is still
 computing then, on fast machines too."""
 FIRST_DEATH, LAST_DEATH, STEPS, STEPS_TOGETHER = 5, 8, 12, 3
-"""The training steps of the deaths; the least number of steps of a run; and the number of steps that
-all replicas train together before the run with deaths ends."""
+"""The training steps of the deaths; the least number of steps of a run; and the number of steps
+that all replicas train together before the run with deaths ends."""
 MOST_STEPS, DECAY_STEPS = 5000, 60
 """Megatron's `--train-iters`, which no run of the demo comes to, and the steps in which the
 learning rate falls."""

@@ -19,7 +19,7 @@ from megatron_recover.cluster.joining import refuse
 from megatron_recover.cluster.membership import Joined
 from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.cluster.signals import EndRequest
-from megatron_recover.config import RecoverConfig, inherited_environment
+from megatron_recover.config import inherited_environment
 from megatron_recover.core.placement import most_replicas, place
 from megatron_recover.core.wording import counted
 from megatron_recover.faults import Fault
@@ -129,7 +129,7 @@ def _described(
     num_replicas, lanes = _size(arguments, slots, flags, None if fitting is None else fitting[0])
     judged = preflight(flags, num_replicas=num_replicas, lanes=lanes)
     launch_line.judge(line, num_replicas * judged.layout.num_ranks, judged.config)
-    _refuse_spares(arguments.spares, line, judged.config)
+    _refuse_spares(arguments.spares, line, judged)
     placement = None
     if joined is not None and slots is not None:
         num_ranks = judged.layout.num_ranks
@@ -152,6 +152,7 @@ def _described(
         log_links=log_links, run_dir=run_dir, faults=faults, seed=judged.seed, runner=RUNNER, preload=PRELOAD,
         save=Path(judged.save).absolute() if judged.save is not None else None, rank_start=rank_start, run_id=line.run_id,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
+        not_healed_by=_not_healed_by(judged), least_microbatches=judged.least_microbatches,
         microbatch_samples=judged.microbatch_samples,
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
@@ -170,7 +171,14 @@ def _print(notes: Iterable[str]) -> None:
         print(f"megatron-recover run: {note}", file=sys.stderr, flush=True)
 
 
-def _refuse_spares(num_spares: int, line: launch_line.Choice, config: RecoverConfig) -> None:
+def _not_healed_by(judged: Preflight) -> tuple[str, ...]:
+    """Return the flags because of which no lost replica is replaced."""
+    if judged.config.heal != "off":
+        return ()
+    return tuple(line.split()[0] for line in judged.joining_refusals) or ("--recover-heal off",)
+
+
+def _refuse_spares(num_spares: int, line: launch_line.Choice, judged: Preflight) -> None:
     """Raise ValueError where `--spares` makes no sense."""
     if not num_spares:
         return
@@ -180,11 +188,11 @@ def _refuse_spares(num_spares: int, line: launch_line.Choice, config: RecoverCon
         raise ValueError(
             "--spares is for one node; on several nodes slots without a rank are spares: give a larger --nproc-per-node"
         )
-    if config.heal == "off":
-        raise ValueError(
-            f"--spares is {num_spares}, but no lost replica is replaced (--recover-heal off, or a flag that excludes it); "
-            "leave out --spares, or give --recover-heal in-place"
-        )
+    if judged.config.heal == "off":
+        found = f"--spares is {num_spares}, but no lost replica is replaced"
+        if judged.joining_refusals:
+            raise ValueError(f"{found}: {'; '.join(judged.joining_refusals)}, or leave out --spares")
+        raise ValueError(f"{found} (--recover-heal off); leave out --spares, or give --recover-heal in-place")
 
 
 def _refuse_stopped(flags: Sequence[str], *, is_chained: bool) -> None:

@@ -77,7 +77,7 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--spares", type=int, metavar="N", default=0,
         help="slots of this node that are kept for replicas that are formed in place of lost ones, beside those that were "
-        "theirs; not with --recover-heal off (default: 0)",
+        "theirs; not with --recover-heal off, or a flag that lets no replica join (default: 0)",
     )  # fmt: skip
     parser.add_argument(
         "--rank-start", choices=("auto", *get_args(RankStart)), default="auto",

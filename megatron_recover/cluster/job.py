@@ -75,6 +75,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     rank_start: RankStart = "fork"
     num_microbatches: int | None = None
     """M of every training step, from the command line; None if it is unknown or changes."""
+    least_microbatches: int | None = None
+    """The smallest M of any training step, from the command line; None if unknown."""
     microbatch_samples: int | None = None
     """Samples of each microbatch, over all lanes; None if unknown."""
     trace_level: Level = "microbatches"
@@ -84,6 +86,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that each process has for events that are not in the trace yet."""
     node: int = 0
     """Number of this node."""
+    not_healed_by: tuple[str, ...] = ()
+    """Flags because of which no lost replica is replaced; empty: they are."""
     num_spares: int = 0
     """Slots of this node that have no rank at the start, if it is the only one."""
     placement: Placement | None = None

@@ -413,6 +413,7 @@ class Launcher:
                     self._learns_since = generation
                 lost = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in losses)
                 self._roster = roster
+                self._newcomers.announced(newcomers)
                 seconds = time.monotonic() - self._started_at
                 self._recording.announced(
                     trace.Generation(
@@ -563,6 +564,7 @@ class Launcher:
 
     def _ended(self, end: ProcessEnd) -> None:
         self._recording.ended(end.replica, end.rank)
+        output = self._starting.outputs.pop((end.replica, end.rank))
         if self._end.has_come or self._fences.explain(end.replica, end.rank):
             return  # the job is ending, or the launcher has killed this rank
         if end.replica in self._fences.dismissed and end.status == ExitCode.OK:
@@ -573,12 +575,12 @@ class Launcher:
             return
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if self._loss.why and not is_forming:
-            self._loss.ended(end, has_begun=self.has_begun)
+            if not self._newcomers.may_be_outside(end):
+                self._loss.ended(end, has_begun=self.has_begun)
             return
         if end.status == ExitCode.BAD_INPUT and not self._generation:
             # All ranks refuse what one rank refuses: there is no point in waiting for the others.
-            self._end.fail(ExitCode.BAD_INPUT, dry_run.refusal(self._starting.outputs[end.replica, end.rank]))
+            self._end.fail(ExitCode.BAD_INPUT, dry_run.refusal(output))
             return
-        said = self._starting.outputs[end.replica, end.rank].end
-        loss, failing = self._ranks.loss(end, started=self.has_begun and not is_forming, said=said)
+        loss, failing = self._ranks.loss(end, started=self.has_begun and not is_forming, said=output.end)
         self._send(self._ranks.gone(loss, failing, end.rank))

@@ -16,8 +16,10 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_recover.cluster.output import (
     CHUNK_BYTES,
@@ -99,6 +101,13 @@ class _Log:
                 os.close(self._file)
             self._file = None
 
+    def give_back(self) -> None:
+        """Close the log, release the memory of the output, and close the output's descriptor."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self._output.seal()
+        self._output.close()
+
     def _unneeded(self, position: int) -> int:
         """Return the position before which nobody needs an output copied up to `position`."""
         return min((position, *(self._bookmark.shown(self.number, reader) for reader in self._readers)))
@@ -149,6 +158,8 @@ class LogWriter:
         """Start the thread."""
         self._bookmark = bookmark
         self._logs: tuple[_Log, ...] = ()
+        self._removed: deque[_Log] = deque()
+        """Logs that are complete, for the thread to close."""
         self._errors: dict[int, OSError] = {}
         self._woken = threading.Event()
         self._is_hurried = self._is_over = False
@@ -160,6 +171,16 @@ class LogWriter:
     def add(self, number: int, output: Output, readers: Collection[Reader]) -> None:
         """Copy one more output, which `readers` read as well, to its log from now on."""
         self._logs = (*self._logs, _Log(number, output, self._bookmark, readers))
+
+    def remove(self, number: int) -> None:
+        """Copy an output no more, of which everything is in its log; close it and its log."""
+        log = next(each for each in self._logs if each.number == number)
+        self._logs = tuple(each for each in self._logs if each is not log)
+        self._removed.append(log)  # only now: the thread looks at these after a pass over the others
+
+    def is_complete(self, number: int) -> bool:
+        """Return whether everything of an output is in its log."""
+        return not any(each.num_left for each in self._logs if each.number == number)
 
     @property
     def error(self) -> OSError | None:
@@ -193,6 +214,10 @@ class LogWriter:
         has_more = False
         while not self._is_over:
             has_more = sum(self._copy(log) for log in self._logs) > 0  # not any(): each has its turn
+            while self._removed:
+                log = self._removed.popleft()
+                log.give_back()
+                self._errors.pop(log.number, None)
             self._woken.wait(0.0 if has_more else _SOON_S if self._is_hurried else _INTERVAL_S)
             self._woken.clear()
         for log in self._logs:
@@ -246,6 +271,10 @@ class Outputs:
         self._ends: dict[int, int] = {}
         """Output -> its end in this turn; `_ends_before` has its end in the turn before."""
         self._ends_before: dict[int, int] = {}
+        self._ended: set[int] = set()
+        """Outputs into which nobody prints any more."""
+        self._num_lost_before = 0
+        """Bytes of outputs that were released which had no room in memory."""
         self._looked_at = self._dropped_at = time.monotonic()
         self.is_filling = False
         """True if new output would fill the memory within a second; then each turn follows soon."""
@@ -274,6 +303,30 @@ class Outputs:
         if not is_on_console:
             self._unseen.add(number)
         self.writer.add(number, output, [reader for reader, theirs in self._read.items() if number in theirs])
+
+    def ended(self, number: int) -> None:
+        """Note that nobody prints into an output any more."""
+        if number in self._outputs:
+            self._ended.add(number)
+
+    def released(self) -> list[int]:
+        """Forget the ended outputs whose log and readers have everything; return these outputs."""
+        found = [number for number in sorted(self._ended) if self._is_done(number)]
+        for number in found:
+            self._num_lost_before += self._bookmark.copied(number).num_lost
+            self.writer.remove(number)
+            self._ended.discard(number)
+            self._unseen.discard(number)
+            known: tuple[dict[int, Any], ...] = (self._outputs, self._shown, self._teed, self._ends, self._ends_before)
+            for each in known:
+                each.pop(number, None)
+        return found
+
+    def _is_done(self, number: int) -> bool:
+        """Return whether the log and the readers of an output have all that was printed."""
+        end = self._bookmark.end(number, self._outputs[number])
+        readers = (reader for reader, theirs in self._read.items() if number in theirs)
+        return self.writer.is_complete(number) and all(self._bookmark.shown(number, reader) >= end for reader in readers)
 
     @property
     def _read(self) -> dict[Reader, dict[int, int] | dict[int, Tee]]:
@@ -306,7 +359,8 @@ class Outputs:
                 before = self._ends_before.get(number, 0)
                 self._bookmark.show(number, max(before, self._bookmark.shown(number)))
                 continue
-            for text, position in self._new_lines(number, Reader.SHOWN, self._keep, at_end=at_end):
+            is_last = at_end or number in self._ended
+            for text, position in self._new_lines(number, Reader.SHOWN, self._keep, at_end=is_last):
                 self._keep(text)
                 self._bookmark.show(number, position)  # at once: a kill in between keeps lines twice
                 if number not in self._unseen:
@@ -320,7 +374,8 @@ class Outputs:
         """
         for number, tee in self._teed.items():
             notes: list[bytes] = []
-            for text, position in self._new_lines(number, Reader.TEED, notes.append, at_end=at_end):
+            is_last = at_end or number in self._ended
+            for text, position in self._new_lines(number, Reader.TEED, notes.append, at_end=is_last):
                 self._bookmark.show(number, position, Reader.TEED)
                 for line in b"".join([*notes, text]).decode(errors="replace").splitlines():
                     yield tee, line
@@ -339,14 +394,14 @@ class Outputs:
     @property
     def num_lost(self) -> int:
         """Return how many bytes had no room in memory, also those that no log has reported yet."""
-        bookmark, total = self._bookmark, 0
+        bookmark, total = self._bookmark, self._num_lost_before
         for number in self._outputs:
             copied = bookmark.copied(number)
             total += copied.num_lost + max(0, bookmark.lost(number) - max(copied.position, bookmark.first(number)))
         return total
 
     def ends(self) -> list[tuple[Path, str]]:
-        """Return the path of each process's log, with the newest output of the process."""
+        """Return the path of each log, with the newest output of its process, if that is kept."""
         return sorted((each.log, each.end()) for each in self._outputs.values())
 
     def _drop_now_and_then(self) -> None:

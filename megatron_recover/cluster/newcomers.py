@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from megatron_recover.cluster import slot_check
 from megatron_recover.cluster.fences import Fences
 from megatron_recover.cluster.job import Job
-from megatron_recover.cluster.node import Node, NodeLost
+from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.seats import Seats
 from megatron_recover.cluster.starting import Starting
@@ -36,6 +36,12 @@ class Newcomers:
         self._checked: set[int] = set()
         """Newcomers whose check has ended, or is waited for no longer."""
         self._is_over = False
+        self._joining: frozenset[int] = frozenset()
+        """Newcomers of the newest generation: nobody here knows whether the members admit them."""
+
+    def announced(self, newcomers: Collection[int]) -> None:
+        """Note the newcomers that a generation names."""
+        self._joining = frozenset(newcomers)
 
     def forming(self, roster: Collection[int]) -> set[int]:
         """Return the newcomers here that are not fenced and not in the roster."""
@@ -107,6 +113,22 @@ class Newcomers:
         except (OSError, RuntimeError) as error:  # of a fork server that is gone, the next poll says so, too
             self._fences.fence(told.replica)
             self._send(SlotsUnfit(told.replica, tuple(self._seats.slots(told.replica).values()), str(error)))
+
+    def may_be_outside(self, end: ProcessEnd) -> bool:
+        """Return whether a failing rank is of a newcomer of the newest generation; end it then.
+
+        For a node without its coordinator. The members may have turned the newcomer away, of which
+        only the coordinator would have told. If they need it, they end by themselves after
+        `node_s`, since they cannot get a generation without it.
+        """
+        if end.replica not in self._joining:
+            return False
+        self._recording.says(
+            f"replica {end.replica} is ended (rank {end.rank}: {end.cause}), which joined before the coordinator was lost: the "
+            "others go on without it, unless they had admitted it"
+        )
+        self._fences.fence(end.replica)
+        return True
 
     def end(self, roster: Collection[int]) -> None:
         """Kill the newcomers that are no members, and form none any more."""

@@ -53,6 +53,8 @@ from megatron_recover.cluster.recorder_messages import (
     InFile,
     LinesTold,
     OutputAdded,
+    OutputEnded,
+    Released,
     Reply,
     Requested,
     Ring,
@@ -172,6 +174,8 @@ class Recorder:
         if self._events.num_rings >= self._settings.num_rings:
             self._drain(now)
         self._write()
+        for number in self._outputs.released():
+            self._send(Released(number))
         self._tell(time.monotonic())
         self._narrate(self._seconds() - HOLD_S)
         if self._console.is_live:
@@ -239,6 +243,8 @@ class Recorder:
                 if shown_of is not None and shown_of < 0:
                     self._own_logs[shown_of], shown_of = output, None
                 self._outputs.add(number, output, shown_of=shown_of, is_on_console=is_on_console, tee=tee)
+            case OutputEnded(number):
+                self._outputs.ended(number)
             case RingEnded(number):
                 self._events.ended(number)
             case Announced(generation):
@@ -267,7 +273,7 @@ class Recorder:
                 self._control.send(self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
-            return  # the launcher is busy or stopped; at most one reply per ring, line and checkpoint waits
+            return  # the launcher is busy or stopped; at most one reply per ring, output, line and checkpoint waits
         except OSError:
             self._unsent.clear()  # the launcher is gone
 

@@ -82,6 +82,16 @@ class RingEnded(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class OutputEnded(msgspec.Struct, frozen=True, tag=True):
+    """A message to the recorder: the process that printed into this output has ended long ago.
+
+    The recorder releases the output once all of it is in its log, and shown. Every later recorder
+    gets the message again, until the output is `Released`.
+    """
+
+    number: int
+
+
 class Says(msgspec.Struct, frozen=True, tag=True):
     """A message to the recorder: one line of the launcher for the console."""
 
@@ -122,11 +132,17 @@ class InFile(msgspec.Struct, frozen=True, tag=True):
     """
 
 
-ToRecorder = Ring | OutputAdded | RingEnded | Says | Announced | StatusNews | FinishRecording | InFile
+ToRecorder = Ring | OutputAdded | RingEnded | OutputEnded | Says | Announced | StatusNews | FinishRecording | InFile
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
     """A message from the recorder: a ring's process has ended, and the file has all its events."""
+
+    number: int
+
+
+class Released(msgspec.Struct, frozen=True, tag=True):
+    """A message from the recorder: nobody needs an output any more, of which `OutputEnded` told."""
 
     number: int
 
@@ -166,4 +182,4 @@ class LinesTold(msgspec.Struct, frozen=True, tag=True):
     num_lines: int
 
 
-Reply = Drained | CheckpointNews | LinesTold | Requested | Shown
+Reply = Drained | Released | CheckpointNews | LinesTold | Requested | Shown

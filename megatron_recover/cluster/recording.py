@@ -2,6 +2,12 @@
 
 A recorder that dies is started again. Only `finish` and `close` wait for the recorder, with a
 deadline. The recorder's fate never changes the run's.
+
+Note [Last words]. At the end of a run that has failed the console shows the last words of ranks,
+which are in memory. A job may form newcomers for months, and each rank has one or two outputs. So
+the outputs of the ranks that ended last are kept, at least as many as the node has ranks. Those
+before are released as soon as the logs have them. A process that a rank has left behind, and
+nothing has killed, gets EPERM if it prints then.
 """
 
 from __future__ import annotations
@@ -49,6 +55,8 @@ _MAX_WAITING = 10_000
 is a line as well."""
 _MAX_TEXT = 8_000
 """Characters of such a line that are shown."""
+_KEPT_RANKS = 64
+"""Ranks that have ended and whose last words are kept, beyond as many as the node has ranks."""
 _LOOK_S = 0.05
 """Seconds between two looks at the recorder at the end of the run."""
 
@@ -103,6 +111,14 @@ class Recording:
         self._copied = output.OutputBookmark(self._output_bookmark)
         self._outputs: dict[int, Output] = {}
         self._added: dict[int, messages.OutputAdded] = {}
+        self._num_outputs = 0
+        self._of_rank: dict[tuple[int, int], list[int]] = {}
+        """The outputs of each rank that runs."""
+        self._kept: deque[int] = deque()
+        """Outputs of the ranks that ended last, the oldest first: see `Note [Last words]`."""
+        self._num_kept = 2 * (_KEPT_RANKS + job.num_ranks_here)
+        self._let_go: set[int] = set()
+        """Outputs of ranks that ended before, which the recorder has not released yet."""
         self._rings: dict[int, _Ring] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._outbox: deque[messages.ToRecorder] = deque()
@@ -171,7 +187,7 @@ class Recording:
         The other arguments are described at `OutputAdded`. Raises OSError.
         """
         made = output.create(log)
-        number = len(self._outputs)
+        number, self._num_outputs = self._num_outputs, self._num_outputs + 1
         self._outputs[number] = made
         self._added[number] = messages.OutputAdded(number, str(log), shown_of, is_on_console, tee)
         self._outbox.append(self._added[number])
@@ -194,6 +210,7 @@ class Recording:
 
         def of(log: Path, stream: Stream) -> Output:
             is_on_console = streams.is_on_console(place, stream, alike)
+            self._of_rank.setdefault((replica, rank), []).append(self._num_outputs)
             return self.output(log, shown_of=shown_of, is_on_console=is_on_console, tee=streams.tee_of(place, stream))
 
         if not streams.are_split(place):
@@ -225,11 +242,15 @@ class Recording:
             self._outbox.append(messages.Announced(event))
 
     def ended(self, replica: int, rank: int) -> None:
-        """Note that the process of a rank has ended."""
+        """Note that the process of a rank has ended. A second call has no effect."""
         number = self._numbers.get((replica, rank))
         if number in self._rings:
             self._rings[number].has_ended = True
             self._outbox.append(messages.RingEnded(number))
+        self._kept.extend(self._of_rank.pop((replica, rank), ()))
+        while len(self._kept) > self._num_kept:
+            self._let_go.add(self._kept[0])
+            self._outbox.append(messages.OutputEnded(self._kept.popleft()))
 
     def says(self, text: str) -> None:
         """Have the recorder show one line of the launcher, and keep it in `launcher.log`.
@@ -316,9 +337,7 @@ class Recording:
             os.close(each.descriptor)
         self._rings.clear()
         for made in self._outputs.values():
-            with contextlib.suppress(OSError):
-                made.seal()
-            made.close()
+            _give_back(made)
         self._outputs.clear()
         if self._bookmark >= 0:
             os.close(self._bookmark)
@@ -373,6 +392,8 @@ class Recording:
                 self._outbox.append(messages.RingEnded(number))
         for number in self._outputs:
             self._outbox.append(self._added[number])
+            if number in self._let_go:
+                self._outbox.append(messages.OutputEnded(number))
         self._outbox.extend(others)
         if self._finish is not None:
             self._outbox.append(self._finish)
@@ -473,6 +494,10 @@ class Recording:
             match self._decode(packet):
                 case messages.Drained(number):
                     os.close(self._rings.pop(number).descriptor)
+                case messages.Released(number):
+                    self._let_go.discard(number)
+                    self._added.pop(number)
+                    _give_back(self._outputs.pop(number))
                 case messages.CheckpointNews(loaded, saved):
                     self._account.loaded, self._account.saved = loaded, saved
                 case messages.LinesTold(num_lines):
@@ -487,6 +512,13 @@ class Recording:
         """Show a line on stderr; wait only briefly for a terminal that accepts nothing (Ctrl-S)."""
         self._speaker.say(_ours(text))
         self._speaker.wait(self._deadlines.notice_s)
+
+
+def _give_back(made: Output) -> None:
+    """Release the memory of an output, and close its descriptor."""
+    with contextlib.suppress(OSError):
+        made.seal()
+    made.close()
 
 
 def _ours(text: str) -> str:

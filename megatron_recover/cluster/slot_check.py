@@ -6,6 +6,7 @@ returns what is wrong, or nothing; the launcher takes any such function.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -17,6 +18,7 @@ import msgspec
 from megatron_recover.config import visible_gpus
 from megatron_recover.core.wording import counted
 from megatron_recover.host import gpus
+from megatron_recover.host.control_group import groups_of, memory_left
 from megatron_recover.host.process_stat import START_TIME, STATE, stat_of
 
 _LEAST_DISK_BYTES = 64 * 2**20
@@ -68,14 +70,20 @@ def _disk(wanted: Wanted) -> str:
 
 
 def _memory(wanted: Wanted) -> str:
+    """Compare what the host and the control groups of this process, and so of ranks, have left."""
+    needed, ranks = _LEAST_MEMORY_BYTES * wanted.num_ranks, counted(wanted.num_ranks, "rank")
+    with contextlib.suppress(OSError):
+        left = memory_left(groups_of("self", "memory"))
+        if left is not None and left.amount < needed:
+            return f"{left.file} leaves {int(left.amount) >> 20} MiB of memory for {ranks}"
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return ""
     available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    if available is None or available >= _LEAST_MEMORY_BYTES * wanted.num_ranks:
+    if available is None or available >= needed:
         return ""
-    return f"the host has {available >> 20} MiB of memory available for {counted(wanted.num_ranks, 'rank')}"
+    return f"the host has {available >> 20} MiB of memory available for {ranks}"
 
 
 def _former_processes(wanted: Wanted) -> str:

@@ -87,7 +87,8 @@ class Starting:
                     self._listen(replica, spans_nodes=job.spans_nodes(replica))
         membership = MembershipSettings(
             num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job),
-            waits_for_newcomers=job.config.below_min == "wait",
+            least_microbatches=job.least_microbatches, waits_for_newcomers=job.config.below_min == "wait",
+            not_healed_by=job.not_healed_by,
         )  # fmt: skip
         leaders, stores = (
             tuple((replica, address_of(sockets[name])) for replica, sockets in self._listeners.items() if name in sockets)

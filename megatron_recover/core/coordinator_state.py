@@ -31,10 +31,15 @@ class MembershipSettings(Value, frozen=True):
     min_replicas: int = 1
     samples: tuple[int, int] | None = None
     """Samples per training step and per microbatch, for messages. None: unknown, or they change."""
+    least_microbatches: int | None = None
+    """Number of microbatches of the smallest training step, which limits the number of replicas for
+    which `scale` can ask. None: unknown."""
     nodes: tuple[tuple[ReplicaId, ...], ...] = ()
     """The replicas with ranks on each node of a job of several nodes; empty: all are on one."""
     waits_for_newcomers: bool = False
     """True if a job with fewer members than `min_replicas` continues while a newcomer forms."""
+    not_healed_by: tuple[str, ...] = ()
+    """Flags because of which no newcomer is formed, for messages."""
 
 
 class OpenSave(Value, frozen=True):

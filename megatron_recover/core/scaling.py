@@ -15,7 +15,7 @@ Note [The wanted number]
 from __future__ import annotations
 
 from megatron_recover.core import policy
-from megatron_recover.core.coordinator_state import CoordinatorState, MembershipSettings
+from megatron_recover.core.coordinator_state import CoordinatorState
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.core.joining import older
 from megatron_recover.core.leaving import asked, judged
@@ -110,27 +110,23 @@ def _refusal(state: CoordinatorState, num_replicas: int, now: int, room: int | N
         return f"--recover-min-replicas is {least}; ask for {least} or more"
     if num_replicas <= now:
         return ""
-    most = most_for_batch(state.policy)
+    most = state.policy.least_microbatches
     if most is not None and num_replicas > most:
+        changes = state.policy.samples is None
+        step = "a training step with the smallest batch of --step-batch-size-schedule" if changes else "a training step"
+        larger = "larger batches in --step-batch-size-schedule" if changes else "a larger --global-batch-size"
         return (
-            f"a training step has {counted(most, 'microbatch', 'microbatches')}, fewer than {num_replicas} replicas; "
-            f"ask for {most} or fewer, or start with a larger --global-batch-size"
+            f"{step} has {counted(most, 'microbatch', 'microbatches')}, fewer than {num_replicas} replicas; "
+            f"ask for {most} or fewer, or start with {larger}"
         )
     if room is None:
+        flags = state.policy.not_healed_by or ("--recover-heal off",)
         return (
-            "no replica can be formed in this job (--recover-heal off, or a flag that excludes it); start it again with "
-            f"--replicas {num_replicas}"
+            f"no replica can be formed in this job ({' and '.join(flags)} {verb(len(flags), 'excludes', 'exclude')} it); "
+            f"start it again with --replicas {num_replicas}"
         )
     if num_replicas > room:
         return (
             f"there are slots for {counted(room, 'replica')}; ask for {room} or fewer, or start with more --spares or processes"
         )
     return ""
-
-
-def most_for_batch(settings: MembershipSettings) -> int | None:
-    """Return the number of microbatches of a training step, which limits that of replicas.
-
-    None: it is unknown, or changes during the run.
-    """
-    return None if settings.samples is None else settings.samples[0] // settings.samples[1]

@@ -99,6 +99,10 @@ class ParameterGroup(Region):
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """Have backwards add to the buckets `into` only; None: to all. See Note [Set aside]."""
+        if into != self._into:
+            self._attach(into)
+
+    def _attach(self, into: tuple[BucketId, ...] | None) -> None:
         self._into = into
         for bucket, gradients in self.gradients.items():
             for gradient in gradients:
@@ -117,7 +121,7 @@ class ParameterGroup(Region):
             self._flat.begin(self.local.device)
         self._module.reshard()
         self.local.zero_()
-        self.collect_into(None)
+        self._attach(None)
 
     def backward_ended(self, microbatch: int, into: Collection[BucketId]) -> None:
         """Check that FSDP2 has added to the buffer, where nothing is set aside."""
@@ -151,8 +155,12 @@ class ShardedGradients:
         such a module. With `in_fp32` gradients are added up in fp32; the modules have to be sharded
         for that (`Sharding`). With `overlaps` each parameter also gets a hook, except on a
         GPU with tensor parallelism: a third communicator would then run beside those of lanes and
-        replicas. Raises ValueError as `ParameterGroup` and `shards.refuse_empty` do.
+        replicas. From now on FSDP2 sums in every backward (`shards.always_sum`). Raises ValueError
+        as `ParameterGroup`, `shards.refuse_types` and `shards.refuse_empty` do.
         """
+        for model in chunks:
+            shards.always_sum(model)
+        shards.refuse_types(each for model in chunks for _, each in shards.parameters(model) if each.requires_grad)
         flat = FlatSum() if in_fp32 else None
         self._groups = [
             ParameterGroup(
@@ -170,13 +178,9 @@ class ShardedGradients:
         self.checks_finite = checks_finite
         self.can_watch = overlaps and all(_may_watch(chunk) for chunk in chunks)
         self._watch = BackwardWatch(self._groups) if self.can_watch else None
-        self._into: tuple[BucketId, ...] | None = None
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """Collect gradient in the buckets `into` only, from now on. None: the pass is over."""
-        if into == self._into:
-            return
-        self._into = into
         for group in self._groups:
             group.collect_into(into)
 

@@ -10,8 +10,10 @@ Note [Sharded and whole]
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +78,42 @@ def padded_elements(parameter: Tensor) -> int:
         placed = parameter.placements if isinstance(parameter, DTensor) else "not at all"
         raise ValueError(f"a parameter is sharded {placed}; only parameters whose first dimension FSDP2 shards are supported")
     return math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * math.prod(parameter.shape[1:])
+
+
+def refuse_types(parameters: Iterable[Any]) -> None:
+    """Raise ValueError if `parameters`, all that a rank trains, do not have one type.
+
+    In a model in bf16 Megatron's optimizer takes the gradient of a parameter in fp32 from
+    `main_grad` and nowhere else. With FSDP2 alone nobody sets it, so the first step fails.
+    """
+    shapes = {parameter.dtype: tuple(parameter.shape) for parameter in parameters}
+    if len(shapes) > 1:
+        found = ", ".join(sorted(f"{dtype} (shape {shape})" for dtype, shape in shapes.items()))
+        raise ValueError(
+            f"trained parameters have different types: {found}; with --use-torch-fsdp2 Megatron's optimizer fails at that; "
+            "give all of them the type of the model"
+        )
+
+
+def always_sum(model: torch.nn.Module) -> None:
+    """Have FSDP2 sum the gradients of `model` over the lanes in every backward, from now on.
+
+    Without these sums a backward would leave nothing in the gradient, and without the wait at its
+    end the training stream could read the gradient too early. So calls of torch's two methods that
+    leave out the one or the other raise RuntimeError. What was set before is taken back.
+    """
+    for module in _sharded_modules(model):
+        for name in ("set_requires_gradient_sync", "set_is_last_backward"):
+            call = getattr(module, name)
+            call(True)
+            setattr(module, name, functools.partial(_call_with_true, name, call))
+
+
+def _call_with_true(name: str, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    is_on, *_ = inspect.signature(call).bind(*args, **kwargs).arguments.values()
+    if not is_on:
+        raise RuntimeError(f"{name}(False) is not supported: lanes are summed in every backward; leave the call out")
+    call(*args, **kwargs)
 
 
 def refuse_empty(parameters: Iterable[Any], transformer_engine: str | None) -> None:

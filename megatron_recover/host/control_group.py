@@ -63,6 +63,35 @@ def memory_limit(groups: Groups) -> Limit | None:
     return min((Limit(number, file) for number, file in found if number is not None and number < _UNLIMITED), default=None)
 
 
+def memory_left(groups: Groups) -> Limit | None:
+    """Return the memory in bytes that a process may still use; None if no group has a limit.
+
+    The kernel reclaims pages of files before it kills anything, so they count as free. They are in
+    `memory.usage_in_bytes` and `memory.current`.
+    """
+    kinds = [
+        (groups.first, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        (groups.second, "memory.max", "memory.current", ""),
+    ]
+    found = []
+    for folders, limit, usage, prefix in kinds:
+        for group in folders:
+            most, used = _number(group / limit), _number(group / usage)
+            if most is not None and most < _UNLIMITED and used is not None:
+                free = most - used + _pages_of_files(group / "memory.stat", prefix)
+                found.append(Limit(min(most, max(0, free)), group / limit))
+    return min(found, default=None)
+
+
+def _pages_of_files(statistics: Path, prefix: str) -> int:
+    """Return the bytes of a group's pages that are backed by files on a disk, and not by memory."""
+    try:
+        words = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
+        return sum(int(words[f"{prefix}{part}_file"]) for part in ("active", "inactive"))
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
 def core_limit(groups: Groups) -> Limit | None:
     """Return how many cores' time a process may use (the quota); None if no group limits it."""
     found = []

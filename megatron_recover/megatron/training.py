@@ -205,11 +205,12 @@ class _Training:
         from megatron.training import pretrain, print_rank_0
 
         from megatron_recover.control_plane.rank_driver import JobStopped
-        from megatron_recover.megatron.checkpoint import resuming
+        from megatron_recover.megatron.checkpoint import disk_format, resuming
         from megatron_recover.megatron.data.index_cache import building_cache_once
 
         if self._context.dry_run:
             with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key, self._log.record)):
+                refuse(disk_format.refusals(args))
                 resuming.judge(args, config.resume_data)
             return DRY_RUN_PASSED
         if self._context.rank == 0 and not self._context.newcomer and (note := resuming.judge(args, "other")):

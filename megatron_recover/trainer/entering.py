@@ -15,7 +15,8 @@ Note [Entering]
     (`core/holding.py`). It asks before that step begins.
 
     A try is used up if the newcomer was too slow or its state was not equal. After the last try it
-    gives up, and says how much it read, how long that took, how long a step takes, and what to do.
+    gives up, and reports how much its slowest rank read, how long that took, how long a step takes,
+    and what to do. All ranks report the same, since people read the report of the first that ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_recover.core.label import next_training
 from megatron_recover.core.membership_messages import JoinRefused
@@ -48,6 +49,21 @@ class Reader(Protocol):
 
     def next_window(self, address: str, after: str | None, still: Callable[[], None]) -> Offer: ...
     def read(self, label: str, sources: Sequence[str], state: State) -> Read: ...
+
+
+class _Reading(NamedTuple):
+    """The progress of one rank with the state of a window. All ranks of the newcomer gather it."""
+
+    rank: int
+    void: str = ""
+    """The reason why the state was not read whole; empty: it was."""
+    is_slow: bool = True
+    """False: there was nobody to read from."""
+    num_bytes: int = 0
+    of_bytes: int = 0
+    seconds: float = 0.0
+    step_s: float | None = None
+    """The shortest time between two windows; None: unknown, as on all ranks but 0."""
 
 
 class Entering:
@@ -75,7 +91,8 @@ class Entering:
         self._driver, self._reader, self._state = driver, reader, state
         self._install, self._gather, self._record, self._clock = install, gather, record, clock
         self._faults = faults
-        self._newest: Read | None = None
+        self._newest: Sequence[_Reading] = ()
+        """The last readings that have figures, of all ranks."""
         self._num_tries = 0
         """Number of states that this rank has begun to read since the last that it has read."""
         self._windows: list[float] = []
@@ -149,17 +166,23 @@ class Entering:
         """Read the state of `label` on all ranks, and ask to join; return the refusal, if any."""
         addresses = dict(self._driver.sources())
         chosen = [addresses[each] for each in members if each in addresses]
+        self._num_tries += 1
         read: Read | None = None
-        why, self._num_tries = "" if chosen else "other members serve it by now", self._num_tries + 1
-        try:
-            read = self._reader.read(label, chosen, self._state) if chosen else None
-        except StateVoid as void:
-            why = str(void)
+        mine = _Reading(self._driver.rank, "other members serve it by now", is_slow=False)
+        if chosen:
+            try:
+                read = self._reader.read(label, chosen, self._state)
+                mine = _Reading(self._driver.rank, "", True, read.num_bytes, read.num_bytes, read.seconds)
+            except StateVoid as void:
+                mine = _Reading(self._driver.rank, str(void), True, void.num_bytes, void.of_bytes, void.seconds)
         # First: what is installed may have to be gathered over the lanes, by all ranks together.
-        if reasons := [each for each in self._gather((why, bool(chosen))) if each[0]]:
-            return JoinRefused(self._driver.replica, label, reasons[0][0], is_fault=all(slow for _, slow in reasons))
+        readings: Sequence[_Reading] = self._gather(mine._replace(step_s=self._step_s()))
+        if any(each.of_bytes for each in readings):
+            self._newest = readings
+        if voids := [each for each in readings if each.void]:
+            is_fault = all(each.is_slow for each in voids)
+            return JoinRefused(self._driver.replica, label, voids[0].void, is_fault=is_fault)
         assert read is not None
-        self._newest = read
         self._install(read.scalars)
         digest = self._state.digest()
         self._record(
@@ -200,10 +223,17 @@ class Entering:
         """Have the other ranks wait on for rank 0: an evaluation may outlast their collective."""
         self._gather(None)
 
+    def _step_s(self) -> float | None:
+        """Return the shortest time between windows that rank 0 has waited for; None: unknown."""
+        between = (later - earlier for earlier, later in zip(self._windows, self._windows[1:], strict=False))
+        return min(between, default=None)
+
     def _figures(self) -> str:
-        """Describe the newest reading and the time between windows."""
-        steps = [later - earlier for earlier, later in zip(self._windows, self._windows[1:], strict=False)]
-        step = f"a step takes {min(steps):.2f} s at most" if steps else "no second window opened"
-        if (read := self._newest) is None:
-            return f"no state was read whole, and {step}"
-        return f"it read {read.num_bytes / 2**20:.1f} MiB in {read.seconds:.2f} s on rank {self._driver.rank}, and {step}"
+        """Describe the newest reading of the slowest rank, and the time between windows."""
+        step_s = next((each.step_s for each in self._newest if each.step_s is not None), None)
+        step = "no second window opened" if step_s is None else f"a step takes {step_s:.2f} s at most"
+        if not self._newest:
+            return f"no state was read, and {step}"
+        slowest = max(self._newest, key=lambda each: (bool(each.void), each.seconds))
+        of = f" of {slowest.of_bytes / 2**20:.1f}" if slowest.void else ""
+        return f"rank {slowest.rank} read {slowest.num_bytes / 2**20:.1f}{of} MiB in {slowest.seconds:.2f} s, and {step}"

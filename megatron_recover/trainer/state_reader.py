@@ -223,7 +223,10 @@ class _Reading:
         try:
             scalars = decoded(about)
         except ValueError as error:
-            raise StateVoid(f"the scalars of {self._expected.label} cannot be read: {error}") from error
+            raise StateVoid(
+                f"the scalars of {self._expected.label} cannot be read: {error}",
+                num_bytes=self._bytes.num_bytes, of_bytes=self._bytes.num_bytes, seconds=time.monotonic() - started,
+            ) from error  # fmt: skip
         return Read(
             scalars, self._bytes.num_bytes, time.monotonic() - started,
             {source.address: count for source, count in zip(self._sources, num_bytes, strict=True)}, dict(self._lost),

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from megatron_recover.core.membership_messages import NewGeneration
-from megatron_recover.core.values import Vote, Votes
+from megatron_recover.core.values import ReplicaId, Vote, Votes
 from megatron_recover.sim.timed import result, scenario_file
 from megatron_recover.sim.timed.actors import Actor, TimedCoordinator, TimedReplica
 from megatron_recover.sim.timed.healing import spread
@@ -64,6 +64,8 @@ VARIATIONS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 )
 """Scenario file, key of `[repair]` and its values, for `recover-spares`."""
 VARIED_DAYS = {META: 2.0, LLAMA: 1.0}
+MESSAGE_S = 1e-4
+"""Time that a message of a join costs its sender and its receiver, in `sizes`."""
 REPLICAS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Sizes of a job with one join."""
 SETTINGS_HEAD = (
@@ -136,8 +138,11 @@ def assumptions(folder: Path, days: float | None) -> Iterator[Task]:
             yield (folder, name, key, value, days or VARIED_DAYS[name])
 
 
-class _JoinJob(RecoverJob):
+class JoinJob(RecoverJob):
     """A job in which one replica dies and one newcomer joins, with its messages counted."""
+
+    num_sources = 0
+    """Most members from which a rank of the newcomer reads at once."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.num_of_newcomer = self.num_of_coordinator = self.num_announcements = 0
@@ -149,15 +154,21 @@ class _JoinJob(RecoverJob):
 
     def send(self, source: Actor, destination: TimedReplica | TimedCoordinator, departs: float, message: Any) -> None:
         super().send(source, destination, departs, message)
-        if not self.is_ready or self.admitted_at:
+        if self.admitted_at:
             return
         if isinstance(message, NewGeneration):
-            self.num_announcements += 1
+            self.num_announcements += self.is_ready
         elif not isinstance(message, Vote | Votes):  # those of the step that runs
             is_of_newcomer = any(isinstance(one, TimedReplica) and one.is_newcomer for one in (source, destination))
             before_announcement = not self.num_announcements
-            self.num_of_newcomer += is_of_newcomer
-            self.num_of_coordinator += before_announcement and self.coordinator in (source, destination)
+            self.num_of_newcomer += is_of_newcomer  # those of its formation, too
+            is_counted = self.is_ready and before_announcement
+            self.num_of_coordinator += is_counted and self.coordinator in (source, destination)
+
+    def sources(self, serving: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
+        found = super().sources(serving)
+        self.num_sources = max(self.num_sources, len(found))
+        return found
 
     def reached(self, one: TimedReplica, phase: str) -> None:
         super().reached(one, phase)
@@ -175,17 +186,11 @@ class _JoinJob(RecoverJob):
 def one_join(replicas: Task) -> Row:
     """Return the line of `sizes` for a job of that many replicas: one is lost and formed anew.
 
-    Messages of the newcomer and the coordinator are counted from when its ranks are ready until it
-    is admitted, those of the coordinator without the announcement. The window opens with a step.
+    Messages of the newcomer are counted until it is admitted. Those of the coordinator are counted
+    from when the ranks of the newcomer are ready, without the announcement. The window opens with a
+    step.
     """
-    scenario = Scenario(
-        job=JobTable(replicas=replicas, ranks=1, microbatches=16 * replicas, steps=8, buckets=1),
-        compute=ComputeTable(microbatch_s=1.0),
-        network=NetworkTable(bytes_per_s=25e9, gradient_bytes=1e9, message_s=1e-4, read_bytes_per_s=7e6),
-        repair=RepairTable(vacate_s=1.0, forming_s=13.0, state_bytes=25e9, state_bytes_per_s=25e9, node_gpus=1),
-    )
-    job = _JoinJob(scenario)
-    job.run()
+    job = join_job(replicas)
     ends = [*itertools.accumulate(job.step_seconds)]
     step = next(number for number, end in enumerate(ends) if end > job.admitted_at)
     return (
@@ -193,6 +198,19 @@ def one_join(replicas: Task) -> Row:
         round(job.admitted_at - job.read_at, 3), round(job.admitted_at - job.asked_at, 3),
         round(job.step_seconds[step] / job.step_seconds[step - 1], 4),
     )  # fmt: skip
+
+
+def join_job(replicas: int) -> JoinJob:
+    """Return the job of that line, at its end."""
+    scenario = Scenario(
+        job=JobTable(replicas=replicas, ranks=1, microbatches=16 * replicas, steps=8, buckets=1),
+        compute=ComputeTable(microbatch_s=1.0),
+        network=NetworkTable(bytes_per_s=25e9, gradient_bytes=1e9, message_s=MESSAGE_S, read_bytes_per_s=7e6),
+        repair=RepairTable(vacate_s=1.0, forming_s=13.0, state_bytes=25e9, state_bytes_per_s=25e9, node_gpus=1),
+    )
+    job = JoinJob(scenario)
+    job.run()
+    return job
 
 
 def sizes(folder: Path, days: float | None) -> Iterator[Task]:

@@ -292,8 +292,14 @@ def told(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[
         (
             "--replicas 2 --spares 2",
             "--recover-heal off",
-            "--spares is 2, but no lost replica is replaced (--recover-heal off, or a flag that excludes it); leave "
-            "out --spares, or give --recover-heal in-place",
+            "--spares is 2, but no lost replica is replaced (--recover-heal off); leave out --spares, or give --recover-heal "
+            "in-place",
+        ),
+        (
+            "--replicas 2 --spares 2",
+            "--optimizer-cpu-offload",
+            "--spares is 2, but no lost replica is replaced: --optimizer-cpu-offload lets no replica join while others train: "
+            "copies between host and device may still run between two steps; leave it out, or leave out --spares",
         ),
         ("--replicas 2 --spares -1", "--recover-heal in-place", "--spares is -1; it must be a number of slots, 0 or more"),
     ],
@@ -313,6 +319,37 @@ def test_spare_slots_follow_those_of_the_ranks(tmp_path: Path) -> None:
     ours, command = split([*words, "--recover-heal", "in-place"], run_flags.parser())
     job, *_ = describing.job_of(run_flags.parser().parse_args(ours), command)
     assert job.spares == (2, 3, 4) and job.num_ranks_here == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", ()),
+        ("--recover-heal off", ("--recover-heal off",)),
+        (
+            "--optimizer-cpu-offload --phase-transition-iterations 1",
+            ("--optimizer-cpu-offload", "--phase-transition-iterations"),
+        ),
+    ],
+)
+def test_a_job_knows_the_flags_because_of_which_nothing_is_healed(
+    tmp_path: Path, flags: str, expected: tuple[str, ...]
+) -> None:
+    (script := tmp_path / "train.py").touch()
+    words = ["--replicas", "2", "--run-dir", str(tmp_path / "run"), str(script), *FLAGS.split(), *flags.split()]
+    ours, command = split(words, run_flags.parser())
+    job, *_ = describing.job_of(run_flags.parser().parse_args(ours), command)
+    assert (job.not_healed_by, job.config.heal) == (expected, "off" if expected else "in-place")
+
+
+def test_a_job_whose_batch_changes_knows_its_fewest_microbatches(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").touch()
+    flags = FLAGS.replace("--global-batch-size 16", "--step-batch-size-schedule 0:16,64:8")
+    ours, command = split(
+        ["--replicas", "2", "--run-dir", str(tmp_path / "run"), str(script), *flags.split()], run_flags.parser()
+    )
+    job, *_ = describing.job_of(run_flags.parser().parse_args(ours), command)
+    assert (job.num_microbatches, job.least_microbatches) == (None, 8)
 
 
 def test_what_follows_from_other_flags_is_told_and_so_is_a_lack_of_protection(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,3 +26,24 @@ def start() -> Iterator[Start]:
     yield starting
     for job in started:
         job.close()
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of this machine that allows 64 MiB; the test is skipped where none can be made."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = [path.lstrip("/") for _, controllers, path in lines if "memory" in controllers.split(",")]
+    root = Path("/sys/fs/cgroup/memory") / own[0] if own else Path("/sys/fs/cgroup") / lines[-1][2].lstrip("/")
+    group = root / f"test-{uuid.uuid4().hex}"
+    limit = "memory.limit_in_bytes" if own else "memory.max"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made in {root}: {error}")
+    try:
+        if not (group / limit).exists():
+            pytest.skip(f"{group} does not limit memory")
+        (group / limit).write_text(str(64 * 2**20))
+        yield group
+    finally:
+        group.rmdir()

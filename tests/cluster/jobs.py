@@ -273,6 +273,7 @@ def _run(spec: Spec, settings: dict[str, Any]) -> int | None:
         argv=(spec.script, json.dumps(settings), *("x" * 1000,) * spec.num_arguments),
         num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
         config=spec.config, faults=spec.faults, num_spares=spec.num_spares, **in_job,
+        num_microbatches=spec.microbatches, microbatch_samples=1, least_microbatches=spec.microbatches,
         trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
         rank_start=spec.rank_start, signals=spec.signals, shutdown_s=spec.shutdown_s,
         preload=("torch", "megatron_recover.data_plane.direct", "megatron_recover.control_plane.rank_driver"),

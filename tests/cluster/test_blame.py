@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,27 +328,6 @@ def test_without_a_counter_nothing_is_a_want_of_memory(tmp_path: Path) -> None:
     kills.watch(17, 0.0)
     kills.look(10.0)
     assert not kills.rose(17, 10.0)
-
-
-@pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group of this machine that allows 64 MiB; the test is skipped where none can be made."""
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    own = [path.lstrip("/") for _, controllers, path in lines if "memory" in controllers.split(",")]
-    root = Path("/sys/fs/cgroup/memory") / own[0] if own else Path("/sys/fs/cgroup") / lines[-1][2].lstrip("/")
-    group = root / f"test-{uuid.uuid4().hex}"
-    limit = "memory.limit_in_bytes" if own else "memory.max"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made in {root}: {error}")
-    try:
-        if not (group / limit).exists():
-            pytest.skip(f"{group} does not limit memory")
-        (group / limit).write_text(str(64 * 2**20))
-        yield group
-    finally:
-        group.rmdir()
 
 
 EATER = """

@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -17,10 +18,11 @@ from megatron_recover import trace
 from megatron_recover.cluster.meeting import Meeting
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.exit_code import ExitCode
+from megatron_recover.core.request import TOO_FEW
 from megatron_recover.observe.files import log_name
 from megatron_recover.observe.verify.check import check, describe
 from tests import forks
-from tests.cluster.jobs import ROOT, Outcome, Spec, command
+from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
 from tests.cluster.running import FOR_EVER, Running, Start
 from tests.cluster.test_kills import fault
 from tests.cluster.waiting import until_ended
@@ -28,6 +30,7 @@ from tests.cluster.waiting import until_ended
 pytestmark = pytest.mark.timeout(180)
 NEXT_NODE = 100
 TOY = Path(__file__).with_name("newcomer_toy.py")
+JOINING = TOY.with_name("joining_toy.py")
 IN_PLACE = RecoverConfig(heal="in-place", heal_backoff_s=0.5, heal_budget=2)
 
 
@@ -40,8 +43,8 @@ class Healed:
         self.folder = tmp_path
         (tmp_path / "mode").write_text(mode)
         spec = Spec(
-            run_dir=str(tmp_path / "run"), faults=tuple(map(fault, faults)), config=config, heals=True, script=str(TOY),
-            sums_dir=str(tmp_path), **{"replicas": 3, "steps": FOR_EVER, "pace_s": 0.02, **others},
+            run_dir=str(tmp_path / "run"), faults=tuple(map(fault, faults)), config=config, heals=True,
+            sums_dir=str(tmp_path), **{"replicas": 3, "steps": FOR_EVER, "pace_s": 0.02, "script": str(TOY), **others},
         )  # fmt: skip
         self.job: Running = start(spec)
 
@@ -155,6 +158,24 @@ def test_a_newcomer_that_nobody_can_admit_any_more_ends_with_the_coordinator(sta
     healed.job.until(lambda: healed.job.num_applied() > begun + 5, "the others to train on")
 
 
+def test_the_others_train_to_their_end_without_a_newcomer_that_is_turned_away_as_the_coordinator_is_lost(
+    tmp_path: Path,
+) -> None:
+    """The launchers take it for a member: only the members know that they go on without it."""
+    toy = str(TOY.with_name("turning_away_toy.py"))
+    spec = Spec(
+        run_dir=str(tmp_path / "run"), faults=(fault("1 0 backward 3"),), config=IN_PLACE, heals=True, ranks=1, steps=FOR_EVER,
+        pace_s=0.02, script=toy, deadlines=Spec(run_dir="").deadlines | {"node_s": 1.0, "stall_s": 4.0},
+    )  # fmt: skip
+    outcome = run(spec)
+    assert outcome.exit_code == ExitCode.OK and outcome.roster == (0, 2, 3), outcome.output
+    assert "replica 3 is ended (rank 0: exit code 13), which joined before the coordinator was lost" in outcome.output
+    outcome.assert_exactly_once()
+    assert outcome.sums(0, 0)[-1] == outcome.sums(2, 0)[-1] and not outcome.sums(3, 0)
+    verdict = check(tmp_path / "run")
+    assert verdict.holds, describe(verdict)
+
+
 def test_a_stopped_newcomer_holds_up_neither_the_job_nor_its_end(start: Start, tmp_path: Path) -> None:
     healed = Healed(start, tmp_path, "wait", "1 0 forward 1")
     healed.job.until(lambda: len(healed.notes) == 8, "the newcomer")
@@ -208,3 +229,48 @@ def test_a_replica_over_two_nodes_is_replaced_on_both(tmp_path: Path) -> None:
     assert {each["rank"] for each in mine} == {0, 1} and len({(each["leader"], each["store"]) for each in mine}) == 1
     assert all(each["store"] and each["newcomer"] for each in mine)
     assert all(note["lived"] == [] for note in found.values())
+
+
+# --- Fewer replicas than --recover-min-replicas ------------------------------------------------------------------------
+
+TWO_OR_WAIT = msgspec.structs.replace(IN_PLACE, min_replicas=2, below_min="wait", heal_backoff_s=0.1, heal_budget=1)
+
+
+def test_a_job_with_too_few_replicas_trains_on_while_a_newcomer_forms_and_ends_once_none_can(
+    start: Start, tmp_path: Path
+) -> None:
+    healed = Healed(start, tmp_path, "wait", "1 0 forward 1", replicas=2, ranks=1, config=TWO_OR_WAIT)
+    healed.job.until(lambda: healed.newcomers == [2], "the newcomer")
+    begun = healed.job.num_applied()
+    healed.job.until(lambda: healed.job.num_applied() > begun + 5, "the other to train on")
+    (tmp_path / "mode").write_text("abort")
+    os.kill(healed.notes[2, 1]["pid"], signal.SIGKILL)
+    outcome = healed.job.end()
+    assert outcome.exit_code == ExitCode.TOO_FEW_REPLICAS and outcome.roster == (0,), outcome.output
+    outcome.assert_exactly_once()
+    *before, last = outcome.of(trace.Committed)
+    assert last.requests == (TOO_FEW,) and not any(each.requests for each in before), "nobody is asked to end before"
+    assert len(healed.newcomers) > 1, "others were tried"
+    verdict = check(tmp_path / "run")
+    assert verdict.holds, describe(verdict)
+
+
+def test_a_job_that_has_waited_for_a_newcomer_goes_on_with_it(start: Start, tmp_path: Path) -> None:
+    healed = Healed(start, tmp_path, "join", "1 0 forward 1", replicas=2, ranks=1, config=TWO_OR_WAIT, script=str(JOINING))
+    healed.job.until(lambda: (tmp_path / "sums-2-0.jsonl").exists(), "a step of the newcomer")
+    begun = healed.job.num_applied()
+    healed.job.until(lambda: healed.job.num_applied() > begun + 2, "steps of both")
+    outcome = healed.end([0, 2])
+    assert [each.roster for each in outcome.of(trace.Generation)][:2] == [(0, 1), (0,)]
+    assert not any(TOO_FEW in each.requests for each in outcome.of(trace.Committed))
+
+
+def test_by_default_a_job_with_too_few_replicas_ends_in_the_step_of_the_loss(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(TWO_OR_WAIT, below_min=RecoverConfig().below_min)
+    outcome = run(
+        Spec(run_dir=str(tmp_path / "run"), faults=(fault("1 0 forward 1"),), config=config, heals=True, replicas=2, ranks=1,
+             steps=FOR_EVER, pace_s=0.02, script=str(JOINING))
+    )  # fmt: skip
+    assert outcome.exit_code == ExitCode.TOO_FEW_REPLICAS and outcome.roster == (0,), outcome.output
+    assert [each.step for each in outcome.of(trace.Committed) if TOO_FEW in each.requests] == [1], "the step of the loss"
+    assert len(outcome.sums(0, 0)) == 2

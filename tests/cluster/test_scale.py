@@ -94,6 +94,8 @@ def test_the_next_record_after_a_refused_request_is_that_of_a_job_without_one(
         if name == "asked":
             assert "--recover-min-replicas is 2; ask for 2 or more" in refusal(["--replicas", "1", str(run_dir)], capsys)
             assert "there are slots for 2 replicas" in refusal(["--replicas", "3", str(run_dir)], capsys)
+            fewest = "a training step has 6 microbatches, fewer than 7 replicas; ask for 6 or fewer"
+            assert fewest in refusal(["--replicas", "7", str(run_dir)], capsys)
         outcome = job.end()
         assert outcome.exit_code == 0 and len(outcome.of(trace.Generation)) == 1, outcome.output
         records.append({line["step"]: line for line in outcome.sums(0, 0)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -232,6 +233,29 @@ def test_a_check_leaves_no_file_in_a_run_directory_that_takes_no_byte(tmp_path: 
 
 def test_memory_that_is_too_little_for_the_ranks_is_named(tmp_path: Path) -> None:
     assert "MiB of memory available for 1000000 ranks" in slot_check.check(wanted(tmp_path, num_ranks=1_000_000))
+
+
+CHECKED = """
+import sys, time
+from pathlib import Path
+from megatron_recover.cluster import slot_check
+input()
+wanted = slot_check.Wanted(run_dir=Path(sys.argv[1]), num_ranks=1, gpus=(), former_groups=(), until_s=time.monotonic())
+print(slot_check.check(wanted))
+"""
+
+
+def test_memory_that_the_control_group_does_not_have_is_named(tmp_path: Path, small_group: Path) -> None:
+    checked = subprocess.Popen(
+        [sys.executable, "-c", CHECKED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        (small_group / "cgroup.procs").write_text(str(checked.pid))
+        said, _ = checked.communicate("\n", timeout=120)
+    finally:
+        checked.kill()
+        checked.wait()
+    assert re.fullmatch(rf"{small_group}/memory\.\S+ leaves \d\d? MiB of memory for 1 rank\n", said), said
 
 
 def test_what_a_former_rank_has_started_has_to_end(tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ def test_nobody_leaves_while_a_newcomer_is_in_its_first_step_and_more_may_be_ask
     assert asked(state, 2, grown=1).leaving == (2, 3)
 
 
-BATCH = {"samples": (10, 2)}
+BATCH = {"samples": (10, 2), "least_microbatches": 5}
+SCHEDULED = {"least_microbatches": 4}
+"""A batch size that changes: the number of samples of a step is unknown."""
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,11 @@ BATCH = {"samples": (10, 2)}
         (started(3, **BATCH), 6, 9, "a training step has 5 microbatches, fewer than 6 replicas; ask for 5 or fewer, or start"),
         (started(3), 5, 4, "there are slots for 4 replicas; ask for 4 or fewer, or start with more --spares or processes"),
         (started(1), 2, 1, "there are slots for 1 replica; ask for 1 or fewer"),
-        (started(1, samples=(2, 2)), 2, 9, "a training step has 1 microbatch, fewer than 2 replicas; ask for 1 or fewer"),
-        (started(3), 4, None, "(--recover-heal off, or a flag that excludes it); start it again with --replicas 4"),
+        (started(3, **SCHEDULED), 5, 9, "smallest batch of --step-batch-size-schedule has 4 microbatches, fewer than 5"),
+        (started(3, **SCHEDULED), 5, 9, "ask for 4 or fewer, or start with larger batches in --step-batch-size-schedule"),
+        (started(1, samples=(2, 2), least_microbatches=1), 2, 9, "has 1 microbatch, fewer than 2 replicas; ask for 1 or fewer"),
+        (started(3), 4, None, "in this job (--recover-heal off excludes it); start it again with --replicas 4"),
+        (started(3, not_healed_by=("--one", "--two")), 4, None, "in this job (--one and --two exclude it); start it again"),
         (CoordinatorState(MembershipSettings(3)), 4, 9, "training has not begun; ask again once it has"),
         (feed(started(3), ExitAsked("SIGTERM"))[0], 2, 9, "the job ends; start it again with --replicas"),
         (feed(started(3), ReplicaFinished(1, 0))[0], 4, 9, "the job ends"),

@@ -17,14 +17,17 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.fsdp2 import shards
 from megatron_recover.fsdp2.gradients import BackwardWatch, ParameterGroup, ShardedGradients, _may_watch
 from megatron_recover.fsdp2.parameter_gradient import FlatSum, Gradient, WideGradient
+from megatron_recover.megatron.losses import gradient_scale
 from megatron_recover.megatron.state import TrainingState
 from megatron_recover.trainer.regions import number
 from tests.megatron.loopback import Strike
@@ -319,6 +322,68 @@ def test_on_a_gpu_with_tensor_parallelism_no_backward_is_watched() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_fsdp2_cannot_be_told_to_leave_out_its_sums() -> None:
+    """Nor to leave the training stream without a wait for them. What was told before is taken back."""
+    model = wrap_sharded(Stage(model_config()))
+    model.module.set_requires_gradient_sync(False)
+    gradients = ShardedGradients([model], bucket_elements=16)
+    [region] = gradients.regions
+    region.begin()
+    for name in ("requires_gradient_sync", "is_last_backward"):
+        call = getattr(model.module, f"set_{name}")
+        with pytest.raises(RuntimeError, match=rf"^set_{name}\(False\) is not supported: lanes are summed in every backward"):
+            call(False)
+        with pytest.raises(RuntimeError, match=rf"^set_{name}\(False\)"):
+            call(**{name: False})
+        call(True)
+    backward(model)
+    region.backward_ended(0, (0, 1, 2))
+    assert region.local.all()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_trained_parameters_of_two_types_are_refused(in_fp32: bool) -> None:
+    """Megatron's optimizer would fail at the fp32 one (without a `main_grad`), in its first step."""
+    stage = Stage(model_config())
+    stage.other = torch.nn.Linear(2, 3)
+    stage.weights.to(torch.bfloat16)
+    stage.other.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"types: torch.bfloat16 \(shape .*\), torch.float32 \(shape \(3, 2\)\); with --use"):
+        ShardedGradients([wrap_sharded(stage, in_fp32=in_fp32)], bucket_elements=16, in_fp32=in_fp32)
+    stage = Stage(model_config())
+    stage.other = torch.nn.Linear(2, 3).requires_grad_(False)
+    stage.weights.to(torch.bfloat16)
+    ShardedGradients([wrap_sharded(stage, in_fp32=in_fp32)], bucket_elements=16, in_fp32=in_fp32)
+
+
+@pytest.mark.usefixtures("world")
+def test_parameters_that_are_sharded_in_another_way_are_refused() -> None:
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    whole = torch.zeros(4, 3)
+    assert shards.padded_elements(DTensor.from_local(whole, mesh, [Shard(0)])) == 12
+    for parameter, told in (
+        (DTensor.from_local(whole, mesh, [Shard(1)]), r"Shard\(dim=1\)"),
+        (DTensor.from_local(whole, mesh, [Replicate()]), r"Replicate\(\)"),
+        (whole, "not at all"),
+    ):
+        with pytest.raises(ValueError, match=f"a parameter is sharded .*{told}.*; only parameters whose first dimension"):
+            shards.padded_elements(parameter)
+
+
+@pytest.mark.usefixtures("world")
+def test_the_grid_of_a_mean_over_lanes_counts_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 takes the mean, Megatron's buffers the sum: `test_the_grid_is_scaled_like_the_gradient` has those."""
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 3)
+    model, _ = sharded()
+    arguments = {"num_microbatches": 4, "micro_batch_size": 2, "seq_length": 8}
+    assert gradient_scale(model, arguments) == 1.0
+    model.config.calculate_per_token_loss = True
+    model.config.grad_scale_func = lambda loss: loss * 128
+    assert gradient_scale(model, arguments) == 128 * 64
+
+
+@pytest.mark.usefixtures("world")
 def test_a_bucket_has_whole_parameters() -> None:
     _, gradients = sharded()
     [region] = gradients.regions
@@ -340,6 +405,22 @@ def test_a_pass_adds_to_the_buckets_that_miss_it_only(dtype: torch.dtype) -> Non
     backward(model)
     assert float(region.local[region.buckets[1].start : region.buckets[1].stop].sum()) == 2 * sums[1]
     assert float(region.local[: region.buckets[0].stop].sum()) > 0
+
+
+@TYPES
+@pytest.mark.usefixtures("world")
+def test_a_step_that_begins_forgets_which_buckets_a_pass_before_has_left_out(dtype: torch.dtype) -> None:
+    """As where that pass has ended by an exception: the same buckets may be those of the next pass."""
+    model, gradients = sharded(dtype)
+    [region] = gradients.regions
+    for _ in range(2):
+        gradients.collect_into((1,))
+        backward(model)
+        region.backward_ended(0, (1,))
+        assert [bucket.id for bucket in region.buckets if region.local[bucket.start : bucket.stop].any()] == [1]
+        region.begin()
+    backward(model)
+    assert region.local.all()
 
 
 @TYPES

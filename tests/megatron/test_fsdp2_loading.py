@@ -12,20 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_recover.fsdp2.loading import chained_state_dict
-
-
-class Fused(torch.optim.Optimizer):
-    """Counts steps in its groups, from the first one on, as FusedAdam of Transformer Engine and of Apex does."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        super().__init__([{"params": parameters}, {"params": []}], {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            if group["params"]:
-                group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter)).add_(parameter.grad)
+from tests.megatron.toy import FusedAdam
 
 
 def create(optimizer: Any, config: Any = None) -> None:
@@ -44,7 +31,7 @@ def chained(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -
     return Namespace(chained_optimizers=[leaf]), optimizer
 
 
-@pytest.mark.parametrize("make", [Fused, torch.optim.AdamW], ids=["in its groups", "for each parameter"])
+@pytest.mark.parametrize("make", [FusedAdam, torch.optim.AdamW], ids=["in its groups", "for each parameter"])
 def test_the_count_of_steps_is_loaded_wherever_the_optimizer_has_it(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], tmp_path: Path
 ) -> None:

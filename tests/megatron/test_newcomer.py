@@ -13,6 +13,7 @@ from megatron_recover.megatron.newcomer import Entrance, Newcomer, Progress, Tra
 from megatron_recover.megatron.state import CARRIED, Carried, Published, TrainingState
 from megatron_recover.trainer.state import Scalar, State, assigned, flattened
 from tests.megatron.newcomers import ENTERS, Copied, Found, go_on
+from tests.megatron.toy import FusedAdam
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -144,16 +145,6 @@ def test_what_is_flattened_can_be_assigned() -> None:
     assert assigned("v", {"a": [1, 2]}, {"v.a.1": 7}) == {"a": [1, 7]}
 
 
-class Fused(torch.optim.Optimizer):
-    """Counts steps in its groups, as FusedAdam of Apex and of Transformer Engine does, and scales a moment."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], step: int, scale: float) -> None:
-        super().__init__([{"params": parameters, "step": step}, {"params": [], "step": step}], {"lr": 0.1})
-        self._scales = {parameter: {"exp_avg": scale} for parameter in parameters}
-        for parameter in parameters:
-            self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-
-
 def newcomer_of(state: TrainingState, args: Namespace, carried: dict[str, Carried]) -> Newcomer:
     arguments = TrainArguments(**dict.fromkeys(TrainArguments._fields) | {"model": []})
     nothing: Any = None
@@ -161,7 +152,7 @@ def newcomer_of(state: TrainingState, args: Namespace, carried: dict[str, Carrie
 
 
 def fused_state(step: int, scale: float, args: Namespace) -> TrainingState:
-    leaf = Namespace(optimizer=Fused([torch.nn.Parameter(torch.zeros(3))], step, scale), grad_scaler=None)
+    leaf = Namespace(optimizer=FusedAdam([torch.nn.Parameter(torch.zeros(3))], step, scale), grad_scaler=None)
     scheduler = Namespace(num_steps=step, lr_decay_style="cosine")
     scheduler.state_dict = lambda: {name: vars(scheduler)[name] for name in ("num_steps", "lr_decay_style")}
     return TrainingState([], leaf, scheduler, lambda: {"consumed_train_samples": args.consumed_train_samples})

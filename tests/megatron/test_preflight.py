@@ -14,6 +14,7 @@ import pytest
 from megatron_recover.cli.data import write_dataset
 from megatron_recover.config import RecoverConfig
 from megatron_recover.deadlines import DEFAULT_S
+from megatron_recover.megatron.checkpoint import disk_format
 from megatron_recover.megatron.launch.arguments import (
     FSDP2_REFUSALS,
     REFUSALS,
@@ -52,6 +53,21 @@ def test_layout_of_a_job(data: str) -> None:
     found = judge(data, flags + " --recover-determinism exact", replicas=3, lanes=2)
     assert found.layout == Layout(tp=2, pp=2, cp=1, lanes=2, vpp=2)
     assert (found.config.determinism, found.seed, found.num_microbatches) == ("exact", 7, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lanes", "least"),
+    [
+        ("", 1, 8),
+        ("", 2, 4),
+        ("--step-batch-size-schedule 64:8,0:16,1K:32", 2, 2),
+        ("--step-batch-size-schedule 0:16,64:2", 2, 1),
+    ],
+)
+def test_the_fewest_microbatches_of_a_step_are_those_of_the_smallest_batch(
+    data: str, flags: str, lanes: int, least: int
+) -> None:
+    assert judge(data, flags, lanes=lanes).least_microbatches == least
 
 
 @pytest.mark.parametrize(
@@ -248,6 +264,75 @@ def test_what_is_supported_with_fsdp2_is_taken(data: str, tmp_path: Path) -> Non
     judge(data, f"{FSDP2} --save {tmp_path} --save-interval 1 --load {tmp_path} --ckpt-format torch_dcp --async-save", lanes=4)
     judge(data, FSDP2, lanes=1)
     assert refused(data, f"--ckpt-format torch_dcp --load {tmp_path}")[0].startswith("--ckpt-format is not supported with rep")
+
+
+FORMATS = {"torch_dist": ["metadata.json", ".metadata"], "torch": ["mp_rank_00/"], "torch_dcp": [".metadata"], None: []}
+"""What a checkpoint has, by its format."""
+
+
+def checkpoint(path: Path, ckpt_format: str | None) -> Path:
+    for name in FORMATS[ckpt_format]:
+        if name.endswith("/"):
+            (path / name).mkdir(parents=True)
+            continue
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return path
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_the_format_of_a_checkpoint_is_what_megatron_takes_it_for(ckpt_format: str | None, tmp_path: Path) -> None:
+    from megatron.training.checkpointing import _get_checkpoint_format
+
+    path = checkpoint(tmp_path / "iter_0000002", ckpt_format)
+    assert disk_format.format_of(path) == ckpt_format
+    if ckpt_format is not None:
+        assert _get_checkpoint_format(str(path), argparse.Namespace()) == ckpt_format
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+@pytest.mark.parametrize(
+    ("tracker", "name", "flags"),
+    [("2", "iter_0000002", ""), ("9", "iter_0000002", "--ckpt-step 2"), ("release", "release", "")],
+)
+def test_a_checkpoint_of_another_format_is_refused_with_fsdp2_before_any_rank_starts(
+    tracker: str, name: str, flags: str, ckpt_format: str, data: str, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path / name, ckpt_format)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{tracker}\n")
+    [line] = refused(data, f"{FSDP2} --ckpt-format torch_dcp --load {tmp_path} {flags}", lanes=2)
+    told = f"--load {tmp_path}: {name} has the format {ckpt_format}, and with --use-torch-fsdp2 Megatron loads torch_dcp alone"
+    assert line.startswith(told)
+    (tmp_path / name).rename(tmp_path / "old")
+    checkpoint(tmp_path / name, "torch_dcp")
+    judge(data, f"{FSDP2} --ckpt-format torch_dcp --load {tmp_path} {flags}", lanes=2)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "detects", "told"),
+    [
+        ("torch_dcp", "torch_dist", False, "which Megatron loads with --use-torch-fsdp2 alone; add --use-torch-fsdp2 and --"),
+        ("torch_dcp", "torch", True, "which Megatron loads with --use-torch-fsdp2 alone; add --use-torch-fsdp2 and --"),
+        ("torch_dist", "torch", False, "and --ckpt-format is torch; use --ckpt-format torch_dist"),
+        ("torch_dist", "torch", True, ""),
+        ("torch", "torch_dist", False, ""),
+        (None, "torch_dist", False, ""),
+    ],
+)
+@pytest.mark.parametrize("flag", ["load", "pretrained_checkpoint"])
+def test_a_checkpoint_that_is_not_loaded_without_fsdp2_is_refused_by_the_dry_run(
+    found: str | None, wanted: str, detects: bool, told: str, flag: str, tmp_path: Path
+) -> None:
+    """Only then all arguments are known: a script may set those for FSDP2."""
+    checkpoint(tmp_path / "iter_0000003", found)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    folders = {"load": str(tmp_path / "none"), "pretrained_checkpoint": None} | {flag: str(tmp_path)}
+    args = argparse.Namespace(
+        ckpt_format=wanted, auto_detect_ckpt_format=detects, ckpt_step=None, use_torch_fsdp2=False, **folders
+    )  # fmt: skip
+    lines = disk_format.refusals(args)
+    start = f"--{flag.replace('_', '-')} {tmp_path}: iter_0000003 has the format {found}, {told}"
+    assert [line.startswith(start) for line in lines] == ([True] if told else [])
 
 
 @pytest.mark.parametrize(

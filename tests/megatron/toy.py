@@ -106,6 +106,29 @@ class Fused(torch.autograd.Function):
         return torch.zeros_like(weight), None, None
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """Counts steps in its groups, as FusedAdam of Apex and of Transformer Engine does, and scales a moment.
+
+    A new one has no count and no moment until its first step; one that has made `steps` has the count in all groups.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], steps: int = 0, scale: float = 1.0) -> None:
+        super().__init__([{"params": parameters}, {"params": []}], {"lr": 0.1})
+        self._scales = {parameter: {"exp_avg": scale} for parameter in parameters}
+        if steps:
+            for group in self.param_groups:
+                group["step"] = steps
+            for parameter in parameters:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter)).add_(parameter.grad)
+
+
 def names(size: int) -> Tensor:
     """A number for each element, so that a gradient in the wrong place is seen."""
     return 1.0 + torch.arange(size) % 7

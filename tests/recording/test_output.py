@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover import trace
-from megatron_recover.cluster import logs
+from megatron_recover.cluster import logs, recording
 from megatron_recover.cluster import output as outputs
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.logs import Outputs, _Log
@@ -823,3 +823,52 @@ def test_what_is_printed_over_the_beginning_of_a_short_output_has_all_of_it_copi
     assert not log.copy() and bookmark.notice_emptied(0, made)
     log.copy()
     assert made.log.read_bytes() == b"one\ntwo\n" + EMPTIED_NOTE + b"over\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["", "a recorder dies"])
+def test_ranks_that_have_ended_long_ago_keep_no_descriptor(
+    is_killed: bool, record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that heals a thousand times has as many descriptors as before, and the words of the newest are kept."""
+    monkeypatch.setattr(recording, "_KEPT_RANKS", 8)
+    run = record(ring_bytes=2**16)
+    run.until_it_records()
+
+    def count(pid: int) -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    before, of_recorder = count(os.getpid()), count(run.pid)
+    kept = run.recording._num_kept
+    for replica in range(2, 2 + 3 * kept):
+        run.rank(replica)
+        os.write(run.output(replica).descriptor, f"I am {replica}".encode())
+        run.recording.ended(replica, 0)
+        if is_killed and replica == 2 + 2 * kept:
+            os.kill(run.pid, signal.SIGKILL)
+        run.recording.poll()
+    run.until(lambda: count(os.getpid()) <= before + kept, "the launcher has closed what nobody needs")
+    run.until(lambda: count(run.pid) <= of_recorder + 2 * kept + 2, "so has the recorder, which has logs, and two of its own")
+    assert len(run.recording._outputs) >= kept and not run.recording._let_go
+    run.finish()
+    assert [run.job.log_of(replica, 0).read_text() for replica in range(2, 2 + 3 * kept)] == [
+        f"I am {replica}" for replica in range(2, 2 + 3 * kept)
+    ]
+
+
+def test_a_line_without_an_end_of_a_writer_that_has_ended_long_ago_is_shown(tmp_path: Path) -> None:
+    bookmark = OutputBookmark(create_output_bookmark())
+    kept: list[bytes] = []
+    outputs = Outputs(bookmark, limit_bytes=2**20, slow_disk_s=5.0, speaks=lambda replica: True, keep=kept.append)
+    made = create(tmp_path / "log")
+    outputs.add(0, Output(os.dup(made.descriptor), made.log), shown_of=0)
+    os.write(made.descriptor, b"whole\nhalf")
+    outputs.make_room()
+    assert [*outputs.look()] == ["whole"] and outputs.released() == []
+    outputs.ended(0)
+    assert [*outputs.look()] == ["half"] and kept == [b"whole\n", b"half\n"]
+    end = time.monotonic() + 60
+    while not (released := outputs.released()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert released == [0] and [*outputs.look()] == [] and outputs.ends() == []
+    assert made.log.read_text() == "whole\nhalf"
+    outputs.writer.close(60)

@@ -15,12 +15,15 @@ from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.placement import Slot
 from megatron_recover.faults import Fault
 from megatron_recover.sim.timed import newcomer, scenario_file
+from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.healing import spread
 from megatron_recover.sim.timed.job import TimedJob
 from megatron_recover.sim.timed.models import PolicyName, Scenario, Timing
+from megatron_recover.sim.timed.newcomer import Newcomer
 from megatron_recover.sim.timed.places import Cause, Places, Restarts
 from megatron_recover.sim.timed.policies import simulate
 from megatron_recover.sim.timed.recover import RecoverJob, recover
+from megatron_recover.trainer.state_reader import MAX_SOURCES
 from scripts.study import repair as study
 from tests.sim.build import job_of, kill, scenario, step_seconds
 
@@ -223,10 +226,55 @@ def test_the_verb_tells_the_ratio_and_the_newcomers(tmp_path: Path, capsys: pyte
     assert "node_gpus is 3; it must divide ranks x gpus_a_rank of [job], which is 2" in capsys.readouterr().err
 
 
-def test_the_control_plane_part_of_a_join_does_not_grow_with_the_job() -> None:
-    small, large = study.one_join(4), study.one_join(128)
-    assert small[1:3] == large[1:3] == (4, 2), "messages of the newcomer, and of the coordinator before it announces"
-    assert large[4] / small[4] < 1.2, "from the begin of the step whose state it reads until it is admitted"
+def growth(few: int, many: int) -> list[str]:
+    """What a newcomer needs more of in a job of `many` replicas than in one of `few`, beyond the one announcement to each."""
+    small, large = study.join_job(few), study.join_job(many)
+    first, last = ([one.asked_at - one.read_at, one.admitted_at - one.asked_at] for one in (small, large))
+    grows = {
+        "messages of the newcomer": large.num_of_newcomer - small.num_of_newcomer,
+        "messages of the coordinator before it announces": large.num_of_coordinator - small.num_of_coordinator,
+        "members that are read": large.num_sources > MAX_SOURCES,
+        "reading and digesting": last[0] - first[0] > 1e-6,
+        "from the claim to the admission": last[1] - first[1] > 4 * study.MESSAGE_S * (many - few),
+        "from the begin of the window to the admission": sum(last) / sum(first) > 1.2,
+    }
+    assert small.num_of_newcomer and small.num_of_coordinator and small.num_sources and first[0] > 0
+    return [name for name, does in grows.items() if does]
+
+
+def test_the_work_of_a_join_does_not_grow_with_the_job() -> None:
+    assert growth(4, 128) == []
+
+
+@pytest.mark.parametrize(
+    ("defect", "grows"),
+    [
+        ("greets all", "messages of the newcomer"),
+        ("reads all", "members that are read"),
+        ("digests all", "reading and digesting"),
+    ],
+)
+def test_work_for_each_replica_is_noticed(defect: str, grows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the whole takes hardly longer by any of these, so a ratio of the times alone does not show it."""
+    form = RecoverJob.form
+
+    def greeting(self: RecoverJob, number: int) -> None:
+        form(self, number)
+        for _ in self.coordinator.state.roster:
+            self.send(self.replicas[number], self.coordinator, self.clock.now, self.hello(number))
+
+    def digested(self: Newcomer, step: int, course: Course) -> None:
+        job = self.job
+        job.clock.after(1e-3 * len(job.replicas), all_have_read, self, step, course)
+
+    all_have_read = Newcomer._all_have_read
+    if defect == "greets all":
+        monkeypatch.setattr(RecoverJob, "form", greeting)
+    elif defect == "reads all":
+        monkeypatch.setattr(RecoverJob, "sources", lambda self, serving: serving)
+    else:
+        monkeypatch.setattr(Newcomer, "_all_have_read", digested)
+    assert growth(4, 16) == [grows]
 
 
 def test_the_study_writes_its_tables(

@@ -40,11 +40,11 @@ from tests.nodes.nodes import Network
 from tests.nodes.real import run_on_nodes
 from tests.system import comebacks
 from tests.system.evidence import Evidence
-from tests.system.jobs import ROOT, Job, Outcome, run_job, text_data
+from tests.system.jobs import FSDP2, ROOT, Job, Outcome, run_job, text_data
 from tests.system.judging import EXPECTATIONS, ends_with_named_codes, judge
 from tests.system.kills import Killer
 from tests.system.plans import DEADLINE_S as JOB_DEADLINE_S
-from tests.system.plans import FSDP2, Scenario
+from tests.system.plans import Scenario
 from tests.system.scenarios import KINDS, scenario
 from tests.system.strikes import NODE_TIMEOUT_S, ON_DISK, STRIKE, Nemesis, orders
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections import defaultdict
 
 import psutil
 
+from megatron_recover.cluster import status
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.faults import FaultKind
 from tests.system.evidence import Event, Evidence, Expectation
 from tests.system.kills import is_rank
 
+_SCALED = re.compile(r"scale to (\d+) of \S+: ")
 TIME_S, NUM_STEPS = 20.0, 10
 """A replica that is lost so long before the last step, and so many steps, has time to come back."""
 
@@ -75,11 +78,21 @@ def comes_back(evidence: Evidence) -> str:
     )
 
 
+def never_has_more(evidence: Evidence) -> str:
+    """There are never more replicas than at the start."""
+    most = evidence.plan.job.replicas
+    more = [sorted(roster) for _, roster in _generations(evidence) if len(roster) > most]
+    return f"at some time there are {more[0]}, more than {most}" if more else ""
+
+
 def _had_time(evidence: Evidence) -> bool:
     outcome = evidence.outcome
-    lost_at = max((event["t"] for event in (*outcome.events("fenced"), *outcome.events("newcomer_lost"))), default=0.0)
-    since = [event for event in outcome.events("committed") if event["t"] > lost_at]
-    return len({event["label"] for event in since}) >= NUM_STEPS and since[-1]["t"] - lost_at > TIME_S
+    steps = {(act.at.replica, act.at.step) for act in evidence.plan.acts if act.do.startswith("scale")}
+    asked = [event for event in outcome.events("applied") if (event["replica"], event["step"]) in steps] if steps else []
+    changes = (*outcome.events("fenced"), *outcome.events("newcomer_lost"), *asked)
+    changed_at = max((event["t"] for event in changes), default=0.0)
+    since = [event for event in outcome.events("committed") if event["t"] > changed_at]
+    return len({event["label"] for event in since}) >= NUM_STEPS and since[-1]["t"] - changed_at > TIME_S
 
 
 def leaves_no_rank(evidence: Evidence) -> str:
@@ -116,6 +129,44 @@ def gives_back_what_is_drained(evidence: Evidence) -> str:
     asked = {int(act.do.split()[1]) for act in evidence.plan.acts if act.do.startswith("drain")}
     left = {replica for event in evidence.outcome.events("generation") for replica in event["left"]}
     return f"drained was {sorted(asked)}, and {sorted(left)} have left" if left != asked else ""
+
+
+def _accepted(evidence: Evidence) -> list[int]:
+    """The number at the start, and those that the job has accepted since, in their order."""
+    return [evidence.plan.job.replicas, *(int(number) for number in _SCALED.findall(evidence.outcome.output))]
+
+
+def answers_requests_to_scale(evidence: Evidence) -> str:
+    """Each request for another number is accepted. The job may refuse one in the first step of a newcomer, or at its end."""
+    found = status.read(evidence.outcome.run_dir)
+    refused = [answer.refused for answer in found.answers if answer.refused] if found is not None else []
+    if wrong := [why for why in refused if not why.endswith("ask again") and not why.startswith("the job ends")]:
+        return f"it refuses to scale: {wrong[0]}"
+    asked = [act.rpartition(" ")[2] for act in evidence.acts() if act.rpartition(": ")[2].startswith("scale")]
+    answered = len(_accepted(evidence)) - 1 + len(refused)
+    is_wrong = answered < len(asked) and _had_time(evidence)
+    return f"asked for was {', '.join(asked)}, and {answered} were answered" if is_wrong else ""
+
+
+def has_what_it_was_asked_for(evidence: Evidence) -> str:
+    """There are never more replicas than the largest number that was wanted. At the end there are as many as were wanted last.
+
+    They are if there was time for it since the last request and the last loss: 20 s and 10 steps.
+    """
+    wanted, generations = _accepted(evidence), _generations(evidence)
+    for event, roster in generations:
+        if len(roster) > max(wanted):
+            return f"in generation {event['generation']} there are {sorted(roster)}, more than {max(wanted)}"
+    _, roster = generations[-1]
+    is_wrong = len(roster) != wanted[-1] and _had_time(evidence)
+    return f"at the end there are {sorted(roster)}, and wanted were {wanted[-1]}" if is_wrong else ""
+
+
+def leaves_only_as_asked(evidence: Evidence) -> str:
+    """No more replicas leave than requests for fewer have made too many."""
+    left = [replica for event in evidence.outcome.events("generation") for replica in event["left"]]
+    most = sum(max(0, before - after) for before, after in itertools.pairwise(_accepted(evidence)))
+    return f"{left} have left, and {most} were too many" if len(left) > most else ""
 
 
 def ends_as_asked(evidence: Evidence) -> str:

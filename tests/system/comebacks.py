@@ -210,6 +210,29 @@ def _at_any_time(draw: _Draw) -> Scenario:
     return draw.comeback(kills=kills, full_step_s=0.3)
 
 
+def _scale(draw: _Draw) -> Scenario:
+    """The job grows and shrinks, in either order, while members and newcomers die. Who asks is never hit, and never leaves.
+
+    The second request may replace the first one before that is carried out.
+    """
+    draw.several(2)
+    start = min(draw.job.replicas, 3)
+    draw.change(replicas=start, run_flags=("--spares", str(draw.num_ranks)))
+    # With the lowest id: the highest leave.
+    draw.victims = draw.dice.sample(range(1, start), start - 1)
+    grows = draw.dice.random() < 0.6
+    numbers = (start + 1, draw.dice.choice((start - 1, start))) if grows else (start - 1, draw.dice.choice((start, start + 1)))
+    for number, steps in zip(numbers, (range(1, 4), range(6, 19)), strict=True):
+        at = Fault(replica=0, rank=draw.rank(FaultPoint.OPTIMIZER), point=FaultPoint.OPTIMIZER, step=draw.dice.choice(steps))
+        draw.acts.append(Act(at, f"scale {number}"))
+    draw.loss(draw.dice.randint(1, 8))
+    if draw.dice.random() < 0.5:
+        draw.newcomer(draw.dice.randrange(2), (*OUTSIDE, *INSIDE))
+    if draw.victims and draw.dice.random() < 0.5:
+        draw.act(0, draw.dice.choice((*OUTSIDE[1:], *INSIDE)), draw.kill(draw.victims.pop()))
+    return draw.comeback(full=max(start, *numbers), full_step_s=0.3)
+
+
 def _healing(drawn: Callable[[_Draw], Scenario]) -> Callable[[Draw], Scenario]:
     return lambda draw: drawn(_Draw(draw))
 
@@ -224,6 +247,7 @@ KINDS: Mapping[str, tuple[int, Callable[[Draw], Scenario]]] = {
     "all replaced": (5, _healing(_all_replaced)),
     "spare slots": (4, _healing(_spares)),
     "drain beside a newcomer": (4, _healing(_drain)),
+    "scale": (9, _healing(_scale)),
     "comeback between saves": (6, _healing(_evaluations_and_saves)),
     "end beside a newcomer": (4, _healing(_stopped)),
     "kills at any time": (8, _healing(_at_any_time)),

@@ -20,6 +20,8 @@ from tests import forks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
+FSDP2 = ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights")
+"""Megatron's flags of a job that FSDP2 shards; without the first the same job has DDP."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

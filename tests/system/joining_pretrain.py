@@ -27,7 +27,7 @@ SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt
 ORDERS = "JOINING_ORDERS"
 ACTS = "acts"
 """File in the run directory with a line for each act that ends or asks for something, written before it is done."""
-_RECORDED = ("kill", "term", "drain")
+_RECORDED = ("kill", "term", "drain", "scale")
 
 
 class Act(msgspec.Struct, frozen=True):
@@ -35,7 +35,8 @@ class Act(msgspec.Struct, frozen=True):
 
     at: Fault
     do: str
-    """`kill REPLICA RANK`, `term` (SIGTERM to the launcher), `drain REPLICA`, `sleep SECONDS`, `copy FROM TO`."""
+    """`kill REPLICA RANK`, `term` (SIGTERM to the launcher), `drain REPLICA`, `scale REPLICAS`, `sleep SECONDS`,
+    `copy FROM TO`."""
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -124,10 +125,9 @@ def _do(context: RankContext, what: str, *arguments: str) -> None:
         case "term":
             os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGTERM)
         case "drain":
-            subprocess.Popen(
-                [sys.executable, "-m", "megatron_recover", "drain", arguments[0], str(folder)],
-                start_new_session=True, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+            _ask("drain", arguments[0], str(folder))
+        case "scale":
+            _ask("scale", str(folder), "--replicas", arguments[0])
         case "sleep":
             time.sleep(float(arguments[0]))
         case "copy":
@@ -136,6 +136,13 @@ def _do(context: RankContext, what: str, *arguments: str) -> None:
             changed.rename(arguments[1])
         case _:
             raise AssertionError(what)
+
+
+def _ask(*words: str) -> None:
+    """Start a command of the user, which goes on by itself."""
+    subprocess.Popen(
+        [sys.executable, "-m", "megatron_recover", *words], start_new_session=True, stdin=subprocess.DEVNULL
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

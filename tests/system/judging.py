@@ -20,6 +20,7 @@ from megatron_recover.faults import FaultKind
 from megatron_recover.observe.verify import check as verify
 from tests.nodes.history import Applied, History, Named
 from tests.system import comeback_judging as back
+from tests.system import comebacks
 from tests.system.evidence import Event, Evidence, Expectation, in_short
 from tests.system.jobs import check
 from tests.system.placing import placement
@@ -34,10 +35,15 @@ _SLACK_STEPS = 2
 
 def judge(evidence: Evidence) -> str:
     """`passed`, or what is wrong first."""
-    for expectation in EXPECTATIONS[evidence.plan.kind]:
+    for expectation in expectations_of(evidence.plan):
         if wrong := expectation(evidence):
             return f"FAILED: {wrong}"
     return "passed"
+
+
+def expectations_of(plan: Scenario) -> tuple[Expectation, ...]:
+    """Return what is promised for a scenario: that of its kind; if a plain job heals, also what holds with newcomers."""
+    return (*EXPECTATIONS[plan.kind], *(WITH_NEWCOMERS if plan.heals and plan.kind not in comebacks.KINDS else ()))
 
 
 # --- Runs that end well --------------------------------------------------------------------------------------------------
@@ -438,6 +444,8 @@ WITHOUT_NODE = (
     is_proven_with_what_ranks_kept, ends_with_the_parameters_of_the_reference, names_its_last,
 )  # fmt: skip
 COMEBACK = (*ORDINARY, *back.ALWAYS)
+WITH_NEWCOMERS = (*back.AT_ANY_END, back.never_has_more)
+"""Of a plain job that heals. Its newcomers come in time or not: its steps are as short as they are."""
 EXPECTATIONS: Mapping[str, tuple[Expectation, ...]] = {
     "faults in steps": ORDINARY,
     "death at the start": ORDINARY,
@@ -469,6 +477,9 @@ EXPECTATIONS: Mapping[str, tuple[Expectation, ...]] = {
     "all replaced": (*COMEBACK, back.replaces_all),
     "spare slots": (*COMEBACK, back.sets_slots_aside),
     "drain beside a newcomer": (*COMEBACK, back.gives_back_what_is_drained),
+    "scale": (
+        *ORDINARY, *back.AT_ANY_END, back.answers_requests_to_scale, back.has_what_it_was_asked_for, back.leaves_only_as_asked,
+    ),
     "comeback between saves": (*COMEBACK, names_its_last),
     "end beside a newcomer": (
         back.ends_as_asked, counts_well, is_proven_as_far_as_it_went, *back.AT_ANY_END, goes_on_like_the_reference,

@@ -11,14 +11,13 @@ import msgspec
 from megatron_recover.cluster.chaos import IN_A_RECOVERY, IN_A_STEP
 from megatron_recover.core.placement import Placement
 from megatron_recover.faults import LEADER_ONLY, Fault, FaultKind, FaultPoint
-from tests.system.jobs import Job
+from tests.system.jobs import FSDP2, Job
 from tests.system.joining_pretrain import ORDERS, Act, Orders
 from tests.system.kills import Kills
 from tests.system.placing import divisions, hosted, placement
 from tests.system.strikes import Strike, StrikeKind
 
 MAX_PROCESSES = 8
-FSDP2 = ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights")
 STEPS = 6
 STRUCK_STEPS = 12
 """Of a job that is struck from outside: the strike lasts."""
@@ -110,8 +109,13 @@ class Scenario:
 
     @property
     def heals(self) -> bool:
-        """Whether what is lost comes back."""
+        """Whether newcomers are formed for what is lost."""
         return self.job.heal != "off"
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether the job takes its time, so that what is lost comes back."""
+        return self.script == JOINING
 
     def never(self) -> Iterator[Fault]:
         """Yield faults for ranks with acts that never strike: a rank without any passes no points."""
@@ -133,23 +137,10 @@ class Scenario:
         return min(set(range(self.job.replicas)) - hit, default=None)
 
     def sharded(self) -> Scenario:
-        """The same where FSDP2 shards replicas of as many ranks over lanes, with which it has neither stages nor ZeRO-1.
-
-        What it shards is saved in a format that Megatron refuses with tensor parallelism. Without stages, which sleep one
-        after the other, a step takes as long as with them.
-        """
-        job = self.job
-        ranks = job.tp * job.pp * job.lanes
-        tp = job.tp if job.tp < ranks and not self.saves else 1
-        extra = list(job.extra)
-        if (number := "--num-layers") in extra:
-            first = extra.index(number)
-            del extra[first : first + 4]  # of virtual stages
-        extra = [flag for flag in extra if flag != "--use-distributed-optimizer"]
-        extra += [*FSDP2, *(("--ckpt-format", "torch_dcp") if self.saves else ())]
-        passes = job.microbatches / max(1, job.replicas - 1)
-        sharded = dataclasses.replace(job, tp=tp, pp=1, lanes=ranks // tp, extra=tuple(extra))
-        return dataclasses.replace(self, job=sharded, step_s=self.step_s * (passes + job.pp - 1) / passes)
+        """The same with `sharded` replicas. A step takes as long as with stages, which sleep one after the other."""
+        passes = self.job.microbatches / max(1, self.job.replicas - 1)
+        step_s = self.step_s * (passes + self.job.pp - 1) / passes
+        return dataclasses.replace(self, job=sharded(self.job, saves=self.saves), step_s=step_s)
 
     def reference(self) -> Job:
         """The failure-free job of one replica that it has to end like. What makes no difference to its result is left out."""
@@ -170,7 +161,7 @@ class Scenario:
             found["DRIFT"] = f"{self.drift.replica} {self.drift.rank} {self.drift.step} {self.drift.what}"
         if self.miscount is not None:
             found["MISCOUNT"] = f"{self.miscount.replica} {self.miscount.step} 1"
-        if self.heals:
+        if self.comes_back:
             orders = Orders(
                 microbatches=self.job.microbatches, step_s=self.step_s, full_step_s=self.full_step_s, full=self.full,
                 acts=self.acts,
@@ -209,11 +200,29 @@ class Scenario:
         return " ".join(words + [name for script, name in ((UNEVEN, "uneven"), (PATIENT, "patient")) if script == self.script])
 
 
+def sharded(job: Job, *, saves: bool) -> Job:
+    """The job where FSDP2 shards replicas of as many ranks over lanes, with which it has neither stages nor ZeRO-1.
+
+    What it shards is saved in a format that Megatron refuses with tensor parallelism.
+    """
+    ranks = job.tp * job.pp * job.lanes
+    tp = job.tp if job.tp < ranks and not saves else 1
+    extra = list(job.extra)
+    if (number := "--num-layers") in extra:
+        first = extra.index(number)
+        del extra[first : first + 4]  # of virtual stages
+    extra = [flag for flag in extra if flag != "--use-distributed-optimizer"]
+    extra += [*FSDP2, *(("--ckpt-format", "torch_dcp") if saves else ())]
+    return dataclasses.replace(job, tp=tp, pp=1, lanes=ranks // tp, extra=tuple(extra))
+
+
 class Draw:
     """The dice of one scenario, and what they have decided so far."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, fsdp2: bool = False) -> None:
+        """`fsdp2`: the scenario will be `sharded`, where that decides who is hit."""
         self.dice = random.Random(seed)
+        self._is_sharded = fsdp2
         self.kind = ""
         self.job = self._shape()
         self.victims = self.dice.sample(range(self.job.replicas), self.job.replicas - 1)
@@ -257,6 +266,11 @@ class Draw:
         at = Fault(replica=spared, rank=0, point=FaultPoint.OPTIMIZER, step=step - 1)
         return self.scenario(script=STRUCK, strike=Strike(kind=kind, at=at, seconds=seconds))
 
+    def placed(self, slots: Sequence[int]) -> Placement:
+        """Where the ranks will be on nodes with so many slots; a job that saves is `saving` by now."""
+        saves = self.job.save_interval != Job.save_interval
+        return placement(sharded(self.job, saves=saves) if self._is_sharded else self.job, slots)
+
     def on_nodes(self, fits: Callable[[Placement, int], bool]) -> tuple[tuple[int, ...], int]:
         """Return the slots of nodes, and a node that is without ranks of some replica; both are as `fits` wants them."""
         self.change(steps=STRUCK_STEPS)
@@ -265,7 +279,7 @@ class Draw:
             self.num_ranks = 2
         found = []
         for slots in divisions(self.job):
-            placed = placement(self.job, slots)
+            placed = self.placed(slots)
             found += [
                 (slots, node)
                 for node in range(len(slots))

@@ -1,26 +1,38 @@
 """What a run of the campaign is: a job of some shape and the faults that strike it, both decided by one seed.
 
 `KINDS` says what can happen to a job and how often; `judging.EXPECTATIONS` says what is promised then. Every fault point, every
-kind of fault and every shape of up to eight processes comes up. In the kinds of this module what is lost stays away, and at
-least one replica is never hit; in those of `comebacks.py` it comes back. The first fault of a scenario is sure to strike; one
-in a recovery strikes if the recovery gets there.
+kind of fault and every shape of up to eight processes comes up. In the kinds of this module at least one replica is never hit,
+and no job waits for newcomers; in those of `comebacks.py` what is lost comes back. The first fault of a scenario is sure to
+strike; one in a recovery strikes if the recovery gets there.
+
+Half of the jobs with the plain script have healing on, as users have it: `faults in steps`, `death at the start`, `fault in an
+evaluation` and `death of a writer`. What is promised for these kinds holds whoever is in the roster: the result and the proof
+of `check`. Newcomers form beside recoveries and ends of the job, and join if there is time. Healing stays off in the others:
+
+- Scripts of their own (`fault in a transfer`, `death in a running pass`, `miscount`, drifts) count on the replicas of the start
+  to bring a situation about.
+- Of strikes on launcher, disk and nodes it is judged who was removed, and what the ranks of the start kept of their events. A
+  newcomer may be removed for a stop or a stall of the others, and nobody has kept its events.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Callable, Mapping
 
 from megatron_recover.cluster.chaos import IN_A_STEP
 from megatron_recover.core.placement import Placement
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.system import comebacks
-from tests.system.placing import hosted, placement
+from tests.system.placing import hosted
 from tests.system.plans import (
     COMPARED,
     IN_A_PASS,
     MISCOUNTING,
     NARROW,
     PATIENT,
+    PLAIN,
     SILENT,
     STEPS,
     STRUCK,
@@ -147,7 +159,7 @@ def _lost_node(draw: Draw) -> Scenario:
     )  # fmt: skip
     at = draw.anywhere(draw.dice.randrange(draw.job.replicas), saves=saves)
     if also_kills:
-        at = draw.kill_besides(hosted(placement(draw.job, slots), node), at)
+        at = draw.kill_besides(hosted(draw.placed(slots), node), at)
     return draw.scenario(script=STRUCK, saves=saves, slots=slots, strike=Strike(kind=StrikeKind.LOSS, node=node, at=at))
 
 
@@ -186,7 +198,7 @@ def _cut(draw: Draw, seconds: float | None, fits: Callable[[Placement, int], boo
     if saves:
         draw.saving()
     slots, node = draw.on_nodes(fits)
-    is_writers = placement(draw.job, slots).replicas[0][0].node == node
+    is_writers = draw.placed(slots).replicas[0][0].node == node
     at = _in_a_save(draw) if saves and is_writers else draw.anywhere(draw.dice.randrange(draw.job.replicas), saves=saves)
     one_way = draw.dice.choice((None, None, "in", "out"))
     strike = Strike(kind=StrikeKind.CUT, node=node, at=at, seconds=seconds, one_way=one_way)
@@ -221,10 +233,15 @@ KINDS: Mapping[str, tuple[int, Callable[[Draw], Scenario]]] = {
     **comebacks.KINDS,
 }
 """How often each comes up, in parts of all, and what draws it."""
+HEALING = 0.5
+"""Share of the jobs with the plain script that heal."""
 
 
 def scenario(seed: int, *, fsdp2: bool = False) -> Scenario:
     """The scenario of a seed; with `fsdp2` its replicas are sharded."""
-    draw = Draw(seed)
+    draw = Draw(seed, fsdp2=fsdp2)
     [(draw.kind, (_, drawn))] = draw.dice.choices(list(KINDS.items()), [weight for weight, _ in KINDS.values()])
-    return drawn(draw).sharded() if fsdp2 else drawn(draw)
+    plan = drawn(draw)
+    if plan.script == PLAIN and random.Random(f"heals {seed}").random() < HEALING:
+        plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, heal="in-place"))
+    return plan.sharded() if fsdp2 else plan

@@ -17,17 +17,17 @@ import msgspec
 import pytest
 
 from megatron_recover.cluster import chaos
+from megatron_recover.config import RecoverConfig
 from megatron_recover.core import slots
 from megatron_recover.core.membership_messages import LossKind
 from megatron_recover.core.placement import Slot
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.system import campaign, comebacks, jobs, kills, scenarios
 from tests.system.joining_pretrain import ORDERS, Orders
-from tests.system.judging import EXPECTATIONS
-from tests.system.placing import placement
+from tests.system.judging import EXPECTATIONS, expectations_of
+from tests.system.placing import hosted, placement
 from tests.system.plans import (
     CHARGED,
-    FSDP2,
     JOINING,
     MAX_PROCESSES,
     MISCOUNTING,
@@ -68,21 +68,43 @@ def test_every_scenario_is_one_that_a_job_can_take() -> None:
 def test_with_fsdp2_a_job_has_as_many_ranks_and_what_megatron_takes() -> None:
     layouts = set()
     for seed in SEEDS:
-        plain, plan = scenario(seed), scenarios.scenario(seed, fsdp2=True)
+        plain, plan = scenario(seed), scenario(seed, fsdp2=True)
         job, extra = plan.job, plan.job.extra
         assert job.pp == 1 and job.tp * job.lanes == plain.job.tp * plain.job.pp * plain.job.lanes
-        assert {*FSDP2} <= {*extra} and ("torch_dcp" in extra) is plan.saves and not (plan.saves and job.tp > 1)
+        assert {*jobs.FSDP2} <= {*extra} and ("torch_dcp" in extra) is plan.saves and not (plan.saves and job.tp > 1)
         assert not {"--use-distributed-optimizer", "--num-layers", "--num-layers-per-virtual-pipeline-stage"} & {*extra}
         assert plan.reference().extra[-1] == extra[-1] and "fsdp2" in str(plan)
-        assert replace(plan, job=plain.job, step_s=plain.step_s) == plain
-        assert not plan.heals or 20 < comebacks.STEPS * plan.step_s < 40, "there is time for several joins"
+        same = {"slots": plain.slots, "strike": plain.strike, "faults": plain.faults} if plan.slots else {}  # others fit
+        assert replace(plan, job=plain.job, step_s=plain.step_s, **same) == plain
+        assert not plan.comes_back or 20 < comebacks.STEPS * plan.step_s < 40, "there is time for several joins"
         layouts.add((job.tp, job.lanes))
     assert {(1, 1), (1, 2), (1, 4), (2, 2)} <= layouts
 
 
+@pytest.mark.parametrize("fsdp2", [False, True])
+def test_the_node_that_is_struck_is_the_one_that_the_kind_is_named_after(fsdp2: bool) -> None:
+    """Where ranks are depends on the tensor-parallel size, which is another one where replicas are sharded."""
+    for plan in (scenario(seed, fsdp2=True) if fsdp2 else scenario(seed) for seed in SEEDS):
+        if not plan.slots or plan.strike is None:
+            continue
+        placed, node = placement(plan.job, plan.slots), plan.strike.node
+        writers, has_ranks = placed.replicas[0][0].node, bool(hosted(placed, node))
+        assert len(hosted(placed, node)) < plan.job.replicas, "nobody is left"
+        assert {
+            "lost node": node > 0 and has_ranks,
+            "lost node of the writer": node == writers > 0,
+            "lost node of the coordinator": node == 0,
+            "short cut": True,
+            "long cut": node > 0 and has_ranks,
+        }[plan.kind], f"{plan}: {plan.strike}"
+        assert {fault.replica for fault in plan.faults}.isdisjoint(plan.lost), "the fault would not strike"
+        in_save = plan.strike.at.point in (FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER)
+        assert not in_save or plan.kind == "lost node of the writer" or node == writers
+
+
 def test_every_scenario_leaves_somebody() -> None:
     """Where what is lost stays away."""
-    for plan in (plan for seed in SEEDS if not (plan := scenario(seed)).heals):
+    for plan in (plan for seed in SEEDS if not (plan := scenario(seed)).comes_back):
         hit = Counter(fault.replica for fault in plan.faults if fault.kind is not FaultKind.SLOW)
         assert hit or plan.others, "nothing happens"
         assert max(hit.values(), default=0) <= 1 and len(hit) < plan.job.replicas, "nobody is left for certain"
@@ -135,7 +157,7 @@ def test_everything_comes_up() -> None:
 
 # --- Kinds in which what is lost comes back ---------------------------------------------------------------------------------
 
-HEALING = [plan for seed in SEEDS if (plan := scenario(seed)).heals]
+HEALING = [plan for seed in SEEDS if (plan := scenario(seed)).comes_back]
 
 
 def of_kind(kind: str) -> list[Scenario]:
@@ -148,7 +170,7 @@ def newcomers(plan: Scenario) -> list[Fault]:
     return [fault for fault in plan.faults if fault.replica >= plan.job.replicas]
 
 
-def test_whatever_heals_is_of_a_kind_of_its_own() -> None:
+def test_whatever_comes_back_is_of_a_kind_of_its_own() -> None:
     assert {plan.kind for plan in HEALING} == set(comebacks.KINDS)
     for plan in HEALING:
         assert plan.script == JOINING and plan.job.steps == comebacks.STEPS and plan.reference().heal == "off"
@@ -158,7 +180,21 @@ def test_whatever_heals_is_of_a_kind_of_its_own() -> None:
         in_all_s = comebacks.STEPS * plan.step_s * (passes + plan.job.pp - 1) / passes
         assert 20 < in_all_s < 40, "there is time for several joins, and the campaign does not wait for ever"
     assert len({plan.reference() for plan in HEALING}) < 0.4 * len(HEALING)
-    assert not any(scenario(seed).job.heal != "off" for seed in SEEDS if scenario(seed).kind not in comebacks.KINDS)
+
+
+def test_a_share_of_the_plain_jobs_heals_as_jobs_of_users_do_and_is_judged_for_that() -> None:
+    plain = [plan for seed in SEEDS if not (plan := scenario(seed)).comes_back]
+    healing = [plan for plan in plain if plan.heals]
+    assert {plan.script for plan in healing} == {PLAIN} and not any(plan.strike for plan in healing)
+    assert {plan.kind for plan in healing} == {plan.kind for plan in plain if plan.script == PLAIN}
+    assert 0.3 < len(healing) / sum(plan.script == PLAIN for plan in plain) < 0.7
+    for plan in healing:
+        assert {*EXPECTATIONS[plan.kind]} < {*expectations_of(plan)} and plan.reference().heal == "off"
+        assert ORDERS not in plan.environment() and "heals" in str(plan)
+        off = replace(plan, job=replace(plan.job, heal="off"))
+        assert expectations_of(off) == EXPECTATIONS[plan.kind]
+    assert all(expectations_of(plan) == EXPECTATIONS[plan.kind] for plan in HEALING)
+    assert {plan.job.heal for plan in healing} == {RecoverConfig().heal}, "as without a flag"
 
 
 def test_whoever_heals_has_a_member_with_the_state_at_any_time() -> None:
@@ -216,6 +252,21 @@ def test_spare_slots_are_used_up_or_not() -> None:
             pasts = slots.lost(pasts, 2 + number, LossKind.SUSPECTED, "raised", settings, now_s=1.0, rank=0)
             pasts = slots.gone(pasts, 2 + number)
         assert len(slots.plan(pasts, wanted=1, settings=settings, now_s=1.0).newcomers) == 1 - missing
+
+
+def test_jobs_are_scaled_both_ways_while_members_and_newcomers_die() -> None:
+    plans, orders = of_kind("scale"), set()
+    for plan in plans:
+        start, num_ranks = plan.job.replicas, plan.job.tp * plan.job.pp * plan.job.lanes
+        assert plan.job.run_flags == ("--spares", str(num_ranks)), "there is room for one more replica"
+        requests = [(act.at, int(act.do.split()[1])) for act in plan.acts if act.do.startswith("scale")]
+        numbers = [start, *(number for _, number in requests)]
+        assert max(numbers) * num_ranks <= MAX_PROCESSES and min(numbers) >= 1 and max(numbers) in (start, start + 1)
+        assert {at.replica for at, _ in requests} == {0} and plan.spared == 0, "who asks is never hit, and does not leave"
+        orders.add(tuple((after > before) - (after < before) for before, after in zip(numbers, numbers[1:], strict=False)))
+        assert plan.full == max(numbers) and plan.faults and plan.missing == 0
+    assert orders == {(1, -1), (-1, 1)}
+    assert any(newcomers(plan) for plan in plans) and any(act.do.startswith("kill") for plan in plans for act in plan.acts)
 
 
 def test_requests_come_while_a_newcomer_forms() -> None:

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_recover.cluster.status import Answer
 from megatron_recover.core.exit_code import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
-from tests.system import comebacks, evidence, judging
+from tests.system import comeback_judging, comebacks, evidence, judging
 from tests.system.evidence import Evidence
 from tests.system.jobs import Job, Outcome
 from tests.system.joining_pretrain import ACTS, Act
@@ -25,6 +27,7 @@ from tests.system.strikes import RANK
 JOB = Job(heal="in-place", steps=30)
 THREE = dataclasses.replace(JOB, replicas=3)
 DEATH = Fault(replica=1, rank=0, point=FaultPoint.REDUCE, step=1)
+SCALED_TO_3 = "megatron-recover: scale to 3 of ann@n1: 2 replicas are formed while the others train"
 SAID = "no newcomer is formed on node 0: slot 1: set aside for 600 s"
 Event = dict[str, Any]
 
@@ -61,6 +64,8 @@ class Made:
     latest: int = 30
     pids: tuple[int, ...] = ()
     reports: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    refused: list[str] = dataclasses.field(default_factory=list)
+    """Why the job refuses requests."""
 
     def verdict(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         run, save = folder / "run", folder / "save"
@@ -77,6 +82,8 @@ class Made:
             name = "alone" if against is None else "against" if run_dir == run else "resumed"
             return self.reports.get(name, (0, "all holds"))
 
+        answers = [Answer("i", why) for why in self.refused]
+        monkeypatch.setattr(comeback_judging.status, "read", lambda run_dir: SimpleNamespace(answers=answers))
         for module in (judging, evidence):
             monkeypatch.setattr(module, "check", check)
         return judging.judge(
@@ -148,11 +155,35 @@ def stopped() -> Made:
     return Made(plan, trace, acts=("2.0 in form: term",), exit_code=ExitCode.INTERRUPTED, latest=4)
 
 
+def scaled() -> Made:
+    """Two replicas grow to three while 1 is lost, and shrink to one."""
+    acts = tuple(
+        Act(Fault(replica=0, rank=0, point=FaultPoint.OPTIMIZER, step=step), f"scale {number}")
+        for step, number in ((1, 3), (2, 1))
+    )  # fmt: skip
+    plan = Scenario(kind="scale", job=JOB, faults=(DEATH,), acts=acts, full=3)
+    trace = [
+        generation(1, 0, 1), struck(1), generation(2, 0, lost=(1,)), generation(3, 0, 2, 3, joins=(2, 3)),
+        {"event": "applied", "replica": 0, "rank": 0, "step": 2, "label": "train 2", "parameter_digest": "a", "t": 3.5},
+        generation(4, 0, left=(2, 3)), *ENOUGH,
+    ]  # fmt: skip
+    said = f"{SCALED_TO_3}\nmegatron-recover: scale to 1 of ann@n1: replicas 2 and 3 leave after a common step\n"
+    return Made(plan, trace, acts=("0.0 in optimizer: scale 3", "0.0 in optimizer: scale 1"), output=said)
+
+
 def saved() -> Made:
     return came_back("comeback between saves", saves=True)
 
 
-MADE = (came_back, killed_at_any_time, all_replaced, used_up, drained, stopped, saved)
+def heals() -> Made:
+    """A plain job that heals; its newcomer did not come in time."""
+    made = came_back("faults in steps")
+    without(3)(made)
+    made.trace = [event for event in made.trace if event["event"] not in ("proven", "applied")]
+    return made
+
+
+MADE = (came_back, killed_at_any_time, all_replaced, used_up, drained, scaled, stopped, saved, heals)
 
 
 @pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
@@ -178,6 +209,10 @@ def without(*numbers: int) -> Callable[[Made], None]:
         made.trace = [event for event in made.trace if event["event"] != "generation" or event["generation"] not in numbers]
 
     return alter
+
+
+def refuses(why: str) -> Callable[[Made], None]:
+    return lambda made: made.refused.append(why)
 
 
 BROKEN = (ExitCode.INVARIANT_VIOLATED, "PROBLEM: both runs are exact, but the parameters differ")
@@ -212,6 +247,18 @@ CASES: dict[str, tuple[Callable[[], Made], Callable[[Made], None], str]] = {
     "drain: nobody leaves": (drained, without(3), "drained was [0]"),
     "drain: it comes back": (drained, traced(generation(5, 2, 3, 4, joins=(4,))), "more than 2"),
     "drain: the newcomer does not come": (drained, without(4), "only [2]"),
+    "scale: nobody leaves": (scaled, without(4), "wanted were 1"),
+    "scale: one is too many": (scaled, traced(generation(5, 0, 4, 5, 6, joins=(4, 5, 6))), "more than 3"),
+    "scale: one leaves unasked": (
+        scaled, lambda made: made.trace.insert(4, generation(3, 0, left=(2,))), "[2, 2, 3] have left, and 2 were too many"
+    ),
+    "scale: it does not answer": (scaled, changed(output=SCALED_TO_3), "asked for was 3, 1, and 1 were answered"),
+    "scale: it refuses": (scaled, refuses("there are slots for 2 replicas; ask for 2 or fewer"), "refuses to scale: there are"),
+    "scale: an innocent is lost": (
+        scaled, lambda made: made.trace.insert(4, generation(3, 2, 3, lost=(0,))), "removed were [0, 1], hit [1]"
+    ),
+    "heals: it has more": (heals, traced(generation(4, 0, 2, 3, joins=(2, 3))), "[0, 2, 3], more than 2"),
+    "heals: an innocent is removed": (heals, traced(generation(4, 2, lost=(0,))), "removed were [0, 1], hit [1]"),
     "stop: it ends with another code": (stopped, changed(exit_code=0), "exit code 0"),
     "stop: it ends unasked": (stopped, changed(acts=()), "exit code 15"),
     "stop: it saves nothing": (stopped, lambda made: made.trace.pop() and None, "saved nothing"),
@@ -251,6 +298,6 @@ def test_a_rank_that_is_left_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_each_kind_with_comebacks_is_judged() -> None:
-    made = {make().plan.kind for make in MADE}
+    made = {plan.kind for make in MADE if (plan := make().plan).kind in comebacks.KINDS}
     ordinary = {kind for kind in comebacks.KINDS if judging.EXPECTATIONS[kind] == judging.COMEBACK}
     assert made | ordinary == set(comebacks.KINDS)

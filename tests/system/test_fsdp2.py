@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_recover.core.exit_code import ExitCode
 from tests.system import upstream
-from tests.system.jobs import ROOT, Job, assert_struck_and_finished, chaos_text, check, run_job
-from tests.system.plans import FSDP2
+from tests.system.jobs import FSDP2, ROOT, Job, assert_struck_and_finished, chaos_text, check, run_job
 from tests.system.test_async_save import LATE, between
 from tests.system.test_endings import losses, tracker
 from tests.system.test_joins import DEATH, TWO, assert_exact, blamed, rosters
@@ -244,6 +243,33 @@ def test_losses_are_those_of_unmodified_megatron_over_all_ranks(steps: int, tmp_
     recovered = upstream.run("megatron_recover", launch, f"{ours} {flags} --recover-heal off")
     upstream.assert_alike(upstream.figures(recovered), upstream.figures(torchrun))
     assert "generation: 2" in recovered
+
+
+def test_a_checkpoint_of_fsdp2_is_refused_without_it_before_the_job(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    """By the dry run, which knows all arguments: a script may have set those for FSDP2."""
+    (tmp_path / "save" / "iter_0000002").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000002" / ".metadata").touch()
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("2")
+    outcome = run_job(Job(), tmp_path / "run", data, save=tmp_path / "save").expect(ExitCode.BAD_INPUT)
+    assert "iter_0000002 has the format torch_dcp, which Megatron loads with --use-torch-fsdp2 alone; add" in outcome.output
+
+
+@slow
+@pytest.mark.timeout(700)
+def test_a_checkpoint_of_plain_megatron_is_loaded_at_another_number_of_ranks(
+    tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:  # fmt: skip
+    """It has one FSDP2 over three ranks, ours one over two in each of two replicas. Plain Megatron cannot load it at all."""
+    flags = FLAGS.format(steps=4, data=data).replace("--global-batch-size 16", "--global-batch-size 12")
+    flags += " ".join((*FSDP2, *DCP))
+    ours, save = ROOT / "scripts" / "pretrain_gpt.py", tmp_path / "save"
+    plain = upstream.run("torch.distributed.run", "--nproc_per_node 3", f"{ours} {flags} --save {save} --save-interval 2")
+    launch = f"run --replicas 2 --lanes 2 --run-dir {tmp_path / 'run'} --"
+    resumed = upstream.run("megatron_recover", launch, f"{ours} {flags} --load {save} --ckpt-step 2 --recover-heal off")
+    wanted = {iteration: found for iteration, found in upstream.figures(plain).items() if iteration > 2}
+    found, trained = upstream.figures(resumed), losses(tmp_path / "run")  # the loss printed second is the mean of the first two
+    assert sorted(wanted) == sorted(found) == [3, 4]
+    upstream.assert_alike({iteration: (trained[iteration], norm, rate) for iteration, (_, norm, rate) in found.items()}, wanted)
 
 
 @pytest.mark.parametrize(

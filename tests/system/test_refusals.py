@@ -9,7 +9,21 @@ import sys
 import pytest
 
 from megatron_recover.core.exit_code import ExitCode
-from tests.system.jobs import Job, run_job
+from tests.system.jobs import Job, chaos_text, run_job
+
+TOLD = (
+    "replicas that are lost will not be replaced: --phase-transition-iterations lets no replica join while others train: data "
+    "sets are built for the phase of the iteration with which training begins; leave it out"
+)
+
+
+class Phased(Job):
+    """A job that ends after iteration 3, with its first phase. Upstream wants a length in samples for that."""
+
+    def megatron_flags(self, data: pathlib.Path, save: pathlib.Path | None) -> list[str]:
+        flags = " ".join(super().megatron_flags(data, save)).replace("--lr-warmup-iters 1", "--lr-warmup-samples 6")
+        return [*flags.replace("--train-iters 6", "--train-samples 36").split(), "--phase-transition-iterations", "3"]
+
 
 SCRIPT = """\
 from megatron_recover import megatron as recover
@@ -116,3 +130,17 @@ def test_what_the_script_asserts_between_its_arguments_and_the_training_is_bad_i
     )
     outcome = run_job(Job(), tmp_path / "run", data, script=script).expect(ExitCode.BAD_INPUT)
     assert "megatron-recover run: too shallow for me\n" in outcome.output
+
+
+def test_a_flag_with_which_no_replica_can_join_is_told_at_the_start_and_a_loss_is_not_replaced(
+    tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    job, chaos = Phased(replicas=3, heal="in-place"), chaos_text("1 0 forward step=0")
+    outcome = run_job(job, tmp_path / "run", data, chaos=chaos).expect()
+    told, lost = outcome.output.index(f"megatron-recover: {TOLD}\n"), outcome.output.index("replica 1 lost")
+    assert told < lost, "before anything is lost"
+    assert [event["point"] for event in outcome.events("fault")] == ["forward"] and not outcome.events("forming")
+    assert (outcome.summary["replicas_end"], outcome.summary["steps"]) == (2, 3)
+    with_spares = Phased(replicas=3, heal="in-place", run_flags=("--spares", "1"))
+    refused = run_job(with_spares, tmp_path / "other", data).expect(ExitCode.BAD_INPUT)
+    assert "--spares is 1, but no lost replica is replaced: --phase-transition-iterations lets no replica" in refused.output

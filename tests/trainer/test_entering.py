@@ -165,7 +165,7 @@ class FakeReader:
         self.job.reads.append((self.rank, label, tuple(sources)))
         if why := self.job.void.get((self.rank, label)):
             self.job.step += label in self.job.closes
-            raise StateVoid(why)
+            raise StateVoid(why, num_bytes=12 * 2**20, of_bytes=48 * 2**20, seconds=1.25)
         return Read({"label": label}, 4, 0.5, {sources[0]: 4, sources[1]: 0}, {})
 
 
@@ -222,6 +222,18 @@ def test_tries_are_used_up_by_slowness_of_any_rank_and_by_inequality() -> None:
     assert sorted(labels) == sorted(["train 0", "train 1", "train 3"] * 2), "what is installed may be gathered over all ranks"
     assert job.holds == [("train 3", 4)], "only on the last try, before the step begins"
     assert {event.num_tries for event in ranks.events if event.rank == 1} == {1, 2}
+
+
+def test_a_newcomer_whose_windows_all_close_while_it_reads_gives_up_with_the_figures_of_its_slowest_rank() -> None:
+    ranks = Ranks(3)
+    job = Job(ranks, [])
+    job.void = {(1, f"train {step}"): "the window closed" for step in range(NUM_TRIES + 1)}
+    found = ranks.run(job.enter)
+    assert all(isinstance(error, CannotJoin) for error in found) and not job.asked
+    assert len({str(error) for error in found}) == 1, "whichever rank is heard first has the same text"
+    said = str(found[0])
+    assert "train 3: the window closed); rank 1 read 12.0 of 48.0 MiB in 1.25 s, and a step takes" in said
+    assert "a larger --global-batch-size makes steps longer, and --recover-heal off" in said
 
 
 def test_a_member_that_offers_nothing_is_passed_over_and_others_are_waited_for() -> None:

@@ -19,15 +19,17 @@ from megatron_recover import packages
 from megatron_recover.config import RecoverConfig, below_one
 from megatron_recover.core.wording import counted
 from megatron_recover.flags import did_you_mean
+from megatron_recover.megatron.checkpoint import disk_format
 from megatron_recover.megatron.launch import preflight_data as data
 from megatron_recover.megatron.launch.arguments import (
     add_recover_arguments,
+    joining_refusals,
     recover_config,
     recover_flags,
     refusals,
     without_interval,
 )
-from megatron_recover.megatron.launch.batch_schedule import first_batch
+from megatron_recover.megatron.launch.batch_schedule import first_batch, least_batch
 from megatron_recover.megatron.layout import sizes
 from megatron_recover.megatron.seams import seams
 from megatron_recover.trace import Layout
@@ -171,6 +173,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--no-save-optim": _ON | {"default": None},
     "--no-save-rng": _ON | {"default": None},
     "--pretrained-checkpoint": _TEXT,
+    "--ckpt-step": _INT,
+    "--auto-detect-ckpt-format": _ON,
     # No replica can join.
     "--optimizer-cpu-offload": _ON,
     "--phase-transition-iterations": _TEXT,
@@ -188,12 +192,16 @@ class Preflight(msgspec.Struct, frozen=True):
     seed: int
     num_microbatches: int
     """M, the number of microbatches of a training step; with a schedule, of its first entry."""
+    least_microbatches: int
+    """The smallest M of any training step; with a schedule, of its smallest batch."""
     microbatch_samples: int
     """Number of samples of one microbatch, over all lanes."""
     batch_changes: bool = False
     """True if later steps can have another M, by a schedule of the batch size."""
     train_iters: int | None = None
     """Number of iterations to train; None where `--train-samples` gives the length."""
+    joining_refusals: tuple[str, ...] = ()
+    """A line for each flag with which no replica can join while others train."""
     save: str | None = None
     """The folder of `--save`; None without it, and for a name with `://`."""
 
@@ -232,14 +240,16 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         *data.mistakes(args),
         *_saving(args),
         *_unwritable(args),
+        *(disk_format.refusals(args) if args.use_torch_fsdp2 else []),  # else a script may set it: the dry run looks
     ]
     found += _without_package(args)
     if found:
         raise ValueError("\n".join(found))
-    batch_changes = args.step_batch_size_schedule is not None
+    schedule, microbatch = args.step_batch_size_schedule, args.micro_batch_size * lanes
+    least = num_microbatches if schedule is None else max(1, least_batch(schedule) // microbatch)
     return Preflight(
-        layout, settings, args.seed, num_microbatches, args.micro_batch_size * lanes, batch_changes, args.train_iters,
-        None if args.save is None or "://" in args.save else args.save,
+        layout, settings, args.seed, num_microbatches, least, microbatch, schedule is not None, args.train_iters,
+        tuple(joining_refusals(args)), None if args.save is None or "://" in args.save else args.save,
     )  # fmt: skip
 
 

@@ -158,11 +158,12 @@ class Fencing(Rule):
         dead_since = self._fenced.get((replica, rank))
         if dead_since is not None:
             found.append((line, f"{did} after it was fenced (line {dead_since})"))
-        is_entry = isinstance(event, trace.Entered)  # a newcomer enters before it is turned away
+        # A newcomer enters before it is turned away, which nobody tells it without the coordinator.
+        is_of_announced = isinstance(event, trace.Entered | trace.CoordinatorLost | trace.CoordinatorSilent)
         members = self.history.members.get(generation)
-        if members is not None and replica not in (self.history.announced(generation) if is_entry else members):
+        if members is not None and replica not in (self.history.announced(generation) if is_of_announced else members):
             found.append((line, f"{did} in generation {generation}, to which it does not belong"))
-        if not found and not is_entry:
+        if not found and not is_of_announced:
             self._good.add((replica, rank, generation))
         return found
 
