@@ -127,7 +127,7 @@ EXAMPLES = {
 """Lines of which `tests/system/test_upstream_examples.py` makes a job."""
 
 
-def test_every_flag_of_an_accepted_configuration_is_named_in_tests_of_jobs_or_has_a_reason(lines: list[acceptance.Line]) -> None:
+def test_every_flag_of_an_accepted_configuration_is_named_where_jobs_are_or_has_a_reason(lines: list[acceptance.Line]) -> None:
     """The text of `tests/system` names the flag. Whether its job has a kill is not judged here.
 
     Flags that Megatron's parser does not have are the script's own, and not judged.
