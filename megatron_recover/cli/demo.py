@@ -307,7 +307,7 @@ class _Demo:
 
     def claims(self, reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         """Return what the demo claims about its two runs."""
-        return claims(reference, faulty, parts=self.parts, patience_s=PATIENCE_S)
+        return claims(reference, faulty, parts=self.parts, patience_s=PATIENCE_S, least_steps=STEPS)
 
     def _train(self, run_dir: Path, steps: int) -> None:
         training = self._training(run_dir, "--train-iters", str(MOST_STEPS), "--exit-interval", str(steps))

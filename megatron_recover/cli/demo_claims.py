@@ -52,11 +52,12 @@ def _taken_in(history: History) -> Iterator[str]:
         )
 
 
-def claims(reference: Verdict, faulty: Verdict, *, parts: str, patience_s: float) -> tuple[Claim, ...]:
+def claims(reference: Verdict, faulty: Verdict, *, parts: str, patience_s: float, least_steps: int) -> tuple[Claim, ...]:
     """Return the claims about the two runs; `faulty` was checked against `reference`.
 
     `parts`: the name of what the ranks of a replica are: pipeline stages or lanes.
     `patience_s`: seconds after the last death for which the demo waited for the lost replicas.
+    `least_steps`: the least number of steps of a run.
     """
     summary, quiet = faulty.summary, reference.summary
     kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
@@ -73,7 +74,7 @@ def claims(reference: Verdict, faulty: Verdict, *, parts: str, patience_s: float
         ),
         Claim(
             "Training went on at once without a restart, with the replicas that were left",
-            is_over and fewest < summary.replicas_start and summary.steps == quiet.steps >= 20,
+            is_over and fewest < summary.replicas_start and summary.steps == quiet.steps >= least_steps,
             f"{summary.steps} steps, never fewer than {counted(fewest, 'replica')}, {_exit(summary)}",
         ),
         *_claims_of_return(faulty, patience_s),
