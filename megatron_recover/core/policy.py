@@ -219,7 +219,8 @@ def _samples(label: str, microbatch: MicrobatchId, of_step: int, of_microbatch: 
     if not step.is_training or step.iteration < 1:
         return ""
     first = (step.iteration - 1) * of_step + microbatch * of_microbatch
-    return f" (samples {first} to {first + of_microbatch - 1} in the order of training, from 0)"
+    which = f"sample {first}" if of_microbatch == 1 else f"samples {first} to {first + of_microbatch - 1}"
+    return f" ({which} in the order of training, from 0)"
 
 
 def nobody_left(failing: Sequence[ReplicaFailing], losses: Sequence[Loss], miscount: str = "") -> tuple[int, str]:
