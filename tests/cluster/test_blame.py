@@ -42,7 +42,8 @@ def strikes(kind: FaultKind) -> tuple[Fault, ...]:
 def test_a_microbatch_that_ends_two_replicas_by_a_signal_of_its_own_stops_the_job(tmp_path: Path, kind: FaultKind) -> None:
     outcome = run(Spec(run_dir=str(tmp_path / "run"), faults=strikes(kind)))
     assert outcome.exit_code == ExitCode.POISONED_MICROBATCH, outcome.output
-    assert "computing microbatch 0 of train 2 (sample 7 in the order of training, from 0) ended replicas 0 and" in outcome.output
+    named = "microbatch 0 of train 2 (sample 7 in the order of training, from 0)"
+    assert f"computing {named} ended replicas 0 and" in outcome.output
     assert len(outcome.of(trace.Fault)) == 2, "it was dealt a third time"
     assert {lost.kind for event in outcome.of(trace.Generation) for lost in event.losses} == {LossKind.CRASHED}
     outcome.assert_exactly_once()
