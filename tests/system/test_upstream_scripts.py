@@ -113,17 +113,22 @@ def test_the_variables_that_scripts_read_are_those_of_a_world_that_is_the_replic
     assert output[end:].startswith(f"--- end of {tmp_path / 'run' / 'logs' / 'replica-1-rank-1.log'}\n    role trainer 1\n")
 
 
-def test_a_module_that_is_not_there_is_refused_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("no_such.module", ": no_such is neither in the working directory, nor in PYTHONPATH, nor installed"),
+        ("json.no_such", "; its folder has to be the working directory or in PYTHONPATH"),
+    ],
+    ids=["not its package", "its package"],
+)
+def test_a_module_that_is_not_there_is_refused_and_leaves_nothing(module: str, why: str, tmp_path: pathlib.Path) -> None:
     output = run(
         "megatron_recover.run", f"--nproc-per-node 2 --log-dir {tmp_path / 'logs'} --run-dir {tmp_path / 'run'} -m",
-        f"no_such.module {FLAGS} --mock-data",
+        f"{module} {FLAGS} --mock-data",
         expected=ExitCode.BAD_INPUT,
     )  # fmt: skip
-    assert (
-        "megatron-recover run: there is no module no_such.module; its folder has to be the working directory or in PYTHONPATH"
-        in output
-    )
-    assert not list((tmp_path / "logs").iterdir()) and not (tmp_path / "run").exists()
+    assert f"megatron-recover run: there is no module {module}{why}" in output
+    assert not [each for each in tmp_path.rglob("*") if each != tmp_path / "logs"]
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
