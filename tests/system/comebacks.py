@@ -19,6 +19,8 @@ STEPS = 48
 """Of each of these jobs: one length, so that they share their references; `STEPS` x `Scenario.step_s` is the time for joins."""
 STEP_S = 0.75
 NEVER_AGAIN = ("--recover-heal-backoff-s", "600")
+SOON = ("--recover-heal-backoff-s", "2")
+"""The slots of newcomers that die one after the other are put off for so long: within the job they are tried again."""
 OUTSIDE = (FaultPoint.START_UP, FaultPoint.FORM, FaultPoint.STATE_READ, FaultPoint.CLAIM)
 """Where a newcomer is not in the roster yet."""
 INSIDE = (
@@ -33,7 +35,7 @@ class _Draw(Draw):
 
     def __init__(self, drawn: Draw) -> None:
         self.__dict__.update(drawn.__dict__)
-        self.change(heal="in-place", steps=STEPS, microbatches=6)
+        self.change(heal="in-place", steps=STEPS, microbatches=6, timeouts=(*TIMEOUTS, *SOON))
         self.acts: list[Act] = []
 
     def several(self, least: int) -> None:
